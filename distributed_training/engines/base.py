@@ -1,0 +1,84 @@
+"""What the training loop asks of an engine, and what every engine does alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from distributed_training.data import StepBatch
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+# AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+# fp16's dynamic loss scale, the same policy in every engine (DeepSpeed's names in comments).
+INITIAL_LOSS_SCALE = 2.0**16  # initial_scale_power 16
+LOSS_SCALE_WINDOW = 1000  # loss_scale_window: steps without overflow before it doubles
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss_sum: torch.Tensor
+    """Sum of this rank's token losses over its micro-batches, fp32 scalar on the device."""
+    num_targets: int
+    """Real targets of the global batch, all ranks."""
+    grad_norm: torch.Tensor | float | None
+    """Global gradient norm before clipping; None where the step was skipped."""
+    skipped: bool
+    """True when fp16 gradients overflowed and no update was made."""
+
+
+class Engine(Protocol):
+    """One strategy at work. Every method is collective: all ranks call it, in the same order."""
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Forward, backward and one update over *all* micro-batches of the step.
+
+        The gradient is that of (sum of token losses of the global batch) / `num_targets`.
+        """
+        ...
+
+    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+        """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""
+        ...
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[1, T] -> [1, T, vocab], no gradient; the same on every rank."""
+        ...
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The rate of the next step."""
+        ...
+
+    def describe_dtypes(self) -> dict[str, str]:
+        """dtype of parameters, gradients, optimizer state and reduction."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write model and optimizer state below `folder` (shared by all ranks)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote with the same strategy and world size."""
+        ...
+
+    def full_state(self) -> dict[str, torch.Tensor] | None:
+        """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""
+        ...
+
+    def close(self) -> None:
+        """Drop model and optimizer, so that nothing holds the process group."""
+        ...
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to `device`, without waiting where it is a GPU."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

@@ -1,0 +1,142 @@
+"""DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distributed_training.config import RunConfig
+from distributed_training.data import StepBatch
+from distributed_training.engines.base import ADAM, StepResult, to_device
+from distributed_training.model import GPT2, Block, parameter_groups
+from distributed_training.parallel.activation_checkpointing import apply_activation_checkpointing
+from distributed_training.parallel.compilation import apply_compile
+from distributed_training.strategy import Strategy
+from distributed_training.topology import Topology
+
+_TAG = "state"
+
+
+class DeepSpeedEngine:
+    """The same model, AdamW and loss as the native engine, with state where the JSON puts it."""
+
+    def __init__(
+        self,
+        model: GPT2,
+        config: RunConfig,
+        strategy: Strategy,
+        topology: Topology,
+        document: dict[str, Any],
+    ) -> None:
+        """`document` is the DeepSpeed JSON with no "auto" left (strategy.fill_deepspeed_json)."""
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self.topology = topology
+        self.strategy = strategy
+        self.grad_accum_steps = config.grad_accum_steps
+        by_block = strategy.zero_stage == 3
+        apply_activation_checkpointing(model, config.activation_checkpointing)
+        if config.compile:
+            apply_compile(model, per_block=by_block)
+        if by_block:
+            # Fetch a block's parameters at once: fewer, larger all-gathers, and no hooks inside
+            # the block, so that it can be compiled.
+            deepspeed.utils.set_z3_leaf_modules(model, [Block])
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=self._build_optimizer(model, config),
+            config=document,
+            dist_init_required=False,
+        )
+        self.model = self.engine.module
+        if by_block:
+            # The output layer uses the embedding's weight outside of the embedding.
+            deepspeed.zero.register_external_parameter(
+                self.model, self.model.token_embedding.weight
+            )
+
+    def _build_optimizer(self, model: GPT2, config: RunConfig) -> torch.optim.Optimizer:
+        groups = parameter_groups(model, config.weight_decay)
+        rate = float(config.learning_rate)
+        if self.strategy.needs_cpu_adam:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            return DeepSpeedCPUAdam(groups, lr=rate, adamw_mode=True, **ADAM)
+        fused = self.topology.device_type == "cuda"
+        return torch.optim.AdamW(groups, lr=rate, fused=fused, **ADAM)
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
+        scale = self.grad_accum_steps * self.topology.dp_size / batch.num_targets
+        loss_sum = torch.zeros((), device=self.topology.device)
+        self.engine.train()
+        skipped_before = self.engine.skipped_steps
+        for inputs, targets in batch.micro_batches:
+            loss = self._loss(inputs, targets)
+            self.engine.backward(loss * scale)
+            self.engine.step()
+            loss_sum += loss.detach()
+        skipped = self.engine.skipped_steps > skipped_before
+        norm = None if skipped else self.engine.get_global_grad_norm()
+        return StepResult(loss_sum, batch.num_targets, norm, skipped)
+
+    @torch.no_grad()
+    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+        self.engine.eval()
+        with torch.compiler.set_stance("force_eager"):
+            return self._loss(inputs, targets)
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.engine.eval()
+        with torch.compiler.set_stance("force_eager"):
+            return self.engine(input_ids)
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def describe_dtypes(self) -> dict[str, str]:
+        parameter, gradient = self.engine.get_data_types()
+        return {
+            "parameters": f"{parameter}, fp32 master copy",
+            "arithmetic": str(parameter),
+            "gradients": str(gradient),
+            "optimizer_state": str(torch.float32),
+            "reduction": str(self.engine.communication_data_type),
+        }
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder / "deepspeed"), tag=_TAG)
+
+    def load(self, folder: Path) -> None:
+        self.engine.load_checkpoint(str(folder / "deepspeed"), tag=_TAG)
+
+    def full_state(self) -> dict[str, torch.Tensor] | None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        state = {}
+        for name, parameter in self.model.named_parameters():
+            master = safe_get_full_fp32_param(parameter)  # collective: every rank asks
+            if self.topology.rank == 0:
+                full = parameter.detach() if master is None else master
+                state[name] = full.float().cpu().clone().view(_full_shape(parameter))
+        return state if self.topology.rank == 0 else None
+
+    def close(self) -> None:
+        self.engine.destroy()
+        del self.engine, self.optimizer, self.model
+
+    def _loss(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+        device = self.topology.device
+        return self.engine(to_device(inputs, device), to_device(targets, device))
+
+
+def _full_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Shape before ZeRO-3 took the parameter apart."""
+    return getattr(parameter, "ds_shape", parameter.shape)

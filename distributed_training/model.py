@@ -1,0 +1,140 @@
+"""GPT-2 out of plain nn.Linear blocks. It knows nothing of parallelism.
+
+Letters in the shape comments: B batch, T tokens, D hidden, H heads, K = D / H, V vocabulary,
+P padded vocabulary. Source: Radford et al. 2019; initialisation as in the published code
+(normal 0.02, residual projections scaled by 1 / sqrt(2 L)).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from distributed_training.sizes import ModelSize
+
+IGNORE_INDEX = -100
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: causal attention, then a 4x MLP.
+
+    The rows of `qkv` are ordered (head, q/k/v, K), so that a split over heads is a split of rows.
+    """
+
+    def __init__(self, size: ModelSize, dropout: float) -> None:
+        super().__init__()
+        d = size.hidden_size
+        self.num_heads = size.num_heads
+        self.dropout = dropout
+        self.norm_1 = nn.LayerNorm(d)
+        self.qkv = nn.Linear(d, 3 * d)
+        self.attention_out = nn.Linear(d, d)
+        self.norm_2 = nn.LayerNorm(d)
+        self.mlp_in = nn.Linear(d, 4 * d)
+        self.mlp_out = nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        x = x + self._drop(self.attention(self.norm_1(x)))
+        hidden = F.gelu(self.mlp_in(self.norm_2(x)), approximate="tanh")
+        return x + self._drop(self.mlp_out(hidden))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Causal self-attention, [B, T, D] -> [B, T, D]."""
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, self.num_heads, 3, -1)  # (B, T, H, 3, K)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, H, T, K)
+        rate = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        return self.attention_out(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class GPT2(nn.Module):
+    """GPT-2 with its output layer tied to the token embedding.
+
+    The embedding is stored padded to `size.padded_vocab_size` rows; the padding is cut off the
+    logits before anything sees them, so it is never a target, a probability or a sample.
+    """
+
+    def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.size = size
+        self.dropout = dropout
+        # Dtype of the residual stream; None keeps the embedding's. Engines set it to the
+        # arithmetic's dtype, so that autocast and pure bf16 parameters compute alike.
+        self.residual_dtype: torch.dtype | None = None
+        self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
+        self.position_embedding = nn.Embedding(size.num_positions, size.hidden_size)
+        self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.num_layers))
+        self.norm_out = nn.LayerNorm(size.hidden_size)
+
+    def forward(
+        self, input_ids: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead.
+
+        The loss is the fp32 sum of cross entropies over targets other than IGNORE_INDEX: a sum,
+        so that the caller can divide by the number of real tokens of the whole global batch.
+        Targets are already shifted: targets[:, t] follows input_ids[:, t].
+        """
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[B, T] -> [B, T, D]."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)
+        x = x if self.residual_dtype is None else x.to(self.residual_dtype)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, T, D] -> logits [B, T, V], or the summed loss when targets are given."""
+        logits = F.linear(self.norm_out(x), self.token_embedding.weight)  # (B, T, P)
+        logits = logits[..., : self.size.vocab_size]
+        if targets is None:
+            return logits
+        return F.cross_entropy(
+            logits.float().view(-1, self.size.vocab_size),
+            targets.view(-1),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+
+
+def build_model(size: ModelSize, *, dropout: float, seed: int) -> GPT2:
+    """A GPT2 on the CPU in fp32 with random weights that depend on `seed` and nothing else."""
+    with torch.device("meta"):
+        model = GPT2(size, dropout=dropout)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = 0.02 / math.sqrt(2 * size.num_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                std = residual_std if residual else 0.02
+                parameter.normal_(0.0, std, generator=generator)
+        model.token_embedding.weight[size.vocab_size :].zero_()
+    return model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """AdamW's two groups: matrices decay; biases and norms (one-dimensional) do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

@@ -1,0 +1,122 @@
+"""Everything about a run that is settled before processes start. No torch import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed_training.checkpoint import find_resume
+from distributed_training.config import RunConfig, describe_work
+from distributed_training.corpus import read_corpus
+from distributed_training.data import Data, prepare_data
+from distributed_training.hf_format import check_hf_folder
+from distributed_training.machine import Machine
+from distributed_training.preflight import Situation, run_checks
+from distributed_training.record import new_run_dir
+from distributed_training.resolve import Resolved, resolve
+from distributed_training.sizes import SIZES, ModelSize
+from distributed_training.strategy import Strategy, fill_deepspeed_json, load_strategy
+from distributed_training.tokenizer import Tokenizer
+from distributed_training.topology import build_topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run that has passed every check which needs no process group."""
+
+    requested: RunConfig
+    """As merged from CONFIG, preset and --set; may say "auto"."""
+    resolved: Resolved
+    strategy: Strategy
+    machine: Machine
+    size: ModelSize
+    num_processes: int
+    deepspeed_json: dict[str, Any] | None
+    run_dir: Path
+    checkpoint: Path | None
+    """Where to resume from; None to start afresh."""
+    work: dict[str, Any]
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration without "auto"."""
+        return self.resolved.config
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must agree between a checkpoint and the run that resumes it."""
+        return {"strategy": self.strategy.name, "num_processes": self.num_processes, **self.work}
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where tokenised corpora are kept."""
+        return Path(self.config.output_dir) / ".cache" / "tokens"
+
+
+def make_plan(
+    config: RunConfig,
+    machine: Machine,
+    *,
+    num_processes: int,
+    processes_here: int,
+    run_dir: Path | None = None,
+) -> Plan:
+    """Resolve and check `config` for `num_processes`; raise UserError at the first obstacle.
+
+    `run_dir` fixes the run's folder; None picks a new one (or, resuming, the old one).
+    """
+    strategy = load_strategy(config)
+    topology = build_topology(
+        strategy, world_size=num_processes, rank=0, local_rank=0, device_type="cpu"
+    )
+    resolved = resolve(config, machine, strategy)
+    config_here = resolved.config
+    size = SIZES[config_here.model]
+    offload_dir = Path(config_here.offload_dir or Path(config_here.output_dir) / ".offload")
+    document = None
+    if strategy.engine == "deepspeed":
+        document = fill_deepspeed_json(
+            strategy,
+            config_here,
+            dp_size=topology.dp_size,
+            offload_dir=str(offload_dir.expanduser().absolute()),
+        )
+    run_checks(
+        Situation(
+            config=config_here,
+            strategy=strategy,
+            machine=machine,
+            size=size,
+            num_processes=num_processes,
+            processes_here=processes_here,
+            offload_dir=offload_dir,
+        )
+    )
+    if resolved.weights_dir is not None:
+        check_hf_folder(resolved.weights_dir, size)
+    global_batch = config_here.micro_batch_size * config_here.grad_accum_steps * topology.dp_size
+    work = describe_work(config_here, global_batch)
+    output_dir = Path(config_here.output_dir).expanduser()
+    identity = {"strategy": strategy.name, "num_processes": num_processes, **work}
+    found = find_resume(config_here.resume, output_dir, identity)
+    fresh = run_dir or new_run_dir(output_dir, strategy.name, config_here.model, num_processes)
+    return Plan(
+        requested=config,
+        resolved=resolved,
+        strategy=strategy,
+        machine=machine,
+        size=size,
+        num_processes=num_processes,
+        deepspeed_json=document,
+        run_dir=found[0] if found else fresh,
+        checkpoint=found[1] if found else None,
+        work=work,
+    )
+
+
+def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
+    """Read, tokenise (or find in the cache) and cut the corpus that the plan names."""
+    tokenizer = Tokenizer(plan.resolved.tokenizer_dir)
+    corpus = read_corpus(plan.config.dataset)
+    return prepare_data(corpus, tokenizer, plan.config, plan.cache_dir), tokenizer

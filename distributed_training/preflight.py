@@ -1,0 +1,246 @@
+"""What can be known to fail is refused here, before processes start or weights load.
+
+Each check raises UserError; none imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from distributed_training.config import RunConfig
+from distributed_training.errors import UserError
+from distributed_training.machine import Machine
+from distributed_training.sizes import ModelSize
+from distributed_training.strategy import Strategy, estimate_state_bytes
+
+GIB = 2**30
+STALE_LOCK_S = 60.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """All that the checks look at."""
+
+    config: RunConfig
+    strategy: Strategy
+    machine: Machine
+    size: ModelSize
+    num_processes: int
+    processes_here: int
+    """How many of them run on this machine."""
+    offload_dir: Path
+
+
+def run_checks(situation: Situation) -> None:
+    """Run every check, cheapest first."""
+    for check in CHECKS:
+        check(situation)
+
+
+def check_packages(situation: Situation) -> None:
+    """The packages that this strategy and this CONFIG import are installed."""
+    needed = {"torch": "every strategy"}
+    if situation.strategy.engine == "deepspeed":
+        needed["deepspeed"] = f"strategy={situation.strategy.name!r}"
+    if situation.config.log_to is not None:
+        needed[situation.config.log_to] = f"log_to={situation.config.log_to!r}"
+    for package, reason in needed.items():
+        if importlib.util.find_spec(package) is None:
+            optional = package in ("tensorboard", "wandb")
+            raise UserError(
+                f"the package {package} is not installed",
+                f"{reason} needs it",
+                f"pip install {package if optional else '-r requirements.txt'}",
+            )
+
+
+def check_gpus(situation: Situation) -> None:
+    """No more processes on this machine than it has GPUs (any number on a machine without)."""
+    machine, here = situation.machine, situation.processes_here
+    if machine.num_gpus and here > machine.num_gpus:
+        raise UserError(
+            f"{here} processes are asked for but this machine has {machine.num_gpus} GPU"
+            f"{'s' if machine.num_gpus > 1 else ''}",
+            "one process drives one GPU",
+            f"use --num_gpus {machine.num_gpus}",
+        )
+
+
+def check_gpu_memory(situation: Situation) -> None:
+    """Parameters, gradients and optimizer state alone must fit; activations come on top."""
+    machine = situation.machine
+    if not machine.num_gpus:
+        return
+    needed = _device_bytes(situation, situation.strategy)
+    if needed > machine.gpu_memory_bytes:
+        raise UserError(
+            f"{situation.config.model} under {situation.strategy.name} needs "
+            f"{needed / GIB:.1f} GiB a GPU for its state alone",
+            f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB",
+            "use more GPUs with zero3 or fsdp, strategy offload or infinity, or a smaller model",
+        )
+
+
+def check_host_memory(situation: Situation) -> None:
+    """Every process builds the model once in fp32; offload adds its share of state."""
+    state = estimate_state_bytes(
+        situation.strategy,
+        num_parameters=situation.size.num_parameters,
+        precision=situation.config.precision,
+        dp_size=situation.num_processes,
+    )
+    per_process = 4 * situation.size.num_parameters + state["host"]
+    if not situation.machine.num_gpus:
+        per_process += _device_bytes(situation, situation.strategy)
+    needed = per_process * situation.processes_here
+    if needed > situation.machine.ram_bytes:
+        raise UserError(
+            f"{situation.processes_here} processes need about {needed / GIB:.1f} GiB of RAM",
+            f"{situation.machine.ram_bytes / GIB:.1f} GiB can be had; the kernel would kill them",
+            "use a smaller model or fewer processes",
+        )
+
+
+def check_disk(situation: Situation) -> None:
+    """Room for the checkpoints that are kept, the one being written, the export, offload."""
+    config, count = situation.config, situation.size.num_parameters
+    needed: dict[Path, float] = {}
+    output = 0.0
+    if config.checkpoint_every != 0:
+        output += 16 * count * (config.keep_checkpoints + 1)
+    if config.export:
+        output += 4 * count
+    needed[_existing(Path(config.output_dir))] = output
+    if situation.strategy.needs_async_io:
+        folder = _existing(situation.offload_dir)
+        needed[folder] = needed.get(folder, 0) + 18 * count
+    for folder, size in needed.items():
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise UserError(
+                f"{folder} has {free / GIB:.1f} GiB free and the run may write "
+                f"{size / GIB:.1f} GiB",
+                "checkpoints, export and offload files",
+                "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0",
+            )
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{folder} cannot be written to", fix="set output_dir elsewhere")
+
+
+def check_extensions(situation: Situation) -> None:
+    """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
+    extensions = needed_extensions(situation.strategy)
+    if not extensions:
+        return
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"strategy={situation.strategy.name!r} builds a C++ extension and there is no "
+            f"{compiler}",
+            fix="install a compiler: apt-get install g++",
+        )
+    if "async_io" in extensions and not has_libaio():
+        raise UserError(
+            f"strategy={situation.strategy.name!r} needs libaio with its header",
+            "libaio.h or libaio.so was not found by the compiler",
+            "apt-get install libaio-dev (Debian, Ubuntu) or dnf install libaio-devel (Fedora, "
+            "RHEL); without root, bash strategies/6_zero_infinity/run.sh fetches a private copy",
+        )
+    for name in extensions:
+        for folder in extension_folders(name):
+            check_extension_lock(folder)
+
+
+def needed_extensions(strategy: Strategy) -> list[str]:
+    """Names of the DeepSpeed extensions that will be built at first use."""
+    names = ["cpu_adam"] if strategy.needs_cpu_adam else []
+    return [*names, "async_io"] if strategy.needs_async_io else names
+
+
+def has_libaio() -> bool:
+    """Whether the compiler finds libaio's header and library (CPATH and LIBRARY_PATH count)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(
+            "#include <libaio.h>\nint main(void) { return io_setup(1, (io_context_t *)0); }\n"
+        )
+        compiler = os.environ.get("CC", "cc")
+        command = [compiler, str(source), "-o", str(Path(folder) / "probe"), "-laio"]
+        if shutil.which(compiler) is None:
+            return False
+        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+def extension_folders(name: str) -> list[Path]:
+    """Build folders of one extension in torch's cache: one per Python and CUDA version."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root:
+        return [folder for folder in [Path(root) / name] if folder.is_dir()]
+    cache = Path.home() / ".cache" / "torch_extensions"
+    version = sysconfig.get_python_version().replace(".", "")
+    return [folder for folder in cache.glob(f"py{version}_*/{name}") if folder.is_dir()]
+
+
+def check_extension_lock(folder: Path) -> None:
+    """A build that was killed leaves a file `lock` on which every later run waits for ever."""
+    lock = folder / "lock"
+    if not lock.exists() or _someone_builds_in(folder):
+        return
+    age_s = time.time() - lock.stat().st_mtime
+    if age_s > STALE_LOCK_S:
+        raise UserError(
+            f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in that folder",
+            "torch would wait for it for ever",
+            f"if no other machine is building either: rm {lock}",
+        )
+
+
+def _someone_builds_in(folder: Path) -> bool:
+    for process in psutil.process_iter(["name", "cwd"]):
+        name, cwd = process.info["name"] or "", process.info["cwd"]
+        if cwd == str(folder) and any(tool in name for tool in ("ninja", "c++", "cc1", "nvcc")):
+            return True
+    return False
+
+
+def _device_bytes(situation: Situation, strategy: Strategy) -> int:
+    state = estimate_state_bytes(
+        strategy,
+        num_parameters=situation.size.num_parameters,
+        precision=situation.config.precision,
+        dp_size=situation.num_processes,
+    )
+    return state["parameters"] + state["gradients"] + state["optimizer"]
+
+
+def _existing(path: Path) -> Path:
+    """The nearest parent that exists; raise UserError when it is not a folder."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, not a folder", fix="set output_dir elsewhere")
+    return path
+
+
+CHECKS: tuple[Callable[[Situation], None], ...] = (
+    check_packages,
+    check_gpus,
+    check_gpu_memory,
+    check_host_memory,
+    check_disk,
+    check_extensions,
+)

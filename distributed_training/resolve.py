@@ -1,0 +1,199 @@
+""""auto" becomes what this machine and its network can do. No torch import."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed_training import hub
+from distributed_training.config import AUTO, RunConfig
+from distributed_training.corpus import EMBEDDED, WIKITEXT
+from distributed_training.errors import UserError
+from distributed_training.machine import Machine
+from distributed_training.sizes import SIZES
+from distributed_training.strategy import Strategy
+from distributed_training.tokenizer import EMBEDDED_DIR, Tokenizer
+
+SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A RunConfig without "auto", the folders it refers to, and what to tell the user."""
+
+    config: RunConfig
+    tokenizer_dir: Path
+    weights_dir: Path | None
+    """Hugging Face folder with the initial weights; None for random ones."""
+    notes: tuple[str, ...]
+    """Choices that were made for the user and why, one sentence each."""
+
+
+def resolve(config: RunConfig, machine: Machine, strategy: Strategy) -> Resolved:
+    """Decide every "auto"; download what is asked for by name.
+
+    Raises UserError where an explicit value is impossible here.
+    """
+    notes: list[str] = []
+    model = _resolve_model(config, machine, notes)
+    precision = _resolve_precision(config, machine)
+    compiled = _resolve_compile(config, machine, strategy, notes)
+    tokenizer, tokenizer_dir = _resolve_tokenizer(config, model, notes)
+    weights, weights_dir = _resolve_weights(config, model, tokenizer, notes)
+    dataset = _resolve_dataset(config, notes)
+    rate = config.learning_rate
+    if rate == AUTO:
+        tiny = model == "gpt2-tiny"
+        rate = 5e-5 if weights_dir is not None else (3e-3 if tiny else 3e-4)
+    size = SIZES[model]
+    if config.seq_len > size.num_positions:
+        raise UserError(
+            f"max_length={config.seq_len} is beyond the model",
+            f"{model} has {size.num_positions} positions",
+            f"set max_length to at most {size.num_positions}",
+        )
+    num_tokens = Tokenizer(tokenizer_dir).num_tokens
+    if num_tokens > size.vocab_size:
+        raise UserError(
+            f"tokenizer={tokenizer!r} has {num_tokens} tokens",
+            f"{model} knows {size.vocab_size}",
+            'set tokenizer to "embedded" or choose a larger model',
+        )
+    resolved = dataclasses.replace(
+        config,
+        model=model,
+        precision=precision,
+        compile=compiled,
+        tokenizer=tokenizer,
+        weights=weights,
+        dataset=dataset,
+        learning_rate=rate,
+    )
+    return Resolved(
+        config=resolved,
+        tokenizer_dir=tokenizer_dir,
+        weights_dir=weights_dir,
+        notes=tuple(notes),
+    )
+
+
+def _resolve_model(config: RunConfig, machine: Machine, notes: list[str]) -> str:
+    if config.model != AUTO:
+        return config.model
+    if machine.num_gpus == 0:
+        notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
+        return "gpt2-tiny"
+    if machine.gpu_memory_bytes < SMALL_GPU_BYTES:
+        notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
+        return "gpt2"
+    return "gpt2-medium"
+
+
+def _resolve_precision(config: RunConfig, machine: Machine) -> str:
+    bf16 = machine.compute_capability >= (8, 0)
+    if config.precision == AUTO:
+        return "fp32" if machine.num_gpus == 0 else "bf16" if bf16 else "fp16"
+    if config.precision == "fp16" and machine.num_gpus == 0:
+        raise UserError(
+            "precision='fp16' needs a GPU", "CPUs here compute in fp32 or bf16", "set fp32"
+        )
+    if config.precision == "bf16" and machine.num_gpus and not bf16:
+        raise UserError(
+            f"precision='bf16' is not supported by {machine.gpu_name}",
+            "it needs compute capability 8.0",
+            "set fp16",
+        )
+    return config.precision
+
+
+def _resolve_compile(
+    config: RunConfig, machine: Machine, strategy: Strategy, notes: list[str]
+) -> bool:
+    on_files = strategy.offload_device("param") != "none"
+    if config.compile == AUTO:
+        return machine.num_gpus > 0 and machine.compute_capability >= (7, 0) and not on_files
+    if config.compile and on_files:
+        raise UserError(
+            f"compile=True does not work with strategy={config.strategy!r}",
+            "parameters that are fetched from offload while the graph runs cannot be captured",
+            "set compile to auto or False",
+        )
+    return bool(config.compile)
+
+
+def _resolve_tokenizer(config: RunConfig, model: str, notes: list[str]) -> tuple[str, Path]:
+    if config.tokenizer == EMBEDDED or (config.tokenizer == AUTO and model == "gpt2-tiny"):
+        return EMBEDDED, EMBEDDED_DIR
+    if config.tokenizer not in (AUTO, "gpt2"):
+        folder = Path(config.tokenizer).expanduser()
+        if not folder.is_dir():
+            raise UserError(
+                f"tokenizer={config.tokenizer!r} is not a folder",
+                fix='give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"',
+            )
+        return str(folder), folder
+    try:
+        return "gpt2", hub.fetch_gpt2_tokenizer()
+    except OSError as error:
+        if config.tokenizer != AUTO or config.weights == "pretrained":
+            raise hub.cannot_fetch(
+                "tokenizer", "gpt2", error, hub.tokenizer_commands()
+            ) from None
+        notes.append(
+            "GPT-2's TOKENIZER IS NOT TO BE HAD "
+            f"({error}): using the small one that is shipped; perplexities compare only with runs "
+            "that do the same"
+        )
+        return EMBEDDED, EMBEDDED_DIR
+
+
+def _resolve_weights(
+    config: RunConfig, model: str, tokenizer: str, notes: list[str]
+) -> tuple[str, Path | None]:
+    if config.weights == "random":
+        return "random", None
+    if config.weights not in (AUTO, "pretrained"):
+        return config.weights, Path(config.weights).expanduser()
+    published = model in hub.HUB_IDS
+    if not published or tokenizer == EMBEDDED:
+        why = f"{model} is not published" if not published else "they need GPT-2's tokenizer"
+        if config.weights == "pretrained":
+            raise UserError(
+                f"weights='pretrained' is impossible with model={model!r}, tokenizer={tokenizer!r}",
+                why,
+                "set weights to random, or model to gpt2 and tokenizer to gpt2",
+            )
+        notes.append(f"weights are random: {why}")
+        return "random", None
+    try:
+        return "pretrained", hub.fetch_weights(model)
+    except OSError as error:
+        if config.weights == "pretrained":
+            raise hub.cannot_fetch(
+                "weights", f"pretrained ({model})", error, hub.weight_commands(model)
+            ) from None
+        notes.append(
+            f"PRETRAINED WEIGHTS ARE NOT TO BE HAD ({error}): weights are random, so this trains "
+            "from scratch instead of fine-tuning"
+        )
+        return "random", None
+
+
+def _resolve_dataset(config: RunConfig, notes: list[str]) -> str:
+    if config.dataset == AUTO:
+        try:
+            hub.fetch_wikitext()
+            return WIKITEXT
+        except OSError as error:
+            notes.append(
+                f"WIKITEXT-2 IS NOT TO BE HAD ({error}): training on the embedded corpus, the "
+                "sources and help topics of this Python"
+            )
+            return EMBEDDED
+    if config.dataset == WIKITEXT:
+        try:
+            hub.fetch_wikitext()
+        except OSError as error:
+            raise hub.cannot_fetch("dataset", WIKITEXT, error, hub.WIKITEXT_COMMANDS) from None
+    return config.dataset

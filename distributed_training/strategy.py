@@ -1,0 +1,294 @@
+"""Strategies are folders: strategies/<n>_<name>/config.json says what is sharded or offloaded.
+
+A DeepSpeed JSON goes to the DeepSpeed engine, a file with a "mesh" to the native one. This module
+finds the folders, checks that a JSON and CONFIG agree, and fills the JSON's "auto" values.
+No torch import.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed_training.config import AUTO, RunConfig, load_json, nearest
+from distributed_training.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES_DIR = ROOT / "strategies"
+MESH_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """One way of spreading the state of training over processes."""
+
+    name: str
+    """Short name, the value of CONFIG["strategy"]."""
+    source: Path
+    """The JSON it was read from."""
+    document: Mapping[str, Any]
+    """The JSON as written, "auto" values included."""
+    launcher: str
+    """"deepspeed" or "torchrun": which command starts its processes."""
+
+    @property
+    def engine(self) -> str:
+        """"deepspeed" or "native", by the form of the document."""
+        return "native" if "mesh" in self.document else "deepspeed"
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage; 0 for native strategies."""
+        return int(self.document.get("zero_optimization", {}).get("stage", 0))
+
+    def offload_device(self, what: str) -> str:
+        """"none", "cpu" or "nvme" for `what` = "optimizer" or "param"."""
+        section = self.document.get("zero_optimization", {}).get(f"offload_{what}") or {}
+        return str(section.get("device", "none"))
+
+    @property
+    def needs_cpu_adam(self) -> bool:
+        """Whether the optimizer step runs on the host, in DeepSpeed's compiled CPU Adam."""
+        return self.offload_device("optimizer") != "none"
+
+    @property
+    def needs_async_io(self) -> bool:
+        """Whether state moves to files through DeepSpeed's libaio extension."""
+        return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the data-parallel axes; -1 means "what is left of the world size"."""
+        if self.engine == "deepspeed":
+            return {"dp_replicate": 1, "dp_shard": -1}
+        return {axis: int(self.document["mesh"].get(axis, 1)) for axis in MESH_AXES}
+
+    def describe_sharding(self) -> str:
+        """One phrase for the header: what is divided over the data-parallel processes."""
+        if self.engine == "native":
+            sharded = self.mesh["dp_shard"] != 1
+            return "parameters, gradients, optimizer state" if sharded else "nothing (replicas)"
+        parts = ["optimizer state", "gradients", "parameters"][: self.zero_stage]
+        text = ", ".join(parts) if parts else "nothing (replicas)"
+        for what, label in (("optimizer", "optimizer state"), ("param", "parameters")):
+            device = self.offload_device(what)
+            if device != "none":
+                text += f"; {label} kept on {device}"
+        return text
+
+
+def list_strategies() -> dict[str, Path]:
+    """Short name -> config.json of every folder under strategies/, in the folders' order."""
+    found = {}
+    folders = sorted(
+        STRATEGIES_DIR.glob("*/config.json"), key=lambda path: int(path.parent.name.split("_")[0])
+    )
+    for path in folders:
+        # A DeepSpeed strategy's file is a link to configs/ds_config_<name>.json; a native one
+        # carries its name, because its JSON is ours.
+        target = path.resolve().stem
+        name = target.removeprefix("ds_config_")
+        found[load_json(path, "strategy")["name"] if name == target else name] = path
+    return found
+
+
+def load_strategy(config: RunConfig) -> Strategy:
+    """Find and read the strategy that `config` names.
+
+    Raises UserError for an unknown name, a JSON that does not parse, and a `deepspeed_config`
+    that is given to a native strategy or has another ZeRO stage than the strategy.
+    """
+    known = list_strategies()
+    if config.strategy not in known:
+        hint = nearest(config.strategy, known)
+        raise UserError(
+            f"strategy={config.strategy!r} is not known",
+            f"the strategies are {', '.join(known)}",
+            f"did you mean {hint!r}?" if hint else "",
+        )
+    own = _read(config.strategy, known[config.strategy])
+    if config.deepspeed_config is None:
+        return own
+    if own.engine != "deepspeed":
+        users = ", ".join(
+            name for name in known if _read(name, known[name]).engine == "deepspeed"
+        )
+        raise UserError(
+            f"strategy={own.name!r} does not run on DeepSpeed",
+            f"deepspeed_config={config.deepspeed_config!r} would be ignored",
+            f"set deepspeed_config to None or strategy to one of {users}",
+        )
+    given = _read(config.strategy, Path(config.deepspeed_config))
+    for what, theirs, ours in [
+        ("zero_optimization.stage", given.zero_stage, own.zero_stage),
+        *(
+            (f"zero_optimization.offload_{part}.device", *pair)
+            for part in ("optimizer", "param")
+            for pair in [(given.offload_device(part), own.offload_device(part))]
+        ),
+    ]:
+        if theirs != ours:
+            raise UserError(
+                f"{given.source}: {what}={theirs!r} but strategy={own.name!r} means {ours!r}",
+                fix="change one of them",
+            )
+    return given
+
+
+def _read(name: str, path: Path) -> Strategy:
+    document = load_json(path, "strategy file" if path.is_relative_to(ROOT) else "DeepSpeed JSON")
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is not a JSON object", fix="see configs/ds_config_zero2.json")
+    for section in ("zero_optimization", "bf16", "fp16", "mesh"):
+        if section in document and not isinstance(document[section], dict):
+            raise UserError(f"{path}: {section} is not a JSON object", fix="see configs/")
+    stage = document.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise UserError(f"{path}: zero_optimization.stage={stage!r}", "it is 0, 1, 2 or 3")
+    for part in ("offload_optimizer", "offload_param"):
+        section = document.get("zero_optimization", {}).get(part) or {}
+        if not isinstance(section, dict) or section.get("device", "none") not in (
+            "none", "cpu", "nvme",
+        ):  # fmt: skip
+            raise UserError(f"{path}: zero_optimization.{part} is not understood", fix="see configs/")
+    source = path.resolve()
+    launcher = "torchrun" if "mesh" in document else "deepspeed"
+    return Strategy(name=name, source=source, document=document, launcher=launcher)
+
+
+def fill_deepspeed_json(
+    strategy: Strategy, config: RunConfig, *, dp_size: int, offload_dir: str
+) -> dict[str, Any]:
+    """Return the strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says.
+
+    Raises UserError naming both sides where the JSON holds another value than CONFIG.
+    """
+    document = copy.deepcopy(dict(strategy.document))
+    decided = {
+        ("train_micro_batch_size_per_gpu",): ("batch_size", config.micro_batch_size),
+        ("gradient_accumulation_steps",): ("grad_accum_steps", config.grad_accum_steps),
+        ("gradient_clipping",): ("max_grad_norm", config.max_grad_norm or 0.0),
+        ("bf16", "enabled"): ("precision", config.precision == "bf16"),
+        ("fp16", "enabled"): ("precision", config.precision == "fp16"),
+    }
+    for path, (key, value) in decided.items():
+        section = document
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        written = section.get(path[-1], AUTO)
+        if written != AUTO and written != value:
+            user_value = config.to_user_words()[key]
+            raise UserError(
+                f"{strategy.source}: {'.'.join(path)}={written!r} but CONFIG {key}={user_value!r}",
+                fix=f'write "auto" in the JSON or change {key}',
+            )
+        section[path[-1]] = value
+    _check_batch(strategy, config, document, dp_size)
+    _drop_optimizer(strategy, config, document)
+    document.pop("scheduler", None) if document.get("scheduler") in (None, {}) else None
+    if "scheduler" in document:
+        raise UserError(
+            f"{strategy.source}: it has a scheduler section but CONFIG lr_schedule decides",
+            fix="remove the section",
+        )
+    for part in ("offload_optimizer", "offload_param"):
+        section = document.get("zero_optimization", {}).get(part, {})
+        if section.get("nvme_path") == AUTO:
+            section["nvme_path"] = offload_dir
+    left = [path for path in _auto_paths(document)]
+    if left:
+        raise UserError(
+            f'{strategy.source}: "auto" is not understood at {", ".join(left)}', fix="write a value"
+        )
+    return document
+
+
+def _check_batch(
+    strategy: Strategy, config: RunConfig, document: dict[str, Any], dp_size: int
+) -> None:
+    """`train_batch_size` would assert in DeepSpeed for any other number of GPUs: check, drop."""
+    written = document.pop("train_batch_size", AUTO)
+    actual = config.micro_batch_size * config.grad_accum_steps * dp_size
+    if written not in (AUTO, actual):
+        raise UserError(
+            f"{strategy.source}: train_batch_size={written!r} but CONFIG gives {actual} = "
+            f"batch_size {config.micro_batch_size} x grad_accum_steps {config.grad_accum_steps} "
+            f"x {dp_size} data-parallel processes",
+            fix='write "auto" in the JSON',
+        )
+
+
+def _drop_optimizer(strategy: Strategy, config: RunConfig, document: dict[str, Any]) -> None:
+    """The suite builds the optimizer itself; a JSON may only repeat what CONFIG says."""
+    section = document.pop("optimizer", None)
+    if not section:
+        return
+    decided = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if section.get("type", "AdamW") != "AdamW":
+        raise UserError(
+            f"{strategy.source}: optimizer.type={section['type']!r} but every strategy trains "
+            "with AdamW, so that runs can be compared",
+            fix='write "AdamW" or remove the optimizer section',
+        )
+    for name, value in section.get("params", {}).items():
+        if value != AUTO and decided.get(name) != value:
+            raise UserError(
+                f"{strategy.source}: optimizer.params.{name}={value!r} but CONFIG decides the "
+                "optimizer",
+                fix='write "auto" in the JSON and set learning_rate or weight_decay in CONFIG',
+            )
+
+
+def _auto_paths(node: Any, prefix: str = "") -> list[str]:
+    if isinstance(node, dict):
+        return [
+            found
+            for key, value in node.items()
+            for found in _auto_paths(value, f"{prefix}.{key}" if prefix else key)
+        ]
+    return [prefix] if node == AUTO else []
+
+
+def estimate_state_bytes(
+    strategy: Strategy, *, num_parameters: int, precision: str, dp_size: int
+) -> dict[str, int]:
+    """Bytes of model state per process, by part, without activations. Pure arithmetic.
+
+    Mixed precision under DeepSpeed (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32
+    master copy and both Adam moments 12 bytes a parameter. The native engines keep fp32
+    parameters (4), gradients (4) and moments (8). "host" is what offload moves to RAM, "disk"
+    what it moves to files; the other entries are on the training device.
+    """
+    shards = dp_size
+    if strategy.engine == "native":
+        if strategy.mesh["dp_shard"] == 1:
+            shards = 1
+        return _bytes(4 / shards, 4 / shards, 8 / shards, num_parameters)
+    width = 4 if precision == "fp32" else 2
+    stage = strategy.zero_stage
+    parameters = width / (shards if stage >= 3 else 1)
+    gradients = width / (shards if stage >= 2 else 1)
+    optimizer = 12 / (shards if stage >= 1 else 1)
+    state = _bytes(parameters, gradients, optimizer, num_parameters)
+    for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
+        device = strategy.offload_device(what)
+        if device != "none":
+            state["disk" if device == "nvme" else "host"] += state[part]
+            state[part] = 0
+    if strategy.needs_cpu_adam:  # gradients wait on the host, in fp32, for the optimizer step
+        state["host"] += round(4 * num_parameters / shards)
+        state["gradients"] = 0
+    return state
+
+
+def _bytes(parameters: float, gradients: float, optimizer: float, count: int) -> dict[str, int]:
+    return {
+        "parameters": round(parameters * count),
+        "gradients": round(gradients * count),
+        "optimizer": round(optimizer * count),
+        "host": 0,
+        "disk": 0,
+    }
