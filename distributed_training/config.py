@@ -189,9 +189,7 @@ class RunConfig:
 
     def to_user_words(self) -> dict[str, Any]:
         """The same values under CONFIG's keys, in CONFIG's order."""
-        return {
-            spec.metadata["key"]: getattr(self, spec.name) for spec in dataclasses.fields(self)
-        }
+        return {spec.metadata["key"]: getattr(self, spec.name) for spec in dataclasses.fields(self)}
 
 
 KEYS: dict[str, tuple[str, Rule]] = {

@@ -153,9 +153,7 @@ class Sampler:
         return padded.reshape(self.grad_accum_steps, self.dp_size, self.micro_batch_size)
 
 
-def prepare_data(
-    corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path
-) -> Data:
+def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
     """Tokenise (or find in `cache_dir`) and cut into samples as `config` asks.
 
     Raises UserError when there is not enough text or `num_samples` is beyond it.

@@ -87,7 +87,12 @@ def current_process(environment: Mapping[str, str]) -> Process | None:
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local_rank = int(environment["LOCAL_RANK"])
-        local_world_size = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+        # torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE
+        local_world_size = int(
+            environment.get("LOCAL_WORLD_SIZE")
+            or environment.get("LOCAL_SIZE")
+            or environment["WORLD_SIZE"]
+        )
     except (KeyError, ValueError) as error:
         raise UserError(
             "RANK is set but WORLD_SIZE or LOCAL_RANK is not a number",

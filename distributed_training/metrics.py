@@ -102,9 +102,7 @@ def summarise_performance(
     return {
         "num_warmup_steps": warmup,
         "num_timed_steps": len(timed),
-        "step_time_s": {
-            f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)
-        },
+        "step_time_s": {f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)},
         "tokens_per_step": tokens_per_step,
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_process": tokens_per_s / world_size,

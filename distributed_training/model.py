@@ -18,6 +18,25 @@ from distributed_training.sizes import ModelSize
 IGNORE_INDEX = -100
 
 
+class Linear(nn.Linear):
+    """nn.Linear in the dtype of its input, whatever dtype its weights are kept in.
+
+    One rule gives every strategy the same arithmetic: fp32 weights are rounded at use (and their
+    gradients arrive in fp32), weights that an engine keeps in bf16 are used as they are.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm in the dtype of its input; its statistics are fp32 inside the kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Block(nn.Module):
     """Pre-norm transformer block: causal attention, then a 4x MLP.
 
@@ -29,12 +48,12 @@ class Block(nn.Module):
         d = size.hidden_size
         self.num_heads = size.num_heads
         self.dropout = dropout
-        self.norm_1 = nn.LayerNorm(d)
-        self.qkv = nn.Linear(d, 3 * d)
-        self.attention_out = nn.Linear(d, d)
-        self.norm_2 = nn.LayerNorm(d)
-        self.mlp_in = nn.Linear(d, 4 * d)
-        self.mlp_out = nn.Linear(4 * d, d)
+        self.norm_1 = LayerNorm(d)
+        self.qkv = Linear(d, 3 * d)
+        self.attention_out = Linear(d, d)
+        self.norm_2 = LayerNorm(d)
+        self.mlp_in = Linear(d, 4 * d)
+        self.mlp_out = Linear(4 * d, d)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -66,17 +85,14 @@ class GPT2(nn.Module):
         super().__init__()
         self.size = size
         self.dropout = dropout
-        # Dtype of the residual stream; None keeps the embedding's. Engines set it to the
-        # arithmetic's dtype, so that autocast and pure bf16 parameters compute alike.
-        self.residual_dtype: torch.dtype | None = None
+        # Dtype of the residual stream and so of all arithmetic; None keeps the parameters'.
+        self.compute_dtype: torch.dtype | None = None
         self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
         self.position_embedding = nn.Embedding(size.num_positions, size.hidden_size)
         self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.num_layers))
-        self.norm_out = nn.LayerNorm(size.hidden_size)
+        self.norm_out = LayerNorm(size.hidden_size)
 
-    def forward(
-        self, input_ids: torch.Tensor, targets: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead.
 
         The loss is the fp32 sum of cross entropies over targets other than IGNORE_INDEX: a sum,
@@ -92,12 +108,13 @@ class GPT2(nn.Module):
         """[B, T] -> [B, T, D]."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.token_embedding(input_ids) + self.position_embedding(positions)
-        x = x if self.residual_dtype is None else x.to(self.residual_dtype)
+        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """[B, T, D] -> logits [B, T, V], or the summed loss when targets are given."""
-        logits = F.linear(self.norm_out(x), self.token_embedding.weight)  # (B, T, P)
+        weight = self.token_embedding.weight.to(x.dtype)
+        logits = F.linear(self.norm_out(x), weight)  # (B, T, P)
         logits = logits[..., : self.size.vocab_size]
         if targets is None:
             return logits

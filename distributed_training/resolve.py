@@ -1,4 +1,4 @@
-""""auto" becomes what this machine and its network can do. No torch import."""
+""" "auto" becomes what this machine and its network can do. No torch import."""
 
 from __future__ import annotations
 
@@ -137,9 +137,7 @@ def _resolve_tokenizer(config: RunConfig, model: str, notes: list[str]) -> tuple
         return "gpt2", hub.fetch_gpt2_tokenizer()
     except OSError as error:
         if config.tokenizer != AUTO or config.weights == "pretrained":
-            raise hub.cannot_fetch(
-                "tokenizer", "gpt2", error, hub.tokenizer_commands()
-            ) from None
+            raise hub.cannot_fetch("tokenizer", "gpt2", error, hub.tokenizer_commands()) from None
         notes.append(
             "GPT-2's TOKENIZER IS NOT TO BE HAD "
             f"({error}): using the small one that is shipped; perplexities compare only with runs "

@@ -36,7 +36,7 @@ class Strategy:
 
     @property
     def engine(self) -> str:
-        """"deepspeed" or "native", by the form of the document."""
+        """ "deepspeed" or "native", by the form of the document."""
         return "native" if "mesh" in self.document else "deepspeed"
 
     @property
@@ -45,7 +45,7 @@ class Strategy:
         return int(self.document.get("zero_optimization", {}).get("stage", 0))
 
     def offload_device(self, what: str) -> str:
-        """"none", "cpu" or "nvme" for `what` = "optimizer" or "param"."""
+        """ "none", "cpu" or "nvme" for `what` = "optimizer" or "param"."""
         section = self.document.get("zero_optimization", {}).get(f"offload_{what}") or {}
         return str(section.get("device", "none"))
 
@@ -113,9 +113,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     if config.deepspeed_config is None:
         return own
     if own.engine != "deepspeed":
-        users = ", ".join(
-            name for name in known if _read(name, known[name]).engine == "deepspeed"
-        )
+        users = ", ".join(name for name in known if _read(name, known[name]).engine == "deepspeed")
         raise UserError(
             f"strategy={own.name!r} does not run on DeepSpeed",
             f"deepspeed_config={config.deepspeed_config!r} would be ignored",
@@ -153,7 +151,9 @@ def _read(name: str, path: Path) -> Strategy:
         if not isinstance(section, dict) or section.get("device", "none") not in (
             "none", "cpu", "nvme",
         ):  # fmt: skip
-            raise UserError(f"{path}: zero_optimization.{part} is not understood", fix="see configs/")
+            raise UserError(
+                f"{path}: zero_optimization.{part} is not understood", fix="see configs/"
+            )
     source = path.resolve()
     launcher = "torchrun" if "mesh" in document else "deepspeed"
     return Strategy(name=name, source=source, document=document, launcher=launcher)

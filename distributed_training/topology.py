@@ -54,8 +54,10 @@ class Topology:
         """The device this rank computes on."""
         import torch
 
-        return torch.device("cuda", self.local_rank) if self.device_type == "cuda" else (
-            torch.device("cpu")
+        return (
+            torch.device("cuda", self.local_rank)
+            if self.device_type == "cuda"
+            else (torch.device("cpu"))
         )
 
 

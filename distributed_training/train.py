@@ -273,7 +273,9 @@ class Trainer:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
         self._signum = signum
-        self.display.say(f"{signal.Signals(signum).name}: saving after this step; once more to quit")
+        self.display.say(
+            f"{signal.Signals(signum).name}: saving after this step; once more to quit"
+        )
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed_training.config import RunConfig
 from distributed_training.data import Sampler
 from distributed_training.display import Display, header_rows, summary_rows
-from distributed_training.engines.base import Engine
+from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.errors import UserError
 from distributed_training.hf_checkpoint import load_hf_weights, save_hf_folder
 from distributed_training.launch import Process
@@ -180,6 +180,7 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     """Initial weights (equal on every rank and under every strategy) into the right engine."""
     config = plan.config
     model = build_model(plan.size, dropout=config.dropout, seed=config.seed)
+    model.compute_dtype = COMPUTE_DTYPES[config.precision]
     if plan.resolved.weights_dir is not None:
         load_hf_weights(model, plan.resolved.weights_dir)
     if plan.deepspeed_json is not None:
@@ -296,10 +297,7 @@ def _collect_results(
         # Of the whole training phase, checkpoints included, summed over ranks.
         "disk": None
         if any(entry is None for entry in disks)
-        else {
-            name: sum(entry[name] for entry in disks)
-            for name in ("read_bytes", "write_bytes")
-        }
+        else {name: sum(entry[name] for entry in disks) for name in ("read_bytes", "write_bytes")}
         | {"num_steps": steps},
     }
 
@@ -345,7 +343,9 @@ def _fail(plan: Plan, topology: Topology, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         status = "interrupted"
     first_line = (str(error).strip().splitlines() or [""])[0]
-    mark_stopped(plan.run_dir, status, f"rank {topology.rank}: {type(error).__name__}: {first_line}")
+    mark_stopped(
+        plan.run_dir, status, f"rank {topology.rank}: {type(error).__name__}: {first_line}"
+    )
     if out_of_memory:
         print(_explain_out_of_memory(plan, topology, first_line), file=sys.stderr, flush=True)
     else:

@@ -39,11 +39,10 @@ class DeepSpeedEngine:
         self.topology = topology
         self.strategy = strategy
         self.grad_accum_steps = config.grad_accum_steps
-        by_block = strategy.zero_stage == 3
         apply_activation_checkpointing(model, config.activation_checkpointing)
         if config.compile:
-            apply_compile(model, per_block=by_block)
-        if by_block:
+            apply_compile(model)
+        if strategy.zero_stage == 3:
             # Fetch a block's parameters at once: fewer, larger all-gathers, and no hooks inside
             # the block, so that it can be compiled.
             deepspeed.utils.set_z3_leaf_modules(model, [Block])
@@ -54,7 +53,7 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         self.model = self.engine.module
-        if by_block:
+        if strategy.zero_stage == 3:
             # The output layer uses the embedding's weight outside of the embedding.
             deepspeed.zero.register_external_parameter(
                 self.model, self.model.token_embedding.weight
@@ -95,7 +94,7 @@ class DeepSpeedEngine:
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         self.engine.eval()
         with torch.compiler.set_stance("force_eager"):
-            return self.engine(input_ids)
+            return self.engine(input_ids.to(self.topology.device))
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -20,7 +20,6 @@ from distributed_training.config import RunConfig
 from distributed_training.data import StepBatch
 from distributed_training.engines.base import (
     ADAM,
-    COMPUTE_DTYPES,
     INITIAL_LOSS_SCALE,
     LOSS_SCALE_WINDOW,
     StepResult,
@@ -44,14 +43,13 @@ class NativeEngine:
         self.topology = topology
         self.max_grad_norm = config.max_grad_norm
         self.sharded = strategy.mesh["dp_shard"] != 1
-        dtype = COMPUTE_DTYPES[config.precision]
+        dtype = model.compute_dtype
         self.compute_dtype = dtype
 
-        model.residual_dtype = dtype
         model.to(topology.device)
         apply_activation_checkpointing(model, config.activation_checkpointing)
         if config.compile:
-            apply_compile(model, per_block=self.sharded)
+            apply_compile(model)
         if self.sharded:
             apply_fsdp(model, topology, dtype)
             self.module: torch.nn.Module = model
@@ -90,8 +88,8 @@ class NativeEngine:
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         self.model.eval()
-        with torch.compiler.set_stance("force_eager"), self._autocast():
-            return self.model(input_ids)
+        with torch.compiler.set_stance("force_eager"):
+            return self.model(input_ids.to(self.topology.device))
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -138,14 +136,7 @@ class NativeEngine:
 
     def _loss(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         device = self.topology.device
-        with self._autocast():
-            return self.module(to_device(inputs, device), to_device(targets, device))
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        """DDP keeps fp32 parameters and casts at use; FSDP gathers them cast already."""
-        if self.compute_dtype is None or self.sharded:
-            return contextlib.nullcontext()
-        return torch.autocast(self.topology.device_type, self.compute_dtype)
+        return self.module(to_device(inputs, device), to_device(targets, device))
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """DDP averages once a step. FSDP reduce-scatters every micro-batch, so that gradients

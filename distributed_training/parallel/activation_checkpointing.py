@@ -33,6 +33,4 @@ def apply_activation_checkpointing(model: GPT2, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
     for block in model.blocks:
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, **options
-        )
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)

@@ -1,0 +1,87 @@
+"""Runs several small trainings in one process group and saves what they computed.
+
+    torchrun --nproc_per_node=2 run_cases.py CASES.json OUT.pt
+
+CASES.json: {name: {CONFIG key: value}}. OUT.pt: {name: {losses, grad_norms, state}}, where losses
+are means over the global batch's real tokens and state is the full fp32 parameters.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distributed_training import launch
+from distributed_training.config import build_config
+from distributed_training.data import Sampler
+from distributed_training.machine import detect_machine
+from distributed_training.plan import load_plan_data, make_plan
+from distributed_training.strategy import load_strategy
+from distributed_training.topology import build_topology, process_group
+from distributed_training.train import learning_rate
+from distributed_training.worker import build_engine
+
+NUM_STEPS = 20
+
+
+def run_case(config, machine, topology):
+    plan = make_plan(
+        config, machine, num_processes=topology.world_size, processes_here=topology.world_size
+    )
+    data, _ = load_plan_data(plan)
+    sampler = Sampler(
+        num_samples=len(data.train),
+        micro_batch_size=config.micro_batch_size,
+        grad_accum_steps=config.grad_accum_steps,
+        dp_size=topology.dp_size,
+        dp_rank=topology.dp_rank,
+        seed=config.seed,
+    )
+    engine = build_engine(plan, topology)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        engine.set_learning_rate(learning_rate(plan.config, step, NUM_STEPS))
+        batch = sampler.step_batch(data.train, step)
+        result = engine.train_step(batch)
+        loss = result.loss_sum.double().cpu()
+        dist.all_reduce(loss)
+        losses.append(float(loss) / batch.num_targets)
+        norms.append(float(result.grad_norm))
+    state = engine.full_state()
+    engine.close()
+    return {"losses": losses, "grad_norms": norms, "state": state}
+
+
+def main():
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    machine = detect_machine()
+    process = launch.current_process(__import__("os").environ) or launch.alone()
+    launch.prepare_environment(machine, process.world_size)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        first = True
+        for name, values in cases.items():
+            config = build_config({"output_dir": folder, **values})
+            topology = build_topology(
+                load_strategy(config),
+                world_size=process.world_size,
+                rank=process.rank,
+                local_rank=process.local_rank,
+                device_type="cuda" if machine.num_gpus else "cpu",
+            )
+            if first:
+                group = process_group(topology)
+                group.__enter__()
+                first = False
+            results[name] = run_case(config, machine, topology)
+            print(f"{name}: {results[name]['losses'][-1]:.6f}", flush=True)
+        if process.rank == 0:
+            torch.save(results, sys.argv[2])
+        group.__exit__(None, None, None)
+
+
+if __name__ == "__main__":
+    main()
