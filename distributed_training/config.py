@@ -41,7 +41,7 @@ class Rule:
         """Return `value` as `kind`; raise UserError naming key, value, rule and fix."""
         if (value is None and self.none) or (value == AUTO and self.auto):
             return value
-        if value in self.extra and not isinstance(value, bool):
+        if type(value) is self.kind and value in self.extra:
             return value
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)

@@ -148,11 +148,15 @@ def alone() -> Process:
 
 def prepare_environment(machine: Machine, processes_here: int) -> None:
     """Settings that libraries read from the environment, for this process and its children."""
+    # Extensions are built with ninja, which lies beside this Python even if not activated.
+    folder = str(Path(sys.executable).parent)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", "")])
     if not machine.num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         threads = max(1, machine.num_cpus // processes_here)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    elif "TORCH_CUDA_ARCH_LIST" in os.environ or machine.num_gpus:
+    else:
         # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
         major, minor = machine.compute_capability
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
@@ -164,7 +168,7 @@ def launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> tuple[l
     count = plan.num_processes
     if plan.strategy.launcher == "deepspeed":
         start = ["-m", "deepspeed.launcher.runner", f"--num_gpus={count}"]
-        start.append(f"--master_port={free_port()}")
+        start += [f"--master_port={free_port()}", "--log_level=error"]
         typed = ["deepspeed", f"--num_gpus={count}"]
     else:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]

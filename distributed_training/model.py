@@ -87,6 +87,7 @@ class GPT2(nn.Module):
         self.dropout = dropout
         # Dtype of the residual stream and so of all arithmetic; None keeps the parameters'.
         self.compute_dtype: torch.dtype | None = None
+        self.loss = summed_cross_entropy  # an attribute, so that it can be compiled
         self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
         self.position_embedding = nn.Embedding(size.num_positions, size.hidden_size)
         self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.num_layers))
@@ -113,17 +114,24 @@ class GPT2(nn.Module):
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """[B, T, D] -> logits [B, T, V], or the summed loss when targets are given."""
+        x = self.norm_out(x)
         weight = self.token_embedding.weight.to(x.dtype)
-        logits = F.linear(self.norm_out(x), weight)  # (B, T, P)
-        logits = logits[..., : self.size.vocab_size]
         if targets is None:
-            return logits
-        return F.cross_entropy(
-            logits.float().view(-1, self.size.vocab_size),
-            targets.view(-1),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
+            return F.linear(x, weight)[..., : self.size.vocab_size]
+        return self.loss(x, weight, targets, self.size.vocab_size)
+
+
+def summed_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
+    logits = F.linear(x, weight)[..., :vocab_size]  # (B, T, V)
+    return F.cross_entropy(
+        logits.float().view(-1, vocab_size),
+        targets.view(-1),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
 
 
 def build_model(size: ModelSize, *, dropout: float, seed: int) -> GPT2:

@@ -147,10 +147,9 @@ def _read(name: str, path: Path) -> Strategy:
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise UserError(f"{path}: zero_optimization.stage={stage!r}", "it is 0, 1, 2 or 3")
     for part in ("offload_optimizer", "offload_param"):
-        section = document.get("zero_optimization", {}).get(part) or {}
-        if not isinstance(section, dict) or section.get("device", "none") not in (
-            "none", "cpu", "nvme",
-        ):  # fmt: skip
+        offload = document.get("zero_optimization", {}).get(part) or {}
+        known = ("none", "cpu", "nvme")
+        if not isinstance(offload, dict) or offload.get("device", "none") not in known:
             raise UserError(
                 f"{path}: zero_optimization.{part} is not understood", fix="see configs/"
             )

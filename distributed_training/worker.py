@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ from distributed_training.record import (
 from distributed_training.strategy import estimate_state_bytes, load_strategy
 from distributed_training.tokenizer import Tokenizer
 from distributed_training.topology import Topology, build_topology, process_group
-from distributed_training.train import InterruptedRun, Trainer, generate
 from distributed_training.trackers import NoTracker, build_tracker
+from distributed_training.train import InterruptedRun, Trainer, generate
 
 GENERATED_TOKENS = 60
 EXIT_FAILED = 1
@@ -51,6 +52,8 @@ def run_worker(config: RunConfig, machine: Machine, process: Process, run_dir: P
     UserErrors are raised; every other failure is recorded, printed and ends the process at once,
     because the other ranks may be waiting inside a collective that will never complete.
     """
+    # Libraries that call each other's deprecated functions are not the user's business.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
     strategy = load_strategy(config)
     topology = build_topology(
         strategy,

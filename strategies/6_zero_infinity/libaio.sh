@@ -1,0 +1,42 @@
+# Sourced: makes libaio usable without root where the system lacks it.
+#
+# DeepSpeed compiles its file I/O against libaio. Where the compiler does not find it, the Debian
+# packages are downloaded (not installed) into .venv/libaio and the compiler and loader pointed
+# there. On other systems this says which package to install and changes nothing.
+
+_aio_probe() {
+    printf '#include <libaio.h>\nint main(void){return io_setup(1,(io_context_t*)0);}\n' |
+        "${CC:-cc}" -x c - -o /dev/null -laio 2>/dev/null
+}
+
+_aio_use() {
+    local lib
+    lib=$(dirname "$(find "$1" -name 'libaio.so' | head -n 1)")
+    export CPATH="$1/usr/include${CPATH:+:$CPATH}"
+    export LIBRARY_PATH="$lib${LIBRARY_PATH:+:$LIBRARY_PATH}"
+    export LD_LIBRARY_PATH="$lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
+_aio_fetch() (
+    set -e
+    mkdir -p "$1/lists/partial"
+    cd "$1"
+    options=(-q -o "Dir::State::Lists=$1/lists" -o "APT::Sandbox::User=$(id -un)")
+    apt-get "${options[@]}" update
+    runtime=libaio1
+    apt-cache "${options[@]}" show libaio1t64 >/dev/null 2>&1 && runtime=libaio1t64
+    apt-get "${options[@]}" download "$runtime" libaio-dev
+    for package in ./*.deb; do dpkg -x "$package" "$1"; done
+)
+
+if ! _aio_probe; then
+    _aio_folder="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/.venv/libaio"
+    if [ ! -e "$_aio_folder/usr/include/libaio.h" ] && command -v apt-get dpkg >/dev/null; then
+        echo "libaio is not installed: fetching a private copy into $_aio_folder ..." >&2
+        _aio_fetch "$_aio_folder" >"${TMPDIR:-/tmp}/libaio-fetch.log" 2>&1 || true
+    fi
+    if [ -e "$_aio_folder/usr/include/libaio.h" ]; then
+        _aio_use "$_aio_folder"
+    fi
+    _aio_probe || echo "note: libaio could not be fetched; install it: apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, RHEL)" >&2
+fi

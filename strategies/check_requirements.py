@@ -1,0 +1,37 @@
+"""Exit 0 when this Python has every package of the given requirements files, at their versions."""
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
+
+
+def missing(lines: list[str]) -> list[str]:
+    """Lines whose package is absent or has another version."""
+    found = []
+    for line in lines:
+        line = line.split("#")[0].strip()
+        if not line:
+            continue
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            found.append(f"{line} (not installed)")
+            continue
+        if version not in requirement.specifier:
+            found.append(f"{line} (installed: {version})")
+    return found
+
+
+if __name__ == "__main__":
+    unmet = [text for file in sys.argv[1:] for text in missing(Path(file).read_text().splitlines())]
+    for text in unmet:
+        print(f"unmet requirement: {text}", file=sys.stderr)
+    sys.exit(bool(unmet))

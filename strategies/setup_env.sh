@@ -1,0 +1,62 @@
+# Sourced by the run.sh files: puts a Python that satisfies requirements.txt first on PATH.
+#
+#   source setup_env.sh REQUIREMENTS_FILE ...
+#
+# An active environment that satisfies the files is used as it is. Otherwise .venv is made in the
+# repository and the files are installed into it, once, and again only when they change.
+# uv is used where it is installed. Nothing here needs root.
+
+_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+_files=("$@")
+
+_find_python() {
+    local name
+    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "error: no Python 3.10 to 3.13 found; install one (Debian, Ubuntu: apt-get install python3 python3-venv)" >&2
+    return 2
+}
+
+_make_venv() {
+    local python
+    python=$(_find_python) || return 2
+    echo "Setting up $_root/.venv (once; a few minutes, most of it downloading PyTorch) ..." >&2
+    local arguments=() file
+    for file in "${_files[@]}"; do arguments+=(-r "$file"); done
+    if command -v uv >/dev/null; then
+        uv venv --quiet --allow-existing --python "$python" "$_root/.venv" || return 2
+        uv pip install --python "$_root/.venv/bin/python" "${arguments[@]}" || return 2
+    else
+        if ! "$python" -m venv "$_root/.venv"; then
+            echo "error: $python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)" >&2
+            return 2
+        fi
+        "$_root/.venv/bin/python" -m pip install --disable-pip-version-check "${arguments[@]}" || return 2
+    fi
+}
+
+_setup() {
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] &&
+        python "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
+        return 0
+    fi
+    # Two runs that start together set up one after the other.
+    exec 9>"$_root/.venv.lock"
+    ! command -v flock >/dev/null || flock 9
+    local python="$_root/.venv/bin/python"
+    if ! "$python" "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
+        if ! _make_venv; then
+            echo "error: setting up .venv failed; see the message above, then run the same command again" >&2
+            return 2
+        fi
+        "$python" "$_root/strategies/check_requirements.py" "${_files[@]}" || return 2
+    fi
+    exec 9>&-
+    export VIRTUAL_ENV="$_root/.venv" PATH="$_root/.venv/bin:$PATH"
+}
+
+_setup || exit 2

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up Python where needed, checks style and types, and runs every test that needs no GPU.
+# With arguments, runs pytest with those instead: bash tests/run.sh tests/unit -k sampler
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+source strategies/setup_env.sh requirements.txt tests/requirements.txt
+source strategies/6_zero_infinity/libaio.sh
+if [ $# -gt 0 ]; then
+    exec python -m pytest "$@"
+fi
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest -m "not gpu"
