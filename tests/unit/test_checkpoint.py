@@ -1,0 +1,274 @@
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_training.checkpoint import (
+    find_resume,
+    list_checkpoints,
+    load_checkpoint,
+    read_meta,
+    save_checkpoint,
+)
+from distributed_training.record import start_record
+from distributed_training.topology import Topology
+from tests.unit.conftest import refused
+
+IDENTITY = {"strategy": "zero2", "num_processes": 1, "seed": 42, "learning_rate": 3e-4}
+TOPOLOGY = Topology(
+    world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
+)
+
+
+class FakeEngine:
+    """Saves one number; `saving` lets a test look at, or break, the moment of saving."""
+
+    def __init__(self, value=0, saving=None):
+        self.value = value
+        self.saving = saving
+
+    def save(self, folder):
+        (folder / "sub").mkdir()
+        (folder / "sub" / "state").write_text(f"{self.value:08}")
+        if self.saving:
+            self.saving(folder)
+
+    def load(self, folder):
+        self.value = int((folder / "sub" / "state").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save(run_dir, step, *, keep=10, identity=IDENTITY, engine=None):
+    engine = engine or FakeEngine(step)
+    return save_checkpoint(engine, run_dir, TOPOLOGY, step=step, keep=keep, identity=identity)
+
+
+def make_run(output_dir, name, *steps, status="interrupted", identity=IDENTITY):
+    run_dir = output_dir / name
+    run_dir.mkdir(parents=True)
+    start_record(run_dir).update(status=status)
+    for step in steps:
+        save(run_dir, step, identity=identity)
+    return run_dir
+
+
+def edit_meta(folder, **changes):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
+
+
+def test_a_checkpoint_is_published_whole(tmp_path):
+    seen = []
+
+    def saving(folder):
+        seen.append((folder, list_checkpoints(tmp_path)))
+
+    folder = save(tmp_path, 5, engine=FakeEngine(7, saving))
+    ((writing, published),) = seen
+    assert writing != folder
+    assert published == []
+    assert not writing.exists()
+    assert list_checkpoints(tmp_path) == [folder]
+    meta = read_meta(folder)
+    assert (meta["step"], meta["identity"]) == (5, IDENTITY)
+    assert meta["files"] == {
+        "rng-rank0.pt": (folder / "rng-rank0.pt").stat().st_size,
+        "sub/state": 8,
+    }
+
+
+def test_a_failed_save_publishes_nothing_and_the_next_one_works(tmp_path):
+    def saving(_):
+        raise OSError("disk full")
+
+    first = save(tmp_path, 1)
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 2, keep=1, engine=FakeEngine(2, saving))
+    assert list_checkpoints(tmp_path) == [first]
+    second = save(tmp_path, 2, keep=1)
+    assert list_checkpoints(tmp_path) == [second]
+    assert sorted(path.name for path in second.parent.iterdir()) == [second.name]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_ones_are_kept(keep, tmp_path):
+    for step in (5, 10, 100, 1000):
+        save(tmp_path, step, keep=keep)
+    steps = [int(folder.name.split("-")[1]) for folder in list_checkpoints(tmp_path)]
+    assert steps == [5, 10, 100, 1000][-keep:]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 5, engine=FakeEngine(1))
+    folder = save(tmp_path, 5, engine=FakeEngine(2))
+    engine = FakeEngine()
+    load_checkpoint(engine, folder, TOPOLOGY)
+    assert engine.value == 2
+    assert list_checkpoints(tmp_path) == [folder]
+
+
+def test_loading_restores_engine_step_and_random_numbers(tmp_path):
+    torch.manual_seed(1)
+    folder = save(tmp_path, 12, engine=FakeEngine(34))
+    expected = torch.rand(4)
+    torch.manual_seed(2)
+    engine = FakeEngine()
+    assert load_checkpoint(engine, folder, TOPOLOGY) == 12
+    assert engine.value == 34
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_file_of_the_right_size_with_other_content_is_explained(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "sub" / "state").write_text("no digit")
+    with refused(str(folder), "cannot be loaded", "ValueError", "remove that folder"):
+        load_checkpoint(FakeEngine(), folder, TOPOLOGY)
+    save(tmp_path, 1)
+    size = (folder / "rng-rank0.pt").stat().st_size
+    (folder / "rng-rank0.pt").write_bytes(b"x" * size)
+    with refused(str(folder), "cannot be loaded"):
+        load_checkpoint(FakeEngine(), folder, TOPOLOGY)
+
+
+def test_damage_is_named_with_sizes(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "sub" / "state").write_text("1")
+    with refused("is damaged", "sub/state is 1 bytes long instead of 8", "resume to None"):
+        read_meta(folder)
+    (folder / "sub" / "state").unlink()
+    with refused("is damaged", "sub/state is missing"):
+        read_meta(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"step": 1, "files": {}}', '{"format": 1, "step": 1}']
+)
+def test_a_corrupt_meta_is_no_checkpoint(text, tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "meta.json").write_text(text)
+    with refused(f"{folder} is not a checkpoint of this suite", "remove that folder"):
+        read_meta(folder)
+
+
+def test_a_meta_that_is_not_text(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "meta.json").write_bytes(b"\xff\xfe\x00")
+    with refused("is not a checkpoint"):
+        read_meta(folder)
+
+
+def test_another_format_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    edit_meta(folder, format=2)
+    with refused("checkpoint format 2"):
+        read_meta(folder)
+
+
+def test_no_resume_starts_afresh(tmp_path):
+    make_run(tmp_path, "a", 1)
+    assert find_resume(None, tmp_path, IDENTITY) is None
+
+
+def test_auto_takes_the_newest_unfinished_run_of_the_same_work(tmp_path):
+    make_run(tmp_path, "20260101-a", 1)
+    wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
+    make_run(tmp_path, "20260103-finished", 5, status="ok")
+    make_run(tmp_path, "20260104-other-seed", 6, identity={**IDENTITY, "seed": 1})
+    make_run(tmp_path, "20260105-without-checkpoint")
+    (tmp_path / "20260106-without-record").mkdir()
+    (tmp_path / "a-file").write_text("")
+    found = find_resume("auto", tmp_path, IDENTITY)
+    assert found == (wanted, wanted / "checkpoints" / "step-00000004")
+
+
+def test_auto_finds_nothing_where_nothing_is(tmp_path):
+    assert find_resume("auto", tmp_path, IDENTITY) is None
+    assert find_resume("auto", tmp_path / "missing", IDENTITY) is None
+    make_run(tmp_path, "a", 1, status="ok")
+    assert find_resume("auto", tmp_path, IDENTITY) is None
+
+
+def test_auto_stops_at_a_damaged_checkpoint(tmp_path):
+    """Rather than start afresh and train the same thing again."""
+    run_dir = make_run(tmp_path, "a", 1)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000001" / "sub")
+    with refused("is damaged", "sub/state is missing"):
+        find_resume("auto", tmp_path, IDENTITY)
+
+
+def test_a_path_names_a_run_or_a_checkpoint(tmp_path):
+    run_dir = make_run(tmp_path, "a", 1, 2, status="ok")
+    older, newer = list_checkpoints(run_dir)
+    assert find_resume(str(run_dir), tmp_path, IDENTITY) == (run_dir, newer)
+    assert find_resume(str(older), tmp_path, IDENTITY) == (run_dir, older)
+
+
+@pytest.mark.parametrize("name", ["missing", "a", "a/record.json"])
+def test_a_path_without_a_checkpoint(name, tmp_path):
+    make_run(tmp_path, "a")
+    with refused(f"resume='{tmp_path / name}' holds no checkpoint", "auto, or None"):
+        find_resume(str(tmp_path / name), tmp_path, IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("strategy", "zero3"), ("num_processes", 2), ("seed", 1), ("learning_rate", 1e-3)],
+)
+def test_a_foreign_checkpoint_says_what_differs(key, value, tmp_path):
+    run_dir = make_run(tmp_path, "a", 1)
+    with refused("is of another run", f"{key} was {IDENTITY[key]!r} and is {value!r}", "hf/"):
+        find_resume(str(run_dir), tmp_path, {**IDENTITY, key: value})
+
+
+def test_a_key_that_only_one_side_knows_is_a_difference(tmp_path):
+    run_dir = make_run(tmp_path, "a", 1)
+    with refused("new was None and is 1"):
+        find_resume(str(run_dir), tmp_path, {**IDENTITY, "new": 1})
+    with refused("seed was 42 and is None"):
+        find_resume(
+            str(run_dir), tmp_path, {key: IDENTITY[key] for key in IDENTITY if key != "seed"}
+        )
+
+
+@pytest.mark.xfail(strict=True, reason="checkpoint.py read_meta: identity and files not checked")
+@pytest.mark.parametrize(
+    "changes", [{"identity": None}, {"identity": []}, {"files": []}, {"files": None}], ids=str
+)
+def test_a_meta_of_another_form_is_no_checkpoint(changes, tmp_path):
+    run_dir = make_run(tmp_path, "a", 1)
+    edit_meta(list_checkpoints(run_dir)[0], **changes)
+    with refused("is not a checkpoint"):
+        find_resume(str(run_dir), tmp_path, IDENTITY)
+
+
+@pytest.mark.xfail(strict=True, reason="checkpoint.py find_resume: load_record refuses")
+def test_auto_passes_over_what_is_no_record_of_ours(tmp_path):
+    wanted = make_run(tmp_path, "20260101-a", 1)
+    other = make_run(tmp_path, "20260102-b", 1)
+    (other / "record.json").write_text('{"schema_version": 0}')
+    assert find_resume("auto", tmp_path, IDENTITY)[0] == wanted
+
+
+@pytest.mark.xfail(strict=True, reason="checkpoint.py find_resume: parent.parent of a short path")
+def test_a_relative_checkpoint_names_its_run(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path, "a", 1)
+    monkeypatch.chdir(run_dir / "checkpoints")
+    found, _ = find_resume("step-00000001", tmp_path, IDENTITY)
+    assert (found / "record.json").is_file()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="checkpoint.py find_resume: OSError, RuntimeError of pathlib"
+)
+@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
+def test_paths_that_pathlib_refuses(path, tmp_path):
+    with refused("resume="):
+        find_resume(path, tmp_path, IDENTITY)

@@ -1,0 +1,206 @@
+import shlex
+import signal
+import sys
+
+import pytest
+
+from distributed_training import launch
+from distributed_training.config import build_config
+from distributed_training.launch import Process
+from distributed_training.plan import make_plan
+from distributed_training.record import load_record, start_record
+from tests.unit.conftest import CPU_MACHINE, GPU_MACHINE, refused
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+
+
+def parse(*argv):
+    return launch.parse_arguments(list(argv), "about")
+
+
+def plan_for(tmp_path, **config):
+    built = build_config({"model": "gpt2-tiny", "output_dir": str(tmp_path / "runs"), **config})
+    return make_plan(built, CPU_MACHINE, num_processes=2, processes_here=2)
+
+
+def test_short_forms_come_last():
+    arguments = parse("--strategy", "dp", "--set", "strategy=zero1", "--set", "a=b", "--model", "m")
+    assert launch.overrides(arguments) == ["strategy=zero1", "a=b", "strategy=dp", "model=m"]
+    assert launch.overrides(parse()) == []
+
+
+@pytest.mark.parametrize("argv", [["--unknown"], ["--strat", "dp"], ["extra"], ["--set"]])
+def test_usage_errors_exit_with_two(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_lists_the_strategies(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    assert "dp, zero1, zero2, zero3, offload, infinity, fsdp" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, DEEPSPEED])
+def test_both_launchers_are_understood(environment):
+    expected = Process(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert launch.current_process(environment) == expected
+    assert launch.current_process({}) is None
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "0"}, {**TORCHRUN, "WORLD_SIZE": "x"}, {**TORCHRUN, "RANK": ""}]
+)
+def test_half_an_environment_is_refused(environment):
+    with refused("RANK is set", "unset RANK"):
+        launch.current_process(environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "count"),
+    [
+        (None, GPU_MACHINE, None),
+        ("3", CPU_MACHINE, 3),
+        ("all", GPU_MACHINE, 4),
+        ("all", CPU_MACHINE, 2),
+    ],
+)
+def test_number_of_processes(text, machine, count):
+    assert launch.requested_processes(text, machine) == count
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5", "²"])
+def test_a_number_of_processes_that_is_none(text):
+    with refused(f"--num_gpus {text!r}", "positive number or all"):
+        launch.requested_processes(text, CPU_MACHINE)
+
+
+def test_the_launcher_must_deliver():
+    process = Process(rank=0, world_size=4, local_rank=0, local_world_size=4)
+    launch.check_world_size(None, process, GPU_MACHINE)
+    launch.check_world_size(4, process, GPU_MACHINE)
+    with refused("--num_gpus 8", "started 4"):
+        launch.check_world_size(8, process, GPU_MACHINE)
+    fifth = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
+    launch.check_world_size(None, fifth, CPU_MACHINE)
+    with refused("5 processes", "4 GPUs", "start 4"):
+        launch.check_world_size(None, fifth, GPU_MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "typed"),
+    [
+        ("zero2", "deepspeed.launcher.runner", "deepspeed --num_gpus=2"),
+        ("fsdp", "torch.distributed.run", "torchrun --nproc_per_node=2"),
+    ],
+)
+def test_command_passes_arguments_on(strategy, module, typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = plan_for(tmp_path, strategy=strategy)
+    arguments = ["--set", "generate=two words"]
+    command, shown = launch.launch_command(plan, str(tmp_path / "x.py"), arguments)
+    assert command[:3] == [sys.executable, "-m", module]
+    after = command[command.index(str(tmp_path / "x.py")) + 1 :]
+    assert after == [*arguments, "--run_dir", str(plan.run_dir)]
+    assert shown == f"{typed} x.py --set 'generate=two words'"
+    assert shlex.split(shown)[-2:] == arguments
+
+
+def test_described_plan_shows_what_was_resolved(tmp_path):
+    text = launch.describe_plan(plan_for(tmp_path, batch_size=3, grad_accum_steps=5), "the command")
+    assert "'fp32'    (was 'auto')" in text
+    assert "global 30 = micro 3 x accum 5 x data-parallel 2" in text
+    assert "the command" in text
+    assert '"train_micro_batch_size_per_gpu": 3' in text
+    native = launch.describe_plan(plan_for(tmp_path, strategy="fsdp"), "c")
+    assert "DeepSpeed JSON" not in native
+    assert "{'dp_replicate': 1, 'dp_shard': -1}" in native
+
+
+@pytest.fixture
+def _environment(monkeypatch):
+    """What prepare_environment sets is undone afterwards."""
+    for name in ("DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("_environment")
+def test_cpu_processes_share_the_cores(monkeypatch):
+    import os
+
+    launch.prepare_environment(CPU_MACHINE, 1)
+    assert (os.environ["DS_ACCELERATOR"], os.environ["OMP_NUM_THREADS"]) == ("cpu", "2")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    launch.prepare_environment(CPU_MACHINE, 4)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.usefixtures("_environment")
+def test_architecture_is_one_that_deepspeeds_builder_reads(monkeypatch):
+    import os
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a")
+    launch.prepare_environment(GPU_MACHINE, 4)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert "DS_ACCELERATOR" not in os.environ
+
+
+def spawn(code, run_dir):
+    return launch.spawn([sys.executable, "-c", code], run_dir)
+
+
+@pytest.mark.parametrize("code", [0, 2, 7])
+def test_exit_code_of_a_launcher_that_left_no_record(code, tmp_path):
+    assert spawn(f"raise SystemExit({code})", tmp_path) == code
+
+
+def test_a_killed_launcher_is_128_and_the_signal(tmp_path):
+    assert spawn("import os; os.kill(os.getpid(), 9)", tmp_path) == 128 + signal.SIGKILL
+
+
+def test_a_process_that_ended_without_a_word_is_recorded(tmp_path, capsys):
+    start_record(tmp_path)
+    assert spawn("import os; os.kill(os.getpid(), 9)", tmp_path) == 1
+    record = load_record(tmp_path)
+    assert record["status"] == "failed"
+    assert "memory" in record["error"]
+    assert "exit code -9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "child", "code"),
+    [("ok", 0, 0), ("interrupted", 1, 130), ("failed", 0, 1), ("oom", 1, 1)],
+)
+def test_exit_code_follows_the_record(status, child, code, tmp_path):
+    start_record(tmp_path).update(status=status)
+    assert spawn(f"raise SystemExit({child})", tmp_path) == code
+    assert load_record(tmp_path)["status"] == status
+
+
+def test_signals_are_as_before_afterwards(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    spawn("pass", tmp_path)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_free_port_can_be_bound():
+    import socket
+
+    port = launch.free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
+@pytest.mark.xfail(strict=True, reason="launch.py requested_processes: int() of 5000 digits")
+def test_a_number_of_processes_that_python_cannot_read():
+    with refused("--num_gpus"):
+        launch.requested_processes("9" * 5000, CPU_MACHINE)
