@@ -79,12 +79,13 @@ def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
     Raises UserError when a file that is there cannot be read.
     """
     import torch
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     step = read_meta(folder)["step"]
     try:
         engine.load(folder)
         generators = torch.load(folder / f"rng-rank{topology.rank}.pt")
-    except Exception as error:  # torch, DCP and DeepSpeed each raise their own
+    except (Exception, CheckpointException) as error:  # torch, DCP and DeepSpeed each raise their own
         raise UserError(
             f"checkpoint {folder} cannot be loaded",
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
@@ -110,7 +111,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     fix = "remove that folder to fall back to the one before, or set resume to None"
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
-        step, files = meta["step"], meta["files"]
+        step, files, _ = meta["step"], dict(meta["files"]), dict(meta["identity"])
         known = meta["format"] == FORMAT and isinstance(step, int)
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder} is not a checkpoint of this suite", fix=fix) from None

@@ -32,7 +32,8 @@ from distributed_training.strategy import ROOT, list_strategies
 RECORDS_DIR = ROOT / "results" / "records"
 Record = dict[str, Any]
 
-# Column -> text from a record. Everything shown anywhere comes through here.
+# Column -> text from a record. Everything shown anywhere comes through here. GPU memory is what
+# PyTorch's allocator reserved: "allocated" leaves out the buffers of CUDA graphs.
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "strategy": lambda r: r["strategy"]["name"],
     "processes": lambda r: str(r["world_size"]),
@@ -45,7 +46,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     ),
     "timed steps": lambda r: str(r["performance"].get("num_timed_steps", 0)),
     "MFU": lambda r: _number(r["performance"].get("mfu"), "{:.1f}%", scale=100),
-    "peak GPU memory": lambda r: gib(r["memory"]["peak_allocated_bytes"]),
+    "peak GPU memory": lambda r: gib(r["memory"]["peak_reserved_bytes"]),
     "peak host memory": lambda r: gib(r["memory"]["peak_host_bytes"]),
     "disk a step": lambda r: _disk(r),
     "loss": lambda r: f"{r['loss_curve'][-1][1]:.3f}" if r["loss_curve"] else "not measured",
@@ -226,12 +227,12 @@ def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
     written.append(_save(figure, folder / "throughput.png"))
 
     figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
-    on_gpu = done[0]["memory"]["peak_allocated_bytes"] is not None
-    key = "peak_allocated_bytes" if on_gpu else "peak_host_bytes"
+    on_gpu = done[0]["memory"]["peak_reserved_bytes"] is not None
+    key = "peak_reserved_bytes" if on_gpu else "peak_host_bytes"
     sizes = [(record["memory"][key] or 0) / 2**30 for record in done]
     bars = axes.barh(labels, sizes, color="#d55e00")
     axes.bar_label(bars, [f"{size:.1f}" for size in sizes], padding=3, fontsize=8)
-    what = "GPU memory allocated" if on_gpu else "host memory"
+    what = "GPU memory taken by PyTorch" if on_gpu else "host memory"
     axes.set(xlabel=f"peak {what}, GiB, highest rank", xlim=(0, 1.15 * max(sizes)))
     axes.invert_yaxis()
     written.append(_save(figure, folder / "memory.png"))

@@ -140,7 +140,7 @@ def _read(name: str, path: Path) -> Strategy:
     document = load_json(path, "strategy file" if path.is_relative_to(ROOT) else "DeepSpeed JSON")
     if not isinstance(document, dict):
         raise UserError(f"{path} is not a JSON object", fix="see configs/ds_config_zero2.json")
-    for section in ("zero_optimization", "bf16", "fp16", "mesh"):
+    for section in ("zero_optimization", "bf16", "fp16", "mesh", "optimizer"):
         if section in document and not isinstance(document[section], dict):
             raise UserError(f"{path}: {section} is not a JSON object", fix="see configs/")
     stage = document.get("zero_optimization", {}).get("stage", 0)

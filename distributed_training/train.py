@@ -112,7 +112,7 @@ class Trainer:
         self._pending.append((row, result.loss_sum, result.grad_norm))
         stop, flush = self._agree()
         epoch_ends = self.step % self.sampler.steps_per_epoch == 0 or self.step == self.num_steps
-        if flush or stop or epoch_ends:
+        if flush or stop or epoch_ends or self._checkpoint_is_due(epoch_ends):
             self._flush()
         every = self.config.eval_every
         pauses = [
@@ -182,6 +182,7 @@ class Trainer:
         self.evaluations = [row for row in history["evaluations"] if row["step"] <= self.step]
         self.epochs = [row for row in history["epochs"] if row["step"] <= self.step]
         self.num_skipped = history["num_skipped_steps"]
+        self._update_record()  # so that a kill before the next save does not lose it
 
     def _checkpoint_is_due(self, epoch_ends: bool) -> bool:
         every = self.config.checkpoint_every

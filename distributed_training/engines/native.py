@@ -48,8 +48,12 @@ class NativeEngine:
 
         model.to(topology.device)
         apply_activation_checkpointing(model, config.activation_checkpointing)
+        # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
+        self.cuda_graphs = (
+            bool(config.compile) and topology.device_type == "cuda" and topology.world_size == 1
+        ) and not self.sharded
         if config.compile:
-            apply_compile(model)
+            apply_compile(model, cuda_graphs=self.cuda_graphs)
         if self.sharded:
             apply_fsdp(model, topology, dtype)
             self.module: torch.nn.Module = model
@@ -62,6 +66,12 @@ class NativeEngine:
             fused=topology.device_type == "cuda",
             **ADAM,
         )
+        # Replayed graphs return gradients in the same memory each time: with accumulation they are
+        # added up in tensors of ours instead of being handed over.
+        self.keep_gradients = self.cuda_graphs and config.grad_accum_steps > 1
+        if self.keep_gradients:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         self.loss_scale = INITIAL_LOSS_SCALE if dtype is torch.float16 else 1.0
         self._good_steps = 0
 
@@ -72,6 +82,8 @@ class NativeEngine:
         self.model.train()
         for index, (inputs, targets) in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
+            if self.cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             with self._gradient_sync(last):
                 loss = self._loss(inputs, targets)
                 (loss * scale).backward()
@@ -158,7 +170,7 @@ class NativeEngine:
             if self.max_grad_norm is not None:
                 clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         if self.compute_dtype is torch.float16:
             self._adapt_loss_scale(skipped)
         return (None if skipped else norm), skipped
