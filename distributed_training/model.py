@@ -8,6 +8,7 @@ P padded vocabulary. Source: Radford et al. 2019; initialisation as in the publi
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn as nn
@@ -135,23 +136,31 @@ def summed_cross_entropy(
 
 
 def build_model(size: ModelSize, *, dropout: float, seed: int) -> GPT2:
-    """A GPT2 on the CPU in fp32 with random weights that depend on `seed` and nothing else."""
+    """A GPT2 on the CPU in fp32 with random weights that depend on `seed` and nothing else.
+
+    Each parameter has a generator of its own, so that they can be filled at the same time: drawing
+    1.5 billion numbers on one core would take longer than loading them.
+    """
     with torch.device("meta"):
         model = GPT2(size, dropout=dropout)
     model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / math.sqrt(2 * size.num_layers)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                std = residual_std if residual else 0.02
-                parameter.normal_(0.0, std, generator=generator)
-        model.token_embedding.weight[size.vocab_size :].zero_()
+
+    def fill(index: int, name: str, parameter: nn.Parameter) -> None:
+        values = parameter.data
+        if name.endswith("bias"):
+            values.zero_()
+        elif "norm" in name:
+            values.fill_(1.0)
+        else:
+            residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+            generator = torch.Generator().manual_seed(seed * 100_003 + index)
+            values.normal_(0.0, residual_std if residual else 0.02, generator=generator)
+
+    with ThreadPoolExecutor() as pool:
+        named = list(model.named_parameters())
+        list(pool.map(lambda item: fill(item[0], *item[1]), enumerate(named)))
+    model.token_embedding.weight.data[size.vocab_size :].zero_()
     return model
 
 

@@ -38,14 +38,14 @@ def run_plan(plan: dict[str, Any], out: Path, deadline_s: float, git_commit: str
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     records, skipped = [], []
-    for number, run in enumerate(plan["runs"]):
+    for run in plan["runs"]:
         settings = {**plan["common"], **run}
         name = " ".join(f"{key}={value}" for key, value in run.items())
         if time.monotonic() - began > deadline_s:
             skipped.append(name)
             continue
         run_began = time.monotonic()
-        record = run_once(settings, plan["num_gpus"], Path(f"/tmp/plan-runs/{number:03}"), out)
+        record = run_once(settings, plan["num_gpus"], Path("/tmp/plan-runs"), out)
         print(f"[{time.monotonic() - began:5.0f} s] {name}: {time.monotonic() - run_began:.0f} s")
         if record is not None:
             record["git_commit"] = record["git_commit"] or git_commit
@@ -64,6 +64,7 @@ def run_once(
     command = [sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", str(num_gpus)]
     for key, value in {**settings, "output_dir": str(output_dir)}.items():
         command += ["--set", f"{key}={value}"]
+    before = set(output_dir.glob(f"*/{RECORD_FILE}"))
     result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -73,10 +74,10 @@ def run_once(
     )
     with open(out / "log.txt", "a") as log:
         log.write(f"\n$ {' '.join(command)}\n{result.stdout}")
-    files = sorted(output_dir.glob(f"*/{RECORD_FILE}"))
+    new = set(output_dir.glob(f"*/{RECORD_FILE}")) - before
     if result.returncode != 0:
         print(f"exit code {result.returncode}\n{result.stdout[-1500:]}")
-    return json.loads(files[-1].read_text()) if files else None
+    return json.loads(new.pop().read_text()) if new else None
 
 
 def unpack(bundle: Path, folder: Path) -> None:
