@@ -7,15 +7,14 @@ the fields of RunConfig (`micro_batch_size`, `seq_len`, ...). This module alone 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from distributed_training.errors import UserError
+from distributed_training.files import load_json, nearest, parse_json, shown, user_path
 from distributed_training.sizes import SIZES
 
 AUTO = "auto"
@@ -44,7 +43,10 @@ class Rule:
         if type(value) is self.kind and value in self.extra:
             return value
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                raise self._error(key, value) from None
         if type(value) is not self.kind:
             raise self._error(key, value)
         if self.choices and value not in self.choices:
@@ -66,8 +68,8 @@ class Rule:
             return self.check(key, text)
         words = {"true": True, "false": False}
         try:
-            value = words[text.lower()] if text.lower() in words else json.loads(text)
-        except (json.JSONDecodeError, RecursionError):
+            value = words[text.lower()] if text.lower() in words else parse_json(text)
+        except json.JSONDecodeError:
             value = text
         return self.check(key, value)
 
@@ -88,7 +90,9 @@ class Rule:
         return " or ".join([text, *others])
 
     def _error(self, key: str, value: object, hint: str = "") -> UserError:
-        return UserError(f"{key}={value!r} is not accepted", f"{key} is {self.describe()}", hint)
+        return UserError(
+            f"{key}={shown(value)} is not accepted", f"{key} is {self.describe()}", hint
+        )
 
 
 def _key(name: str, default: Any, rule: Rule) -> Any:
@@ -212,12 +216,6 @@ def describe_work(config: RunConfig, global_batch_size: int) -> dict[str, Any]:
     return {**work, "global_batch_size": global_batch_size}
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to `word`, or None when nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
-
-
 def build_config(
     config: Mapping[str, Any], *, preset: str | None = None, overrides: Iterable[str] = ()
 ) -> RunConfig:
@@ -237,7 +235,7 @@ def build_config(
     for text in overrides:
         key, equals, raw = text.partition("=")
         if not equals:
-            raise UserError(f"--set {text!r} has no '='", fix="type --set key=value")
+            raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
         field_name, rule = _lookup(key.strip(), "--set")
         values[field_name] = rule.parse(key.strip(), raw.strip())
     return RunConfig(**values)
@@ -246,31 +244,15 @@ def build_config(
 def _lookup(key: object, where: str) -> tuple[str, Rule]:
     if isinstance(key, str) and key in KEYS:
         return KEYS[key]
-    hint = nearest(str(key), KEYS)
+    hint = nearest(key, KEYS) if isinstance(key, str) else None
     raise UserError(
-        f"{where} has the unknown key {key!r}",
+        f"{where} has the unknown key {shown(key)}",
         fix=f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(KEYS)}",
     )
 
 
 def _load_preset(path: str) -> dict[str, Any]:
-    document = load_json(Path(path), "preset")
+    document = load_json(user_path("preset", path), "preset")
     if not isinstance(document, dict):
         raise UserError(f"preset {path} is not a JSON object", fix='write {"key": value, ...}')
     return {key: value for key, value in document.items() if key != "_comment"}
-
-
-def load_json(path: Path, what: str) -> Any:
-    """Parse a JSON file; raise UserError with line and column where it does not parse."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path(".")
-        near = nearest(path.name, [file.name for file in folder.glob("*.json")])
-        hint = f"did you mean {folder / near}?" if near else "check the path"
-        raise UserError(f"{what} {path} does not exist", fix=hint) from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            where = f"line {error.lineno} column {error.colno}: {error.msg}"
-            raise UserError(f"{what} {path} is not valid JSON", where, "mend that line") from None
-        raise UserError(f"{what} {path} cannot be read", str(error)) from None

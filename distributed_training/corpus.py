@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed_training.errors import UserError
+from distributed_training.files import check_unicode, parse_json, user_path
 
 EMBEDDED = "embedded"
 WIKITEXT = "wikitext-2"
@@ -57,7 +58,7 @@ def read_corpus(dataset: str) -> Corpus:
             raise hub.cannot_fetch("dataset", WIKITEXT, error, hub.WIKITEXT_COMMANDS) from None
         splits = {split: _read_wikitext(path) for split, path in files.items()}
         return Corpus(name=WIKITEXT, records=False, **splits)
-    return _read_path(Path(dataset).expanduser())
+    return _read_path(user_path("dataset", dataset))
 
 
 def read_embedded() -> list[str]:
@@ -105,7 +106,8 @@ def _read_path(path: Path) -> Corpus:
     if not path.exists():
         raise UserError(
             f"dataset={str(path)!r} does not exist",
-            fix='give a .txt or .jsonl file or a folder, or one of "auto", "wikitext-2", "embedded"',
+            fix="give a .txt or .jsonl file or a folder of them, or one of "
+            '"auto", "wikitext-2", "embedded"',
         )
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl"))
@@ -144,16 +146,18 @@ def _decode(path: Path) -> str:
 def _records(path: Path) -> list[str]:
     """The "text" of each line of a .jsonl file."""
     texts = []
-    for number, line in enumerate(_decode(path).splitlines(), 1):
+    # Not splitlines(): a line separator such as U+2028 may stand inside a JSON string.
+    for number, line in enumerate(_decode(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{path} line {number} column {error.colno} is not JSON", error.msg
             ) from None
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise UserError(f'{path} line {number} has no "text" string', fix='{"text": "..."}')
+        check_unicode(f"{path} line {number}", record["text"])
         texts.append(record["text"])
     return texts

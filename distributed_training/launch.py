@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.errors import UserError
+from distributed_training.files import shown
 from distributed_training.machine import Machine
 from distributed_training.plan import Plan
 from distributed_training.record import RECORD_FILE, mark_stopped
 from distributed_training.strategy import list_strategies
 
+MAX_DIGITS = 9  # of --num_gpus: Python reads no number of thousands of digits
 CPU_PROCESSES = 2  # what "--num_gpus all" means on a machine without GPUs
 
 
@@ -113,8 +115,8 @@ def requested_processes(num_gpus: str | None, machine: Machine) -> int | None:
         return None
     if num_gpus == "all":
         return machine.num_gpus or CPU_PROCESSES
-    if not num_gpus.isdecimal() or int(num_gpus) < 1:
-        raise UserError(f"--num_gpus {num_gpus!r} is not a positive number or all")
+    if not num_gpus.isdecimal() or len(num_gpus) > MAX_DIGITS or int(num_gpus) < 1:
+        raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
     return int(num_gpus)
 
 

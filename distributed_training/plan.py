@@ -10,13 +10,15 @@ from distributed_training.checkpoint import find_resume
 from distributed_training.config import RunConfig, describe_work
 from distributed_training.corpus import read_corpus
 from distributed_training.data import Data, prepare_data
+from distributed_training.deepspeed_json import fill_deepspeed_json
+from distributed_training.files import user_path
 from distributed_training.hf_format import check_hf_folder
 from distributed_training.machine import Machine
 from distributed_training.preflight import Situation, run_checks
 from distributed_training.record import new_run_dir
 from distributed_training.resolve import Resolved, resolve
 from distributed_training.sizes import SIZES, ModelSize
-from distributed_training.strategy import Strategy, fill_deepspeed_json, load_strategy
+from distributed_training.strategy import Strategy, load_strategy
 from distributed_training.tokenizer import Tokenizer
 from distributed_training.topology import build_topology
 
@@ -51,7 +53,7 @@ class Plan:
     @property
     def cache_dir(self) -> Path:
         """Where tokenised corpora are kept."""
-        return Path(self.config.output_dir) / ".cache" / "tokens"
+        return user_path("output_dir", self.config.output_dir) / ".cache" / "tokens"
 
 
 def make_plan(
@@ -73,14 +75,17 @@ def make_plan(
     resolved = resolve(config, machine, strategy)
     config_here = resolved.config
     size = SIZES[config_here.model]
-    offload_dir = Path(config_here.offload_dir or Path(config_here.output_dir) / ".offload")
+    output_dir = user_path("output_dir", config_here.output_dir)
+    offload_dir = output_dir / ".offload"
+    if config_here.offload_dir is not None:
+        offload_dir = user_path("offload_dir", config_here.offload_dir)
     document = None
     if strategy.engine == "deepspeed":
         document = fill_deepspeed_json(
             strategy,
             config_here,
             dp_size=topology.dp_size,
-            offload_dir=str(offload_dir.expanduser().absolute()),
+            offload_dir=str(offload_dir.absolute()),
         )
     run_checks(
         Situation(
@@ -97,7 +102,6 @@ def make_plan(
         check_hf_folder(resolved.weights_dir, size)
     global_batch = config_here.micro_batch_size * config_here.grad_accum_steps * topology.dp_size
     work = describe_work(config_here, global_batch)
-    output_dir = Path(config_here.output_dir).expanduser()
     identity = {"strategy": strategy.name, "num_processes": num_processes, **work}
     found = find_resume(config_here.resume, output_dir, identity)
     fresh = run_dir or new_run_dir(output_dir, strategy.name, config_here.model, num_processes)

@@ -10,6 +10,7 @@ from distributed_training import hub
 from distributed_training.config import AUTO, RunConfig
 from distributed_training.corpus import EMBEDDED, WIKITEXT
 from distributed_training.errors import UserError
+from distributed_training.files import check_unicode, user_path
 from distributed_training.machine import Machine
 from distributed_training.sizes import SIZES
 from distributed_training.strategy import Strategy
@@ -53,6 +54,8 @@ def resolve(config: RunConfig, machine: Machine, strategy: Strategy) -> Resolved
             f"{model} has {size.num_positions} positions",
             f"set max_length to at most {size.num_positions}",
         )
+    if config.generate is not None:
+        check_unicode("generate", config.generate)
     num_tokens = Tokenizer(tokenizer_dir).num_tokens
     if num_tokens > size.vocab_size:
         raise UserError(
@@ -126,7 +129,7 @@ def _resolve_tokenizer(config: RunConfig, model: str, notes: list[str]) -> tuple
     if config.tokenizer == EMBEDDED or (config.tokenizer == AUTO and model == "gpt2-tiny"):
         return EMBEDDED, EMBEDDED_DIR
     if config.tokenizer not in (AUTO, "gpt2"):
-        folder = Path(config.tokenizer).expanduser()
+        folder = user_path("tokenizer", config.tokenizer)
         if not folder.is_dir():
             raise UserError(
                 f"tokenizer={config.tokenizer!r} is not a folder",
@@ -152,7 +155,7 @@ def _resolve_weights(
     if config.weights == "random":
         return "random", None
     if config.weights not in (AUTO, "pretrained"):
-        return config.weights, Path(config.weights).expanduser()
+        return config.weights, user_path("weights", config.weights)
     published = model in hub.HUB_IDS
     if not published or tokenizer == EMBEDDED:
         why = f"{model} is not published" if not published else "they need GPT-2's tokenizer"

@@ -1,20 +1,20 @@
 """Strategies are folders: strategies/<n>_<name>/config.json says what is sharded or offloaded.
 
 A DeepSpeed JSON goes to the DeepSpeed engine, a file with a "mesh" to the native one. This module
-finds the folders, checks that a JSON and CONFIG agree, and fills the JSON's "auto" values.
+finds the folders, checks the form of their JSON and estimates the memory that follows from it.
 No torch import.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed_training.config import AUTO, RunConfig, load_json, nearest
+from distributed_training.config import RunConfig
 from distributed_training.errors import UserError
+from distributed_training.files import load_json, nearest, shown, user_path
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES_DIR = ROOT / "strategies"
@@ -61,10 +61,21 @@ class Strategy:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the data-parallel axes; -1 means "what is left of the world size"."""
+        """Sizes of the data-parallel axes; -1 means "what is left of the world size".
+
+        Raises UserError for an axis that is not known or a size that is no whole number.
+        """
         if self.engine == "deepspeed":
             return {"dp_replicate": 1, "dp_shard": -1}
-        return {axis: int(self.document["mesh"].get(axis, 1)) for axis in MESH_AXES}
+        sizes = {axis: self.document["mesh"].get(axis, 1) for axis in MESH_AXES}
+        for axis, size in {**self.document["mesh"], **sizes}.items():
+            if axis not in MESH_AXES or type(size) is not int:
+                raise UserError(
+                    f"{self.source}: mesh axis {axis!r} of size {shown(size)} is not understood",
+                    f"the axes are {', '.join(MESH_AXES)}",
+                    "give each a whole number, or -1 for what is left of the processes",
+                )
+        return sizes
 
     def describe_sharding(self) -> str:
         """One phrase for the header: what is divided over the data-parallel processes."""
@@ -105,7 +116,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     if config.strategy not in known:
         hint = nearest(config.strategy, known)
         raise UserError(
-            f"strategy={config.strategy!r} is not known",
+            f"strategy={shown(config.strategy)} is not known",
             f"the strategies are {', '.join(known)}",
             f"did you mean {hint!r}?" if hint else "",
         )
@@ -119,7 +130,13 @@ def load_strategy(config: RunConfig) -> Strategy:
             f"deepspeed_config={config.deepspeed_config!r} would be ignored",
             f"set deepspeed_config to None or strategy to one of {users}",
         )
-    given = _read(config.strategy, Path(config.deepspeed_config))
+    given = _read(config.strategy, user_path("deepspeed_config", config.deepspeed_config))
+    if given.engine != own.engine:
+        raise UserError(
+            f"{given.source} has a mesh but strategy={own.name!r} runs on DeepSpeed",
+            "a mesh is for strategies that do not",
+            "remove the section",
+        )
     for what, theirs, ours in [
         ("zero_optimization.stage", given.zero_stage, own.zero_stage),
         *(
@@ -141,114 +158,28 @@ def _read(name: str, path: Path) -> Strategy:
     if not isinstance(document, dict):
         raise UserError(f"{path} is not a JSON object", fix="see configs/ds_config_zero2.json")
     for section in ("zero_optimization", "bf16", "fp16", "mesh", "optimizer"):
-        if section in document and not isinstance(document[section], dict):
-            raise UserError(f"{path}: {section} is not a JSON object", fix="see configs/")
-    stage = document.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise UserError(f"{path}: zero_optimization.stage={stage!r}", "it is 0, 1, 2 or 3")
+        _check_object(path, document, section)
+    zero = document.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        raise UserError(f"{path}: zero_optimization.stage={shown(stage)}", "it is 0, 1, 2 or 3")
     for part in ("offload_optimizer", "offload_param"):
-        offload = document.get("zero_optimization", {}).get(part) or {}
-        known = ("none", "cpu", "nvme")
-        if not isinstance(offload, dict) or offload.get("device", "none") not in known:
-            raise UserError(
-                f"{path}: zero_optimization.{part} is not understood", fix="see configs/"
-            )
+        if zero.get(part) is not None:  # DeepSpeed reads null as "no offload"
+            _check_object(path, zero, part)
+            device = zero[part].get("device", "none")
+            if device not in ("none", "cpu", "nvme"):
+                raise UserError(
+                    f"{path}: zero_optimization.{part}.device={shown(device)}",
+                    "it is none, cpu or nvme",
+                )
     source = path.resolve()
     launcher = "torchrun" if "mesh" in document else "deepspeed"
     return Strategy(name=name, source=source, document=document, launcher=launcher)
 
 
-def fill_deepspeed_json(
-    strategy: Strategy, config: RunConfig, *, dp_size: int, offload_dir: str
-) -> dict[str, Any]:
-    """Return the strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says.
-
-    Raises UserError naming both sides where the JSON holds another value than CONFIG.
-    """
-    document = copy.deepcopy(dict(strategy.document))
-    decided = {
-        ("train_micro_batch_size_per_gpu",): ("batch_size", config.micro_batch_size),
-        ("gradient_accumulation_steps",): ("grad_accum_steps", config.grad_accum_steps),
-        ("gradient_clipping",): ("max_grad_norm", config.max_grad_norm or 0.0),
-        ("bf16", "enabled"): ("precision", config.precision == "bf16"),
-        ("fp16", "enabled"): ("precision", config.precision == "fp16"),
-    }
-    for path, (key, value) in decided.items():
-        section = document
-        for part in path[:-1]:
-            section = section.setdefault(part, {})
-        written = section.get(path[-1], AUTO)
-        if written != AUTO and written != value:
-            user_value = config.to_user_words()[key]
-            raise UserError(
-                f"{strategy.source}: {'.'.join(path)}={written!r} but CONFIG {key}={user_value!r}",
-                fix=f'write "auto" in the JSON or change {key}',
-            )
-        section[path[-1]] = value
-    _check_batch(strategy, config, document, dp_size)
-    _drop_optimizer(strategy, config, document)
-    document.pop("scheduler", None) if document.get("scheduler") in (None, {}) else None
-    if "scheduler" in document:
-        raise UserError(
-            f"{strategy.source}: it has a scheduler section but CONFIG lr_schedule decides",
-            fix="remove the section",
-        )
-    for part in ("offload_optimizer", "offload_param"):
-        section = document.get("zero_optimization", {}).get(part, {})
-        if section.get("nvme_path") == AUTO:
-            section["nvme_path"] = offload_dir
-    left = [path for path in _auto_paths(document)]
-    if left:
-        raise UserError(
-            f'{strategy.source}: "auto" is not understood at {", ".join(left)}', fix="write a value"
-        )
-    return document
-
-
-def _check_batch(
-    strategy: Strategy, config: RunConfig, document: dict[str, Any], dp_size: int
-) -> None:
-    """`train_batch_size` would assert in DeepSpeed for any other number of GPUs: check, drop."""
-    written = document.pop("train_batch_size", AUTO)
-    actual = config.micro_batch_size * config.grad_accum_steps * dp_size
-    if written not in (AUTO, actual):
-        raise UserError(
-            f"{strategy.source}: train_batch_size={written!r} but CONFIG gives {actual} = "
-            f"batch_size {config.micro_batch_size} x grad_accum_steps {config.grad_accum_steps} "
-            f"x {dp_size} data-parallel processes",
-            fix='write "auto" in the JSON',
-        )
-
-
-def _drop_optimizer(strategy: Strategy, config: RunConfig, document: dict[str, Any]) -> None:
-    """The suite builds the optimizer itself; a JSON may only repeat what CONFIG says."""
-    section = document.pop("optimizer", None)
-    if not section:
-        return
-    decided = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    if section.get("type", "AdamW") != "AdamW":
-        raise UserError(
-            f"{strategy.source}: optimizer.type={section['type']!r} but every strategy trains "
-            "with AdamW, so that runs can be compared",
-            fix='write "AdamW" or remove the optimizer section',
-        )
-    for name, value in section.get("params", {}).items():
-        if value != AUTO and decided.get(name) != value:
-            raise UserError(
-                f"{strategy.source}: optimizer.params.{name}={value!r} but CONFIG decides the "
-                "optimizer",
-                fix='write "auto" in the JSON and set learning_rate or weight_decay in CONFIG',
-            )
-
-
-def _auto_paths(node: Any, prefix: str = "") -> list[str]:
-    if isinstance(node, dict):
-        return [
-            found
-            for key, value in node.items()
-            for found in _auto_paths(value, f"{prefix}.{key}" if prefix else key)
-        ]
-    return [prefix] if node == AUTO else []
+def _check_object(path: Path, parent: Mapping[str, Any], section: str) -> None:
+    if section in parent and not isinstance(parent[section], dict):
+        raise UserError(f"{path}: {section} is not a JSON object", fix="see configs/")
 
 
 def estimate_state_bytes(

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from distributed_training.errors import UserError
+from distributed_training.files import check_unicode, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_DIR = Path(__file__).parent / "assets" / "bpe-2048"
@@ -37,12 +38,17 @@ class Tokenizer:
                     "give such a folder or set tokenizer to auto",
                 )
         try:
-            vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+            vocabulary = parse_json((folder / "vocab.json").read_text(encoding="utf-8"))
             self._bpe = ByteLevelBPETokenizer(
                 str(folder / "vocab.json"), str(folder / "merges.txt")
             )
         except Exception as error:  # the Rust library raises plain Exception
             raise UserError(f"tokenizer {folder} cannot be read", str(error)) from None
+        if not all(type(index) is int and index >= 0 for index in vocabulary.values()):
+            raise UserError(
+                f"tokenizer {folder} cannot be read",
+                "vocab.json gives a token something else than a whole number",
+            )
         if END_OF_TEXT not in vocabulary:
             raise UserError(f"tokenizer {folder} has no {END_OF_TEXT} token")
         self.eos_id: int = vocabulary[END_OF_TEXT]
@@ -57,7 +63,12 @@ class Tokenizer:
         return digest.hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One int32 array of ids per text; no special tokens are added."""
+        """One int32 array of ids per text; no special tokens are added.
+
+        Raises UserError for a text with half of a surrogate pair.
+        """
+        for text in texts:
+            check_unicode("a text", text)
         return [
             np.array(encoding.ids, dtype=np.int32) for encoding in self._bpe.encode_batch(texts)
         ]

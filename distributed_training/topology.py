@@ -79,7 +79,8 @@ def build_topology(
     if fixed != world_size:
         raise UserError(
             f"mesh {product} does not make {world_size} processes",
-            fix=f"start a multiple of {fixed} processes or change {strategy.source}",
+            fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes or change "
+            f"{strategy.source}",
         )
     return Topology(
         world_size=world_size, rank=rank, local_rank=local_rank, device_type=device_type, **axes

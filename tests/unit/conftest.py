@@ -34,10 +34,10 @@ GPU_MACHINE = dataclasses.replace(
 
 
 @contextlib.contextmanager
-def refused(*words: str) -> Iterator[None]:
+def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """The block raises UserError with a one-line text that holds every one of `words`."""
     with pytest.raises(UserError) as caught:
-        yield
+        yield caught
     text = str(caught.value)
     assert text.splitlines() == [text]
     for word in words:

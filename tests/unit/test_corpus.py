@@ -205,9 +205,6 @@ def test_fingerprint_is_of_texts_split_and_form():
     assert len({base, *(corpus.fingerprint for corpus in others)}) == 1 + len(others)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="corpus.py _records: splitlines() also splits at U+2028 etc."
-)
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85"])
 def test_jsonl_lines_end_at_line_feeds_only(character, tmp_path):
     text = f"one{character}two"
@@ -215,15 +212,27 @@ def test_jsonl_lines_end_at_line_feeds_only(character, tmp_path):
     assert read_corpus(path).train == [text]
 
 
-@pytest.mark.xfail(strict=True, reason="corpus.py _records: only JSONDecodeError is caught")
 @pytest.mark.parametrize("line", ["[" * 100_000, "1" * 5000], ids=["deep", "long"])
 def test_records_that_python_refuses_to_parse(line, tmp_path):
     with refused("a.jsonl line 1"):
         read_corpus(write(tmp_path / "a.jsonl", line))
 
 
-@pytest.mark.xfail(strict=True, reason="corpus.py _read_path: OSError, RuntimeError of pathlib")
 @pytest.mark.parametrize("path", ["a" * 300 + ".txt", "~nobody-of-that-name/a.txt"])
 def test_paths_that_pathlib_refuses(path):
     with refused("dataset="):
+        read_corpus(path)
+
+
+def test_half_of_a_surrogate_pair_is_named_by_its_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}', '{"text": "\\ud83d"}')
+    with refused("a.jsonl line 2", "ud83d", "surrogate"):
+        read_corpus(path)
+    whole = write(tmp_path / "b.jsonl", '{"text": "\\ud83d\\ude00"}')
+    assert read_corpus(whole).train == ["\U0001f600"]
+
+
+def test_a_number_that_is_too_long_is_no_text(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one", "id": ' + "1" * 5000 + "}")
+    with refused("a.jsonl line 1", "digits"):
         read_corpus(path)

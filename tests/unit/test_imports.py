@@ -13,9 +13,10 @@ PACKAGE = Path(distributed_training.__file__).parent
 # A module imports from rows above its own only.
 ORDER = (
     ("errors", "sizes", "machine", "display", "metrics", "trackers"),
+    ("files",),
     ("config", "hub"),
     ("strategy", "corpus", "hf_format", "model"),
-    ("topology", "tokenizer", "record", "preflight", "hf_checkpoint"),
+    ("topology", "deepspeed_json", "tokenizer", "record", "preflight", "hf_checkpoint"),
     ("data", "resolve", "report", "parallel"),
     ("engines.base",),
     ("engines",),
@@ -26,9 +27,9 @@ ORDER = (
 )
 # What is imported before processes start, and by --help, --dry-run and every refusal.
 TORCH_FREE = (
-    "errors", "sizes", "machine", "config", "hub", "strategy", "corpus", "hf_format", "topology",
-    "tokenizer", "record", "preflight", "data", "resolve", "display", "trackers", "checkpoint",
-    "plan", "launch",
+    "errors", "sizes", "machine", "files", "config", "hub", "strategy", "deepspeed_json",
+    "corpus", "hf_format", "topology", "tokenizer", "record", "preflight", "data", "resolve",
+    "display", "trackers", "checkpoint", "plan", "launch",
 )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -272,9 +271,24 @@ def test_any_amount_of_data_is_cut_or_explained(scratch, config):
         assert 1 <= len(data.validation) <= config["eval_samples"]
 
 
-@pytest.mark.xfail(strict=True, reason="plan.py Plan.cache_dir: output_dir is not expanded")
 def test_the_cache_of_a_run_below_home_is_below_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     plan = plan_for(tmp_path, output_dir="~/runs")
     assert plan.run_dir.parent == tmp_path / "runs"
-    assert Path(tmp_path) in plan.cache_dir.parents
+    assert plan.cache_dir == tmp_path / "runs" / ".cache" / "tokens"
+
+
+def test_offload_files_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for offload_dir, expected in (("~/fast", "fast"), (None, "runs/.offload")):
+        config = {"output_dir": "~/runs", "offload_dir": offload_dir}
+        plan = plan_for(tmp_path, strategy="infinity", **config)
+        zero = plan.deepspeed_json["zero_optimization"]
+        assert zero["offload_param"]["nvme_path"] == str(tmp_path / expected)
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a", "a/" * 3000, "\ud800"])
+def test_every_path_that_pathlib_refuses_is_explained(key, path, tmp_path):
+    with refused(f"{key}=", "cannot be used as a path"):
+        load_plan_data(plan_for(tmp_path, **{key: path}))

@@ -183,7 +183,6 @@ def test_a_tokenizer_that_is_not_there(tmp_path):
         decide(tokenizer=str(tmp_path))
 
 
-@pytest.mark.xfail(strict=True, reason="resolve.py: OSError, RuntimeError of pathlib")
 @pytest.mark.parametrize("key", ["tokenizer", "weights"])
 @pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
 def test_paths_that_pathlib_refuses(key, path, tmp_path):
@@ -192,3 +191,13 @@ def test_paths_that_pathlib_refuses(key, path, tmp_path):
     config = build_config({key: path, "output_dir": str(tmp_path)})
     with refused(f"{key}="):
         make_plan(config, CPU_MACHINE, num_processes=1, processes_here=1)
+
+
+def test_a_prompt_that_is_no_text_is_refused_before_training():
+    with refused("generate holds '\\ud800'"):
+        decide(generate="a\ud800")
+
+
+def test_weights_below_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert decide(model="gpt2", weights="~/hf").weights_dir == tmp_path / "hf"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from distributed_training.config import build_config
+from distributed_training.deepspeed_json import fill_deepspeed_json
 from distributed_training.strategy import (
     ROOT,
     Strategy,
     estimate_state_bytes,
-    fill_deepspeed_json,
     list_strategies,
     load_strategy,
 )
@@ -284,6 +284,11 @@ def test_native_strategy_takes_no_deepspeed_json(name, tmp_path):
         ({"zero_optimization": {"stage": 4}}, ("stage=4", "0, 1, 2 or 3")),
         ({"zero_optimization": {"stage": True}}, ("stage=True",)),
         ({"zero_optimization": {"stage": "auto"}}, ("stage='auto'",)),
+        ({"zero_optimization": {"stage": 2.0}}, ("stage=2.0",)),
+        ({"zero_optimization": {"stage": []}}, ("stage=[]",)),
+        ({"zero_optimization": {"offload_param": []}}, ("offload_param",)),
+        ({"zero_optimization": {"offload_param": {"device": ["cpu"]}}}, ("device=['cpu']",)),
+        ("[" * 900 + "]" * 900, ("nested",)),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, ("offload_optimizer",)),
     ],
@@ -299,40 +304,89 @@ def test_missing_json_names_a_near_one():
         load_strategy(build_config({"deepspeed_config": wrong}))
 
 
-@pytest.mark.xfail(strict=True, reason="strategy.py load_strategy: given.engine is not compared")
 def test_a_mesh_in_a_deepspeed_json_does_not_change_the_engine(tmp_path):
     with refused("mesh"):
         given_json(tmp_path, own_json(mesh={"dp_shard": -1}))
 
 
-@pytest.mark.xfail(strict=True, reason="strategy.py _drop_optimizer, fill_deepspeed_json: .get")
 @pytest.mark.parametrize(
     "changes",
     [
         {"optimizer": "AdamW"},
         {"optimizer": ["AdamW"]},
+        {"optimizer": None},
         {"optimizer": {"type": "AdamW", "params": []}},
         {"optimizer": {"type": "AdamW", "params": None}},
     ],
     ids=str,
 )
 def test_optimizer_section_of_another_form_is_refused(changes, tmp_path):
-    strategy, config = given_json(tmp_path, own_json(**changes))
-    with refused("optimizer"):
-        fill(strategy, config)
+    with refused("given.json", "optimizer", "is not a JSON object"):
+        fill(*given_json(tmp_path, own_json(**changes)))
 
 
-@pytest.mark.xfail(strict=True, reason="strategy.py fill_deepspeed_json: None.get('nvme_path')")
+@pytest.mark.parametrize(
+    ("path", "written", "config"),
+    [
+        ("gradient_clipping", True, {"max_grad_norm": 1.0}),
+        ("gradient_clipping", False, {"max_grad_norm": None}),
+        ("train_micro_batch_size_per_gpu", True, {"batch_size": 1}),
+        ("gradient_accumulation_steps", True, {"grad_accum_steps": 1}),
+        ("bf16.enabled", 1, {}),
+        ("fp16.enabled", 0.0, {}),
+        ("train_batch_size", True, {"batch_size": 1, "grad_accum_steps": 1}),
+        ("optimizer", {"params": {"lr": True}}, {"learning_rate": 1.0}),
+    ],
+)
+def test_true_is_not_one(path, written, config, tmp_path):
+    strategy, built = given_json(tmp_path, own_json(**{path: written}), **config)
+    with refused("given.json", path, "True" if path == "optimizer" else f"={written!r}"):
+        fill(strategy, built, dp_size=1)
+
+
 def test_offload_null_means_none(tmp_path):
     document = own_json(**{"zero_optimization.offload_optimizer": None})
     assert fill(*given_json(tmp_path, document))["gradient_clipping"] == 0.5
 
 
-@pytest.mark.xfail(strict=True, reason="strategy.py _auto_paths does not look into lists")
-def test_auto_in_a_list_is_named(tmp_path):
-    strategy, config = given_json(tmp_path, own_json(flags=["auto"]))
-    with refused("flags"):
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [(["auto"], "flags[0]"), ([1, [{"a": "auto"}]], "flags[1][0].a"), ({"a": ["auto"]}, "flags.a")],
+)
+def test_auto_in_a_list_is_named(value, place, tmp_path):
+    strategy, config = given_json(tmp_path, own_json(flags=value))
+    with refused('"auto" is not understood at', place):
         fill(strategy, config)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
+def test_paths_that_pathlib_refuses(path):
+    with refused("deepspeed_config="):
+        load_strategy(build_config({"deepspeed_config": path}))
+
+
+def test_a_deepspeed_json_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given_json(tmp_path, own_json())
+    config = build_config({**CONFIG, "deepspeed_config": "~/given.json"})
+    assert load_strategy(config).source == tmp_path / "given.json"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ({"tp": 2}, ("'tp' of size 2", "dp_replicate, dp_shard")),
+        ({"dp_shards": -1}, ("'dp_shards'",)),
+        ({"dp_shard": "all"}, ("'dp_shard' of size 'all'", "whole number")),
+        ({"dp_shard": 2.0}, ("size 2.0",)),
+        ({"dp_replicate": True}, ("size True",)),
+        ({"dp_replicate": None}, ("size None",)),
+    ],
+)
+def test_a_mesh_that_is_not_understood(mesh, words):
+    strategy = Strategy(name="x", source=Path("x.json"), document={"mesh": mesh}, launcher="t")
+    with refused("x.json", *words):
+        _ = strategy.mesh
 
 
 def zero_of_stage(stage):

@@ -73,10 +73,12 @@ def test_a_mesh_without_meaning_is_refused(axes):
         place(with_mesh(**axes), 4)
 
 
-@pytest.mark.xfail(strict=True, reason="topology.py build_topology: the fix for a closed mesh")
 def test_the_advice_for_a_closed_mesh_would_work():
     with refused("start 2 processes"):  # not "a multiple of 2": 4 is one
         place(with_mesh(dp_shard=2), 4)
+
+    with refused("start a multiple of 2 processes"):
+        place(with_mesh(dp_replicate=2, dp_shard=-1), 3)
 
 
 def test_device_is_the_local_ranks():
