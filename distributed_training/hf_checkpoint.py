@@ -74,15 +74,20 @@ def load_hf_weights(model: GPT2, folder: Path) -> None:
             f"weights {folder}: model.safetensors cannot be read", str(error), "fetch it again"
         ) from None
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    own = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     state = {}
     for ours, name, kind in _pairs(model.size):
         if name not in theirs:
             raise UserError(f"weights {folder}: tensor {name} is missing", "not a GPT-2 checkpoint")
+        expected = _to_hf(own[ours], kind, model.size).shape
+        if theirs[name].shape != expected or not theirs[name].is_floating_point():
+            raise UserError(
+                f"weights {folder}: shapes differ",
+                f"{name} ({ours} here) is {theirs[name].dtype} {list(theirs[name].shape)} and "
+                f"should be a float {list(expected)}",
+            )
         state[ours] = _from_hf(theirs[name].float(), kind, model.size)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(f"weights {folder}: shapes differ", str(error).splitlines()[-1]) from None
+    model.load_state_dict(state)
 
 
 def save_hf_folder(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from distributed_training.config import load_json
 from distributed_training.errors import UserError
+from distributed_training.files import load_json, shown
 from distributed_training.sizes import ModelSize
 
 
@@ -31,6 +33,26 @@ def check_hf_folder(folder: Path, size: ModelSize) -> None:
     for key, value in expected.items():
         if config.get(key) != value:
             raise UserError(
-                f"weights {folder}: {key}={config.get(key)} but the model has {value}",
+                f"weights {folder}: {key}={shown(config.get(key))} but the model has {value}",
                 fix="set model to the size of these weights",
+            )
+    _check_form(folder, config, size)
+
+
+def _check_form(folder: Path, config: Mapping[str, Any], size: ModelSize) -> None:
+    """The same tensors can make another function: our model computes the published one only."""
+    accepted: dict[str, tuple[Any, ...]] = {
+        "activation_function": ("gelu_new",),
+        "layer_norm_epsilon": (1e-5,),
+        "n_inner": (None, 4 * size.hidden_size),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "tie_word_embeddings": (True,),
+    }
+    for key, values in accepted.items():
+        if key in config and config[key] not in values:
+            raise UserError(
+                f"weights {folder}: {key}={shown(config[key])} but the published GPT-2, which is "
+                f"what this suite trains, has {values[-1]!r}",
+                fix="give weights of GPT-2's own form, or set weights to auto",
             )

@@ -193,7 +193,6 @@ def test_tensors_of_another_shape(folder):
         load(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="hf_checkpoint.py _from_hf: unchecked shapes")
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -206,5 +205,36 @@ def test_tensors_of_another_shape(folder):
 )
 def test_rearranged_tensors_of_another_shape(name, shape, folder):
     edit_tensors(folder, lambda t: t.update({f"transformer.{name}": torch.zeros(shape)}))
-    with refused("weights"):
+    with refused(str(folder), "shapes differ", name, str(list(shape))):
         load(folder)
+
+
+def test_tensors_of_whole_numbers_are_no_weights(folder):
+    name = "transformer.h.0.mlp.c_fc.bias"
+    edit_tensors(folder, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with refused("h.0.mlp.c_fc.bias", "int8"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("activation_function", "gelu_new", "relu"),
+        ("layer_norm_epsilon", 1e-5, 1e-6),
+        ("n_inner", None, 7),
+        ("n_inner", 4 * SIZE.hidden_size, 2 * SIZE.hidden_size),
+        ("scale_attn_weights", True, False),
+        ("scale_attn_by_inverse_layer_idx", False, True),
+        ("tie_word_embeddings", True, False),
+    ],
+)
+def test_weights_of_another_function_are_refused(key, good, bad, folder):
+    edit_config(folder, **{key: good})
+    load(folder)
+    edit_config(folder, **{key: bad})
+    with refused(str(folder), f"{key}={bad!r}", "GPT-2"):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    load(folder)
