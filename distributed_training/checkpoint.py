@@ -11,7 +11,7 @@ no torch, so that a wrong one is refused before processes start.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.errors import UserError
+from distributed_training.files import parse_json, shown, user_path
 from distributed_training.record import RECORD_FILE, load_record, write_json
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from distributed_training.topology import Topology
 
 CHECKPOINTS = "checkpoints"
+META_FILE = "meta.json"
+META_TYPES = {"step": int, "identity": dict, "files": dict}
 FORMAT = 1
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -38,7 +42,7 @@ def save_checkpoint(
     keep: int,
     identity: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint aside, publish it by one rename, delete all but the last `keep`.
+    """Write a checkpoint aside, publish it by one rename, delete all but the last `keep` up to it.
 
     Collective. `identity` (strategy, world size, work) is compared when it is loaded.
     """
@@ -64,11 +68,14 @@ def save_checkpoint(
             if path.is_file()
         }
         meta = {"format": FORMAT, "step": step, "identity": dict(identity), "files": files}
-        write_json(writing / "meta.json", meta)
+        write_json(writing / META_FILE, meta)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(writing, final)
-        for old in list_checkpoints(run_dir)[:-keep]:
-            shutil.rmtree(old)
+        # What is newer was damaged or passed over by whoever resumed here: this run does it again.
+        kept = [other for other in list_checkpoints(run_dir) if other <= final][-keep:]
+        for other in list_checkpoints(run_dir):
+            if other not in kept:
+                shutil.rmtree(other)
     dist.barrier()
     return final
 
@@ -85,7 +92,7 @@ def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
     try:
         engine.load(folder)
         generators = torch.load(folder / f"rng-rank{topology.rank}.pt")
-    except (Exception, CheckpointException) as error:  # torch, DCP and DeepSpeed each raise their own
+    except (Exception, CheckpointException) as error:  # each library raises its own
         raise UserError(
             f"checkpoint {folder} cannot be loaded",
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
@@ -107,23 +114,31 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
     Raises UserError for a folder that is no checkpoint, or a damaged one.
     """
-    file = folder / "meta.json"
     fix = "remove that folder to fall back to the one before, or set resume to None"
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-        step, files, _ = meta["step"], dict(meta["files"]), dict(meta["identity"])
-        known = meta["format"] == FORMAT and isinstance(step, int)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder} is not a checkpoint of this suite", fix=fix) from None
-    if not known:
-        raise UserError(f"{folder} has checkpoint format {meta['format']}", fix=fix)
-    for name, size in files.items():
-        path = folder / name
-        actual = path.stat().st_size if path.is_file() else None
+        meta = parse_json((folder / META_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        meta = None
+    if not isinstance(meta, dict) or "format" not in meta:
+        raise UserError(f"{folder} is not a checkpoint of this suite", fix=fix)
+    if meta["format"] != FORMAT:
+        raise UserError(f"{folder} has checkpoint format {shown(meta['format'])}", fix=fix)
+    if {key: type(meta.get(key)) for key in META_TYPES} != META_TYPES:
+        raise UserError(f"{folder} is not a checkpoint of this suite", fix=fix)
+    for name, size in meta["files"].items():
+        actual = _size(folder / name)
         if actual != size:
-            state = "missing" if actual is None else f"{actual} bytes long instead of {size}"
+            state = "missing" if actual is None else f"{actual} bytes long instead of {shown(size)}"
             raise UserError(f"checkpoint {folder} is damaged", f"{name} is {state}", fix)
-    return dict(meta)
+    return meta
+
+
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None when it is not to be had."""
+    try:
+        return file.stat().st_size
+    except (OSError, ValueError):  # ValueError: no name of a file at all
+        return None
 
 
 def find_resume(
@@ -131,42 +146,72 @@ def find_resume(
 ) -> tuple[Path, Path] | None:
     """(run folder, checkpoint) to continue from, or None to start afresh.
 
-    "auto" takes the newest unfinished run of the same identity; a path names a run (its newest
-    checkpoint) or a checkpoint. Raises UserError when a named one is missing, damaged or of
+    "auto" takes the newest unfinished run of the same identity, at its newest checkpoint that can
+    be read, and warns of what it passes over. A path names a run (its newest checkpoint) or a
+    checkpoint; raises UserError when it is missing, damaged, without its run's record, or of
     another strategy, world size or work.
     """
     if resume is None:
         return None
-    if resume == "auto":
-        for run_dir in sorted(output_dir.glob("*/"), reverse=True):
-            if (run_dir / RECORD_FILE).is_file() and list_checkpoints(run_dir):
-                checkpoint = list_checkpoints(run_dir)[-1]
-                unfinished = load_record(run_dir)["status"] != "ok"
-                if unfinished and not _differences(read_meta(checkpoint), identity):
-                    return run_dir, checkpoint
+    if resume != "auto":
+        return _named_resume(resume, identity)
+    for run_dir in sorted(output_dir.glob("*/"), reverse=True):
+        try:
+            checkpoint = _newest_checkpoint(run_dir, identity)
+        except (UserError, OSError) as error:
+            logger.warning("resume='auto' passes over %s: %s", run_dir, error)
+            continue
+        if checkpoint is not None:
+            return run_dir, checkpoint
+    return None
+
+
+def _newest_checkpoint(run_dir: Path, identity: Mapping[str, Any]) -> Path | None:
+    """The newest checkpoint that can be read of an unfinished run of this identity, if it is one.
+
+    Raises UserError when its record cannot be read.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints or not (run_dir / RECORD_FILE).is_file():
         return None
-    folder = Path(resume).expanduser()
+    if load_record(run_dir).get("status") == "ok":
+        return None
+    for checkpoint in reversed(checkpoints):
+        try:
+            meta = read_meta(checkpoint)
+        except UserError as error:
+            logger.warning("resume='auto' falls back to what is older: %s", error)
+            continue
+        return None if _differences(meta, identity) else checkpoint
+    return None
+
+
+def _named_resume(resume: str, identity: Mapping[str, Any]) -> tuple[Path, Path]:
+    # Absolute, so that a checkpoint named from where one stands has the folders above it.
+    folder = Path(os.path.abspath(user_path("resume", resume)))
     checkpoints = list_checkpoints(folder)
     checkpoint = checkpoints[-1] if checkpoints else folder
-    if not folder.is_dir() or not (checkpoint / "meta.json").is_file():
+    if _size(checkpoint / META_FILE) is None:
         raise UserError(
-            f"resume={resume!r} holds no checkpoint",
+            f"resume={shown(resume)} holds no checkpoint",
             fix="give a folder under runs/ with checkpoints/ in it, or auto, or None",
         )
     differences = _differences(read_meta(checkpoint), identity)
     if differences:
         raise UserError(
-            f"resume={resume!r} is of another run",
+            f"resume={shown(resume)} is of another run",
             "; ".join(differences),
             "set these back, or start from its hf/ folder with weights=<run>/hf",
         )
-    return checkpoint.parent.parent, checkpoint
+    run_dir = checkpoint.parent.parent
+    load_record(run_dir)  # what came before the checkpoint is needed, too
+    return run_dir, checkpoint
 
 
 def _differences(meta: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     saved = meta["identity"]
     return [
-        f"{key} was {saved.get(key)!r} and is {identity.get(key)!r}"
+        f"{key} was {shown(saved.get(key))} and is {shown(identity.get(key))}"
         for key in dict.fromkeys([*saved, *identity])
         if saved.get(key) != identity.get(key)
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
+import math
 import os
 import platform
 import subprocess
@@ -12,8 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from distributed_training.config import load_json
 from distributed_training.errors import UserError
+from distributed_training.files import load_json, parse_json, shown
 from distributed_training.strategy import ROOT
 
 SCHEMA_VERSION = 1
@@ -21,6 +23,7 @@ RECORD_FILE = "record.json"
 METRICS_FILE = "metrics.jsonl"
 STATUSES = ("running", "ok", "oom", "failed", "interrupted")
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "numpy", "tokenizers")
+logger = logging.getLogger(__name__)
 
 
 class RunRecord:
@@ -67,7 +70,7 @@ def load_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not a run record", fix="give a folder under runs/")
     if values["schema_version"] != SCHEMA_VERSION:
         raise UserError(
-            f"{file} has schema version {values['schema_version']}",
+            f"{file} has schema version {shown(values['schema_version'])}",
             f"this code reads version {SCHEMA_VERSION}",
             "run it again, or read it with the commit it names",
         )
@@ -89,25 +92,59 @@ def mark_stopped(run_dir: Path, status: str, error: str) -> None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write a file that is either the old one or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a JSON file; NaN and infinities, which JSON does not have, become null."""
+    _write_whole(path, json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
 
 
 def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
-    """Add one JSON line per step."""
+    """Add one JSON line per step; NaN and infinities become null."""
     with open(run_dir / METRICS_FILE, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
 
 
 def truncate_metrics(run_dir: Path, num_steps: int) -> None:
-    """Drop rows past `num_steps`, which a resumed run will do again."""
+    """Drop rows past `num_steps`, which a resumed run will do again, and what is no row: a run
+    that was killed leaves half a line.
+    """
     path = run_dir / METRICS_FILE
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if json.loads(line)["step"] <= num_steps]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    steps = [_step_of(line) for line in lines]
+    kept = [
+        line + "\n"
+        for line, step in zip(lines, steps, strict=True)
+        if step is not None and step <= num_steps
+    ]
+    _write_whole(path, "".join(kept))
+    if None in steps:
+        logger.warning("%s: left out %d lines that are no metrics", path, steps.count(None))
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line of metrics, or None when it is none."""
+    try:
+        row = parse_json(line)
+    except json.JSONDecodeError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _finite(node: Any) -> Any:
+    """`node` with None for every NaN and infinity."""
+    if isinstance(node, dict):
+        return {key: _finite(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_finite(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that is either the old one or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) -> Path:
