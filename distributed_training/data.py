@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from distributed_training.tokenizer import Tokenizer
 IGNORE_INDEX = -100
 EMPTY = -1  # stands for "no sample" where a step's last places are not filled
 HELD_OUT = 0.05  # share kept for validation where the source has no split of its own
+PARTS = ("tokens", "starts")  # of a cached split: ids in a row, where each text starts
 _CACHE_VERSION = 1
 logger = logging.getLogger(__name__)
 
@@ -194,25 +195,43 @@ def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, folder: Pat
     """Fill `folder` unless it is there; processes that come at the same time wait for one."""
     from filelock import FileLock
 
-    if folder.is_dir():
+    splits = {"train": corpus.train, "validation": corpus.validation}
+    wanted = {split: texts for split, texts in splits.items() if texts is not None}
+    if _is_readable(folder, wanted):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if folder.is_dir():
+        if _is_readable(folder, wanted):
             return
         num_bytes = sum(len(text) for text in corpus.train)
         logger.info("Tokenising %s (%.1f MB of text), once ...", corpus.name, num_bytes / 1e6)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
         try:
-            for split, texts in (("train", corpus.train), ("validation", corpus.validation)):
-                if texts is not None:
-                    pieces = _samples_of(corpus, texts, pack)
-                    tokens, starts = _concatenate(tokenizer, pieces)
-                    np.save(building / f"{split}-tokens.npy", tokens)
-                    np.save(building / f"{split}-starts.npy", starts)
+            for split, texts in wanted.items():
+                tokens, starts = _concatenate(tokenizer, _samples_of(corpus, texts, pack))
+                np.save(_array_file(building, split, "tokens"), tokens)
+                np.save(_array_file(building, split, "starts"), starts)
+            shutil.rmtree(folder, ignore_errors=True)  # there only if it could not be read
             os.replace(building, folder)  # published whole or not at all
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+def _array_file(folder: Path, split: str, part: str) -> Path:
+    return folder / f"{split}-{part}.npy"
+
+
+def _is_readable(folder: Path, splits: Iterable[str]) -> bool:
+    """Whether the cache is there at its full length; a warning names a file that was cut off."""
+    if not folder.is_dir():
+        return False
+    for file in [_array_file(folder, split, part) for split in splits for part in PARTS]:
+        try:
+            np.load(file, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            logger.warning("the token cache is made anew: %s cannot be read: %s", file, error)
+            return False
+    return True
 
 
 def _samples_of(corpus: Corpus, texts: list[str], pack: bool) -> list[str]:
@@ -237,13 +256,13 @@ def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np
 
 
 def _cut(folder: Path, split: str, config: RunConfig, tokenizer: Tokenizer) -> Samples:
-    tokens = np.load(folder / f"{split}-tokens.npy", mmap_mode="r")
+    tokens = np.load(_array_file(folder, split, "tokens"), mmap_mode="r")
     if config.pack:
         count = max(0, (len(tokens) - 1) // config.seq_len)
         starts = np.arange(count, dtype=np.int64) * config.seq_len
         lengths = np.full(count, config.seq_len, dtype=np.int64)
     else:
-        bounds = np.load(folder / f"{split}-starts.npy")
+        bounds = np.load(_array_file(folder, split, "starts"))
         starts = bounds[:-1]
         lengths = np.minimum(np.diff(bounds) - 1, config.seq_len)
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]

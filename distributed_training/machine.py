@@ -17,7 +17,9 @@ class Machine:
     """NVIDIA GPUs this process may use (`CUDA_VISIBLE_DEVICES` respected)."""
     gpu_name: str | None
     gpu_memory_bytes: int
-    """Memory of the smallest visible GPU; 0 without one."""
+    """Memory of the smallest visible GPU, host memory where it has none of its own; 0 without a
+    GPU.
+    """
     compute_capability: tuple[int, int]
     """Lowest of the visible GPUs, (0, 0) without one; bf16 needs (8, 0)."""
     ram_bytes: int
@@ -53,7 +55,7 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
     gpus = {
-        row[0]: (row[1], (row[2], int(float(row[3])) * 2**20, _capability(row[4])))
+        row[0]: (row[1], (row[2], _memory_bytes(row[3]), _capability(row[4])))
         for row in rows
         if len(row) == 5
     }
@@ -71,6 +73,16 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
             break  # CUDA, too, stops at the first entry that it does not know
         chosen += match[:1]
     return chosen
+
+
+def _memory_bytes(mebibytes: str) -> int:
+    """A GPU that shares the host's memory (GB10, Jetson) answers [N/A]: what it can have is what
+    the host has left.
+    """
+    try:
+        return int(float(mebibytes)) * 2**20
+    except ValueError:
+        return available_ram_bytes()
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 # Dense bf16 (fp16 where the chip has no bf16) tensor-core FLOP/s from the vendors' datasheets.
-# The first name that occurs in the device's name counts.
+# The first name whose words occur in the device's name counts.
 PEAK_FLOPS: dict[str, float] = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -32,11 +32,16 @@ MAX_WARMUP_STEPS = 5
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Peak of one device, FLOP/s; None where it is not known, so that MFU is null, not guessed."""
-    for name, flops in PEAK_FLOPS.items():
-        if device_name is not None and name in device_name.replace("-", " "):
-            return flops
-    return None
+    """Peak of one device, FLOP/s; None where it is not known, so that MFU is null, not guessed.
+
+    Names are compared by whole words: an L40 is not an L4. Parts of a chip (MIG) and laptops'
+    chips are not known.
+    """
+    words = (device_name or "").replace("-", " ").split()
+    if "MIG" in words or "Laptop" in words:
+        return None
+    text = f" {' '.join(words)} "
+    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in text), None)
 
 
 class StepTimer:

@@ -21,6 +21,7 @@ import psutil
 
 from distributed_training.config import RunConfig
 from distributed_training.errors import UserError
+from distributed_training.files import user_path
 from distributed_training.machine import Machine
 from distributed_training.sizes import ModelSize
 from distributed_training.strategy import Strategy, estimate_state_bytes
@@ -116,33 +117,42 @@ def check_host_memory(situation: Situation) -> None:
 
 def check_disk(situation: Situation) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
+    by_disk: dict[int, list[tuple[Path, int]]] = {}
+    for key, path, size in _written(situation):
+        folder = _existing(key, path)
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{folder} cannot be written to", fix=f"set {key} elsewhere")
+        by_disk.setdefault(folder.stat().st_dev, []).append((folder, size))
+    for parts in by_disk.values():
+        needed = sum(size for _, size in parts)
+        free = shutil.disk_usage(parts[0][0]).free
+        if needed > free:
+            names = " and ".join(dict.fromkeys(str(folder) for folder, _ in parts))
+            raise UserError(
+                f"the disk of {names} has {free / GIB:.1f} GiB free and the run may write "
+                f"{needed / GIB:.1f} GiB",
+                "checkpoints, export and offload files",
+                "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0",
+            )
+
+
+def _written(situation: Situation) -> list[tuple[str, Path, int]]:
+    """(CONFIG key, folder, bytes at most) of what the run writes."""
     config, count = situation.config, situation.size.num_parameters
-    needed: dict[Path, float] = {}
-    output = 0.0
+    output = 0
     if config.checkpoint_every != 0:
         output += 16 * count * (config.keep_checkpoints + 1)
     if config.export:
         output += 4 * count
-    needed[_existing(Path(config.output_dir))] = output
+    written = [("output_dir", user_path("output_dir", config.output_dir), output)]
     if situation.strategy.needs_async_io:
-        folder = _existing(situation.offload_dir)
-        needed[folder] = needed.get(folder, 0) + 18 * count
-    for folder, size in needed.items():
-        free = shutil.disk_usage(folder).free
-        if size > free:
-            raise UserError(
-                f"{folder} has {free / GIB:.1f} GiB free and the run may write "
-                f"{size / GIB:.1f} GiB",
-                "checkpoints, export and offload files",
-                "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0",
-            )
-        if not os.access(folder, os.W_OK):
-            raise UserError(f"{folder} cannot be written to", fix="set output_dir elsewhere")
+        written.append(("offload_dir", situation.offload_dir, 18 * count))
+    return written
 
 
 def check_extensions(situation: Situation) -> None:
     """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
-    extensions = needed_extensions(situation.strategy)
+    extensions = built_extensions(situation.strategy, situation.machine)
     if not extensions:
         return
     compiler = os.environ.get("CXX", "c++")
@@ -150,7 +160,7 @@ def check_extensions(situation: Situation) -> None:
         raise UserError(
             f"strategy={situation.strategy.name!r} builds a C++ extension and there is no "
             f"{compiler}",
-            fix="install a compiler: apt-get install g++",
+            fix="install a compiler, apt-get install g++, or take one that needs none: dp, fsdp",
         )
     if "async_io" in extensions and not has_libaio():
         raise UserError(
@@ -165,9 +175,21 @@ def check_extensions(situation: Situation) -> None:
 
 
 def needed_extensions(strategy: Strategy) -> list[str]:
-    """Names of the DeepSpeed extensions that will be built at first use."""
+    """Names of the DeepSpeed extensions that a worker builds before the run."""
     names = ["cpu_adam"] if strategy.needs_cpu_adam else []
     return [*names, "async_io"] if strategy.needs_async_io else names
+
+
+def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
+    """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
+    page-locked memory for async_io, and shared memory between processes that have no GPU.
+    """
+    names = needed_extensions(strategy)
+    if strategy.needs_async_io:
+        names.append("pin_memory")
+    if strategy.engine == "deepspeed" and not machine.num_gpus:
+        names.append("deepspeed_shm_comm")
+    return names
 
 
 def has_libaio() -> bool:
@@ -197,10 +219,11 @@ def extension_folders(name: str) -> list[Path]:
 def check_extension_lock(folder: Path) -> None:
     """A build that was killed leaves a file `lock` on which every later run waits for ever."""
     lock = folder / "lock"
-    if not lock.exists() or _someone_builds_in(folder):
+    try:
+        age_s = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:  # there is none, or its build has just ended
         return
-    age_s = time.time() - lock.stat().st_mtime
-    if age_s > STALE_LOCK_S:
+    if age_s > STALE_LOCK_S and not _someone_builds_in(folder):
         raise UserError(
             f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in that folder",
             "torch would wait for it for ever",
@@ -226,13 +249,13 @@ def _device_bytes(situation: Situation, strategy: Strategy) -> int:
     return state["parameters"] + state["gradients"] + state["optimizer"]
 
 
-def _existing(path: Path) -> Path:
+def _existing(key: str, path: Path) -> Path:
     """The nearest parent that exists; raise UserError when it is not a folder."""
-    path = path.expanduser().absolute()
+    path = path.absolute()
     while not path.exists():
         path = path.parent
     if not path.is_dir():
-        raise UserError(f"{path} is a file, not a folder", fix="set output_dir elsewhere")
+        raise UserError(f"{path} is a file, not a folder", fix=f"set {key} elsewhere")
     return path
 
 

@@ -185,6 +185,24 @@ def test_cache_is_keyed_by_tokenizer(tokenizer, tmp_path):
     assert len(cache_folders(tmp_path / "cache")) == 2
 
 
+@pytest.mark.parametrize("keep", [0, 5, 60, 0.5, 0.99, None])
+@pytest.mark.parametrize("name", ["train-tokens.npy", "validation-starts.npy"])
+def test_a_cache_that_was_cut_off_is_made_anew(name, keep, tokenizer, tmp_path, caplog):
+    first = prepare(tmp_path, tokenizer, pack=False)
+    expected = all_rows(first.train)[0]
+    (folder,) = cache_folders(tmp_path)
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if keep is not None:
+        length = keep if isinstance(keep, int) else int(keep * len(content))
+        (folder / name).write_bytes(content[:length])
+    again = prepare(tmp_path, tokenizer, pack=False)
+    np.testing.assert_array_equal(all_rows(again.train)[0], expected)
+    assert (folder / name).read_bytes() == content
+    assert cache_folders(tmp_path) == [folder]
+    assert str(folder / name) in caplog.text
+
+
 def test_a_failed_tokenisation_leaves_no_cache(tokenizer, tmp_path, monkeypatch):
     def encode_batch(_):
         raise KeyboardInterrupt

@@ -76,8 +76,10 @@ def test_memory_and_cores_are_this_machines():
     assert 0 < available_ram_bytes() <= total
 
 
-@pytest.mark.xfail(strict=True, reason="machine.py _visible_gpus: int('[N/A]')")
-def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi):
+def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
     """Integrated GPUs (GB10, Jetson) answer [N/A]: memory.total is the host's."""
     nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1\n")
-    assert detect_machine().num_gpus in (0, 1)
+    monkeypatch.setattr("distributed_training.machine.available_ram_bytes", lambda: 99 * MIB)
+    machine = detect_machine()
+    assert (machine.num_gpus, machine.compute_capability) == (1, (12, 1))
+    assert machine.gpu_memory_bytes == machine.ram_bytes == 99 * MIB

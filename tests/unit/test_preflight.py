@@ -14,6 +14,7 @@ from distributed_training import preflight
 from distributed_training.config import build_config
 from distributed_training.preflight import (
     Situation,
+    built_extensions,
     check_disk,
     check_extension_lock,
     check_extensions,
@@ -225,11 +226,42 @@ def test_only_offload_builds_extensions():
     }
 
 
+def test_extensions_that_deepspeed_adds_by_itself():
+    built = {
+        (name, machine.num_gpus > 0): built_extensions(named_strategy(name), machine)
+        for name in ("dp", "zero2", "offload", "infinity")
+        for machine in (CPU_MACHINE, GPU_MACHINE)
+    }
+    assert built == {
+        ("dp", False): [],
+        ("dp", True): [],
+        ("zero2", False): ["deepspeed_shm_comm"],
+        ("zero2", True): [],
+        ("offload", False): ["cpu_adam", "deepspeed_shm_comm"],
+        ("offload", True): ["cpu_adam"],
+        ("infinity", False): ["cpu_adam", "async_io", "pin_memory", "deepspeed_shm_comm"],
+        ("infinity", True): ["cpu_adam", "async_io", "pin_memory"],
+    }
+
+
+def test_the_names_are_deepspeeds_own():
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+
+    builders = (CPUAdamBuilder, AsyncIOBuilder, PinMemoryBuilder, ShareMemCommBuilder)
+    names = built_extensions(named_strategy("infinity"), CPU_MACHINE)
+    assert [builder().name for builder in builders] == names
+
+
 def test_no_compiler(tmp_path, monkeypatch):
+    """DeepSpeed compiles its own all-reduce, whatever the strategy, where there is no GPU."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    check_extensions(situation(tmp_path, "zero3"))
-    with refused("no no-such-compiler", "apt-get install g++"):
-        check_extensions(situation(tmp_path, "offload"))
+    check_extensions(situation(tmp_path, "fsdp"))
+    check_extensions(situation(tmp_path, "zero3", GPU_MACHINE))
+    for strategy, machine in (("offload", GPU_MACHINE), ("zero3", CPU_MACHINE)):
+        with refused("no no-such-compiler", "apt-get install g++", "dp, fsdp"):
+            check_extensions(situation(tmp_path, strategy, machine))
 
 
 needs_compiler = pytest.mark.skipif(
@@ -296,6 +328,16 @@ def test_a_stale_lock_is_found_in_torchs_cache(tmp_path, monkeypatch):
         check_extensions(situation(tmp_path, "offload"))
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
+def test_a_stale_lock_of_deepspeeds_own_extension(strategy, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "has_libaio", lambda: True)
+    lock = make_lock(tmp_path / "extensions" / "deepspeed_shm_comm", age_s=600)
+    with refused(str(lock), f"rm {lock}"):
+        check_extensions(situation(tmp_path, strategy))
+    check_extensions(situation(tmp_path, strategy, GPU_MACHINE))
+    check_extensions(situation(tmp_path, "fsdp"))
+
+
 def test_a_fresh_lock_is_somebodys(tmp_path):
     check_extension_lock(make_lock(tmp_path / "cpu_adam", age_s=5).parent)
     (tmp_path / "empty").mkdir()
@@ -322,17 +364,34 @@ def test_every_check_is_run(tmp_path, monkeypatch):
     assert run == set(checks) - {"check_extension_lock"}  # which check_extensions calls
 
 
-@pytest.mark.xfail(strict=True, reason="preflight.py _existing: OSError, RuntimeError of pathlib")
 @pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
 def test_paths_that_pathlib_refuses(path, tmp_path):
     with refused("output_dir"):
         check_disk(situation(tmp_path, output_dir=path))
 
 
-@pytest.mark.xfail(strict=True, reason="preflight.py check_disk: needs on one disk are not added")
 def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "offload").mkdir()
     free_disk(monkeypatch, 40 * SIZES["gpt2"].num_parameters)  # 36 for runs, 18 for offload
-    with refused("GiB free"):
+    with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
         check_disk(situation(tmp_path, "infinity", model="gpt2"))
+    free_disk(monkeypatch, 54 * SIZES["gpt2"].num_parameters)
+    check_disk(situation(tmp_path, "infinity", model="gpt2"))
+
+
+def test_each_disk_is_asked_for_its_own(tmp_path, monkeypatch):
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system here")
+    asked = free_disk(monkeypatch, 40 * SIZES["gpt2"].num_parameters)
+    here = situation(tmp_path, "infinity", model="gpt2")
+    check_disk(dataclasses.replace(here, offload_dir=other))
+    assert asked == [tmp_path, other]
+
+
+def test_what_is_in_the_way_is_named_by_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    here = situation(tmp_path, "infinity")
+    with refused(f"{tmp_path / 'file'} is a file", "set offload_dir elsewhere"):
+        check_disk(dataclasses.replace(here, offload_dir=tmp_path / "file" / "x"))
