@@ -110,6 +110,11 @@ def header_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _perplexity(evaluation: dict[str, Any]) -> str:
+    value = evaluation["perplexity"]
+    return "nan" if value is None else f"{value:.2f}"  # a record holds null for what has diverged
+
+
 def summary_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     """The closing summary of a run, from its record."""
     speed, memory = values["performance"], values["memory"]
@@ -119,8 +124,7 @@ def summary_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "perplexity",
-                f"{first['perplexity']:.2f} before, {last['perplexity']:.2f} after "
-                f"{last['step']} steps",
+                f"{_perplexity(first)} before, {_perplexity(last)} after {last['step']} steps",
             )
         )
     if speed.get("tokens_per_s"):

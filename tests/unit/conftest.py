@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,101 @@ def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
 def named_strategy(name: str) -> Strategy:
     """One of the shipped strategies."""
     return load_strategy(build_config({"strategy": name}))
+
+
+_START = {
+    "schema_version": 1,
+    "status": "running",
+    "error": None,
+    "config": {
+        "model": "gpt2-medium",
+        "strategy": "zero2",
+        "max_length": 512,
+        "precision": "bf16",
+        "compile": True,
+        "weights": "pretrained",
+        "dataset": "wikitext-2",
+        "tokenizer": "gpt2",
+        "learning_rate": 5e-5,
+        "lr_schedule": "cosine",
+        "warmup_steps": 10,
+    },
+    "strategy": {
+        "name": "zero2",
+        "engine": "deepspeed",
+        "sharding": "optimizer state, gradients",
+    },
+    "work": {"model": "gpt2-medium", "seed": 42, "global_batch_size": 32},
+    "run_dir": "runs/x",
+    "world_size": 4,
+    "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
+    "num_parameters": 354_823_168,
+    "dtypes": {
+        "parameters": "bf16, fp32 master copy",
+        "arithmetic": "bf16",
+        "gradients": "bf16",
+        "optimizer_state": "fp32",
+        "reduction": "fp32",
+    },
+    "estimated_state_bytes": {
+        "parameters": 2**30,
+        "gradients": 2**28,
+        "optimizer": 3 * 2**28,
+        "host": 0,
+        "disk": 0,
+    },
+    "batch": {
+        "global_batch_size": 32,
+        "micro_batch_size": 4,
+        "grad_accum_steps": 2,
+        "dp_size": 4,
+    },
+    "data": {
+        "num_train_samples": 1000,
+        "num_validation_samples": 200,
+        "real_token_share": 0.875,
+        "steps_per_epoch": 32,
+    },
+    "num_steps": 64,
+    "step": 0,
+    "loss_curve": [],
+    "evaluations": [],
+    "epochs": [],
+    "num_skipped_steps": 0,
+}
+_RESULTS = {
+    "status": "ok",
+    "step": 64,
+    "loss_curve": [[1, 3.5], [64, 3.0625]],
+    "evaluations": [
+        {"step": 0, "loss": 3.5, "perplexity": 33.125},
+        {"step": 64, "loss": 3.0, "perplexity": 20.0625},
+    ],
+    "performance": {
+        "num_timed_steps": 59,
+        "step_time_s": {"p10": 0.12, "p50": 0.125, "p90": 0.13, "p99": 0.2},
+        "tokens_per_s": 131072.0,
+        "mfu": 0.3141,
+    },
+    "memory": {
+        "peak_allocated_bytes": 10 * 2**30,
+        "peak_reserved_bytes": 12 * 2**30,
+        "peak_host_bytes": 5 * 2**30,
+    },
+    "disk": {"read_bytes": 0, "write_bytes": 640_000, "num_steps": 64},
+}
+
+
+def made_record(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
+    """A run's record as at its start or its end; `a__b=1` changes values["a"]["b"]."""
+    values: dict[str, Any] = copy.deepcopy({**_START, **_RESULTS} if finished else _START)
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = values
+        for part in parents:
+            section = section[part]
+        section[last] = value
+    return values
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,136 @@
+import pytest
+
+from distributed_training.display import Display, _duration, gib, header_rows, summary_rows
+from tests.unit.conftest import made_record
+
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (None, "not measured"),
+        (0, "0.0 MiB"),
+        (MIB, "1.0 MiB"),
+        (GIB // 10 - 1, "102.4 MiB"),
+        (GIB // 10 + 1, "0.10 GiB"),
+        (1.5 * GIB, "1.50 GiB"),
+        (1200 * GIB, "1200.00 GiB"),
+    ],
+)
+def test_bytes_are_shown_in_a_unit_that_suits(num_bytes, text):
+    assert gib(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (0.4, "0:00"),
+        (59.6, "1:00"),
+        (61, "1:01"),
+        (3599.4, "59:59"),
+        (3600, "1:00:00"),
+        (90061, "25:01:01"),
+    ],
+)
+def test_durations(seconds, text):
+    assert _duration(seconds) == text
+
+
+def header(**changes):
+    return dict(header_rows(made_record(finished=False, **changes)))
+
+
+def test_header_says_what_runs():
+    rows = header()
+    assert rows["model"] == "gpt2-medium, 354,823,168 parameters, pretrained weights"
+    assert rows["strategy"] == "zero2: divides optimizer state, gradients"
+    assert rows["processes"] == "4 on NVIDIA H200"
+    assert rows["precision"] == "parameters bf16, fp32 master copy; arithmetic bf16"
+    assert rows[""] == "gradients bf16; reduction fp32; optimizer state fp32"
+    assert rows["batch"] == (
+        "global 32 = micro 4 x accum 2 x data-parallel 4; 16,384 tokens a step"
+    )
+    assert "1000 samples of 512 tokens (87.5% real), 200 to validate" in rows["data"]
+    assert rows["steps"] == "64 = 32 an epoch; learning rate 5e-05 (cosine, warm-up 10)"
+    assert rows["run"] == "runs/x"
+
+
+def test_header_leaves_out_state_that_is_nowhere():
+    expected = "expected per process: parameters 1.00 GiB, gradients 0.25 GiB, optimizer 0.75 GiB"
+    assert header()["state"] == expected
+    assert header(estimated_state_bytes__disk=2 * GIB)["state"] == f"{expected}, disk 2.00 GiB"
+
+
+def test_header_of_a_machine_without_gpus():
+    rows = header(machine__gpu_name=None, machine__num_cpus=2, config__compile=False)
+    assert rows["processes"] == "4 on CPU (2 cores)"
+    assert rows["compile"] == "no"
+
+
+def summary(**changes):
+    return dict(summary_rows(made_record(**changes)))
+
+
+def test_summary_says_what_came_out():
+    assert summary() == {
+        "perplexity": "33.12 before, 20.06 after 64 steps",
+        "throughput": "131,072 tokens/s, 125.0 ms a step (median of 59), MFU 31.4%",
+        "GPU memory": "peak 10.00 GiB allocated, 12.00 GiB reserved",
+        "host memory": "peak 5.00 GiB a process",
+        "record": "runs/x/record.json",
+    }
+
+
+def test_summary_of_a_machine_without_gpus_guesses_nothing():
+    rows = summary(
+        performance__mfu=None, memory__peak_allocated_bytes=None, memory__peak_reserved_bytes=None
+    )
+    assert "GPU memory" not in rows
+    assert "MFU" not in rows["throughput"]
+
+
+def test_summary_of_a_run_that_was_stopped_before_its_first_step():
+    rows = summary(evaluations=[], performance={"num_timed_steps": 0, "tokens_per_s": None})
+    assert set(rows) == {"GPU memory", "host memory", "record"}
+
+
+def test_skipped_steps_are_shown():
+    assert summary(num_skipped_steps=3)["fp16"] == "3 steps skipped for overflow"
+
+
+def test_a_run_that_diverged_has_a_summary():
+    """A record holds null where the run had NaN; a resumed run reads its beginning from there."""
+    evaluations = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("nan")}]
+    assert summary(evaluations=evaluations)["perplexity"] == "nan before, nan after 64 steps"
+
+
+def test_rows_are_aligned(capsys):
+    Display(enabled=True).table([("a", "one"), ("long name", "two"), ("", "three")])
+    assert capsys.readouterr().out == "  a          one\n  long name  two\n             three\n"
+
+
+def test_other_ranks_are_silent(capsys):
+    display = Display(enabled=False)
+    display.say("a")
+    display.table([("a", "b")])
+    display.start(0, 10)
+    display.progress(10, loss=1.0, tokens_per_s=1.0, step_time_s=1.0)
+    display.stop()
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    display = Display(enabled=True)
+    display.start(0, 100)
+    for step, now_s in ((1, 100.0), (2, 101.0), (3, 106.0), (100, 107.0)):  # noqa: B007
+        display.progress(step, loss=2.0, tokens_per_s=1234.5, step_time_s=0.5)
+    display.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
+    assert "loss 2.0000" in lines[0]
+    assert "500.0 ms/step  0:50 left" in lines[0]
