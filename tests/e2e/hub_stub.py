@@ -1,0 +1,123 @@
+"""A small stub of the Hugging Face Hub's HTTP endpoints on loopback.
+
+It answers what huggingface_hub asks to download one file: HEAD and GET on
+/<repo>/resolve/main/<file>, with /datasets/ in front for data sets, and the headers ETag,
+X-Repo-Commit and Content-Length. `behaviour` says how it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+BEHAVIOURS = {
+    "serves": "everything it has; 404 for the rest",
+    "refuses": "404 for every file",
+    "unavailable": "its front page, and 503 for every file",
+    "cuts off": "half of a file's body, then closes the connection",
+    "mute": "nothing at all: it accepts and never answers",
+    "mute on files": "its front page, and nothing for files",
+}
+
+
+@dataclass
+class Hub:
+    """A running stub."""
+
+    files: dict[str, bytes]
+    """Path after the host name, without the leading slash -> content."""
+    behaviour: str
+    endpoint: str = ""
+    requests: list[str] = field(default_factory=list)
+    """"METHOD path" of every request, in order."""
+    closing: threading.Event = field(default_factory=threading.Event)
+
+
+@contextlib.contextmanager
+def serve(files: dict[str, bytes], behaviour: str = "serves") -> Iterator[Hub]:
+    """Run a stub that serves `files` until the block ends."""
+    assert behaviour in BEHAVIOURS, behaviour
+    hub = Hub(files, behaviour)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        hub, path = self.hub, self.path.lstrip("/")
+        hub.requests.append(f"{self.command} {self.path}")
+        wants_file = "/resolve/" in path
+        if hub.behaviour == "mute" or (hub.behaviour == "mute on files" and wants_file):
+            hub.closing.wait(120)
+            self.close_connection = True
+            return
+        if not wants_file:
+            self._send(200, b"a hub", with_body=with_body)
+        elif hub.behaviour == "unavailable":
+            self._send(503, b"later", with_body=with_body)
+        elif hub.behaviour == "refuses" or path not in hub.files:
+            headers = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
+            self._send(404, b"Entry not found", headers, with_body=with_body)
+        else:
+            self._send_file(hub.files[path], with_body=with_body)
+
+    def _send_file(self, content: bytes, *, with_body: bool) -> None:
+        first = 0
+        asked = self.headers.get("Range", "")
+        if asked.startswith("bytes="):
+            first = int(asked.removeprefix("bytes=").partition("-")[0])
+        headers = {
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        rest = content[first:]
+        cut = len(rest) // 2 if self.hub.behaviour == "cuts off" else len(rest)
+        self._send(206 if first else 200, rest, headers, with_body=with_body, cut=cut)
+
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        with_body: bool,
+        cut: int | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body[:cut])
+            self.close_connection = cut is not None and cut < len(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the tests read `requests`."""

@@ -1,0 +1,157 @@
+"""What the end-to-end tests share: fake GPUs, background runs, and how a refusal looks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import ROOT, SCRIPT, clean_environment, settings
+
+# What clean_environment sets and a test may want away, with `env -u` in front of the command.
+HIDDEN_GPUS, HIDDEN_HUB = "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"
+MARK = "E2E_RUN"  # names the background run that a process belongs to
+H200 = "NVIDIA H200, 143771, 9.0"
+T4_8GIB = "Tesla T4, 8192, 7.5"
+
+
+def script_command(values: dict[str, object], *arguments: str, unset: tuple[str, ...] = ()) -> list:
+    """`python real_model_example.py` with --set values, in an environment without `unset`."""
+    without = ["env", *(part for name in unset for part in ("-u", name))] if unset else []
+    return [*without, sys.executable, str(SCRIPT), *settings(values), *arguments]
+
+
+def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
+    """The ways to start a run: python, spawn (--num_gpus 2), torchrun, deepspeed."""
+    tail = [str(SCRIPT), *settings(values), *arguments]
+    return {
+        "python": [sys.executable, *tail],
+        "spawn": [sys.executable, *tail, "--num_gpus", "2"],
+        "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *tail],
+        "deepspeed": ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}", *tail],
+    }[launcher]
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on."""
+    from distributed_training.launch import free_port
+
+    return free_port()
+
+
+def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
+    """A PATH whose nvidia-smi lists `gpus` ("name, MiB, capability")."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for index, gpu in enumerate(gpus):
+        name, memory, capability = gpu.split(", ")
+        rows.append(f"{index}, GPU-{index:08d}, {name}, {memory}, {capability}")
+    script = folder / "nvidia-smi"
+    script.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
+    script.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def run_folders(output_dir: Path) -> list[Path]:
+    """Folders of runs, not of caches."""
+    if not output_dir.is_dir():
+        return []
+    return sorted(path for path in output_dir.iterdir() if not path.name.startswith("."))
+
+
+def our_errors(text: str) -> list[str]:
+    """The lines that this suite's own refusals take up."""
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """One line on stderr that has `words`, exit code 2, no traceback."""
+    text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+    assert result.returncode == 2, text
+    assert "Traceback" not in result.stdout + result.stderr, text
+    assert result.stderr.startswith("error: "), text
+    assert result.stderr.endswith("\n"), text
+    assert result.stderr.count("\n") == 1, text
+    missing = [word for word in words if word not in result.stderr]
+    assert not missing, f"{missing} not in: {result.stderr}"
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
+    """A command in the background, its output in `log`; whatever is left of it is killed."""
+    mark = uuid.uuid4().hex
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=clean_environment(**{MARK: mark}, **environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        for left in processes_with(MARK, mark):  # orphans and workers in other sessions, too
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.wait()
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Processes that were started with `variable`=`value` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def send(process: subprocess.Popen, signum: signal.Signals) -> None:
+    """Ctrl-C goes to the terminal's whole foreground group; SIGTERM to the one process."""
+    if signum == signal.SIGINT:
+        os.killpg(process.pid, signum)
+    else:
+        process.send_signal(signum)
+
+
+def wait_for(
+    what: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
+) -> None:
+    """Wait until `what()` is true; fail when the process ends or the time is over before."""
+    end = time.monotonic() + timeout_s
+    while not what():
+        ended = process.poll()
+        assert ended is None, f"ended with {ended} too early\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < end, f"waited {timeout_s} s\n{log.read_text()[-3000:]}"
+        time.sleep(0.02)
+
+
+def left_over(text: str, *, patience_s: float = 10) -> list[str]:
+    """Command lines with `text` in them that are still there after a little patience."""
+    end = time.monotonic() + patience_s
+    while True:
+        found = []
+        for process in psutil.process_iter(["pid", "cmdline"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if text in line and process.info["pid"] != os.getpid():
+                found.append(f"{process.info['pid']}: {line}")
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,34 @@
+"""Runs end with exit code 0 and leave no process. EXIT_RUNS=30 runs each launcher 30 times."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.conftest import SMALL, assert_ok, run_command
+from tests.e2e.support import launcher_command, left_over, run_folders
+
+NUM_RUNS = int(os.environ.get("EXIT_RUNS", "3"))
+# --num_gpus starts the last two.
+STRATEGIES = {"python": "dp", "torchrun": "fsdp", "deepspeed": "zero3"}
+
+
+@pytest.mark.parametrize("launcher", STRATEGIES)
+@pytest.mark.timeout(60 * NUM_RUNS)
+def test_every_run_of_a_launcher_ends_cleanly(launcher, tmp_path):
+    values = {
+        **SMALL,
+        "strategy": STRATEGIES[launcher],
+        "num_samples": 8,
+        "eval_samples": 4,
+        "output_dir": tmp_path,
+    }
+    for number in range(1, NUM_RUNS + 1):
+        # With the number of threads that the script chooses.
+        command = ["env", "-u", "OMP_NUM_THREADS", *launcher_command(launcher, values)]
+        result = run_command(command, timeout_s=60, DS_ACCELERATOR="cpu")
+        assert_ok(result)
+        assert "terminate called" not in result.stderr, f"run {number}\n{result.stderr}"
+        assert left_over(str(tmp_path), patience_s=2) == [], f"run {number}"
+        assert len(run_folders(tmp_path)) == number, "each run has its folder"

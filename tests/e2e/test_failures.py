@@ -1,0 +1,88 @@
+"""When one rank fails, all end soon, and the record says why."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.conftest import ROOT, SMALL, only_record, run_command, settings
+from tests.e2e.support import (
+    launcher_command,
+    left_over,
+    metrics,
+    processes_with,
+    run_folders,
+    running,
+    wait_for,
+)
+
+LIMIT_S = 60
+LONG = {**SMALL, "num_samples": 2000, "epochs": 50}
+# The script, with a fault in one rank's third step.
+FAULTY_SCRIPT = """
+import os, sys
+sys.path.insert(0, {root!r})
+import real_model_example
+from distributed_training.engines import native
+
+right, steps = native.NativeEngine.train_step, []
+
+def train_step(self, batch):
+    steps.append(batch)
+    if os.environ["RANK"] == "1" and len(steps) == 3:
+        raise RuntimeError("a fault made on purpose")
+    return right(self, batch)
+
+native.NativeEngine.train_step = train_step
+raise SystemExit(real_model_example.main())
+"""
+
+
+def test_exception_on_one_rank_ends_all_and_is_recorded(tmp_path):
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY_SCRIPT.format(root=str(ROOT)))
+    values = {**LONG, "strategy": "dp", "output_dir": tmp_path / "runs"}
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", script, *settings(values)]
+    begin = time.monotonic()
+    result = run_command(command, timeout_s=2 * LIMIT_S)
+    assert time.monotonic() - begin < LIMIT_S
+    assert result.returncode != 0
+    record = only_record(tmp_path / "runs")
+    assert record["status"] == "failed"
+    assert record["error"] == "rank 1: RuntimeError: a fault made on purpose"
+    assert record["finished_at"]
+    assert "RuntimeError: a fault made on purpose" in result.stderr
+    assert left_over(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("fsdp", ["1"]), ("zero2", ["0", "1"])], ids=["one rank", "all ranks"]
+)
+def test_killed_rank_is_recorded_by_the_parent(strategy, ranks, tmp_path):
+    """Under both launchers that --num_gpus uses: torchrun and deepspeed."""
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**LONG, "strategy": strategy, "output_dir": output_dir}
+    with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
+        wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
+        workers = {
+            worker.environ().get("RANK"): worker
+            for worker in processes_with("E2E_TEST", str(tmp_path))
+        }
+        for rank in ranks:
+            workers[rank].send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        code = process.wait(timeout=2 * LIMIT_S)
+        assert time.monotonic() - begin < LIMIT_S
+        assert left_over(str(output_dir)) == []
+    assert code == 1
+    (run_dir,) = run_folders(output_dir)
+    record = json.loads((run_dir / "record.json").read_text())
+    assert record["status"] == "failed"
+    assert record["finished_at"]
+    assert record["error"] in log.read_text().splitlines()[-1], "said last, not buried"
+    if len(ranks) == 2:
+        assert "a process ended without a word" in record["error"]
+    assert metrics(run_dir), "what was measured before is kept"

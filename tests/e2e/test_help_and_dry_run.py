@@ -1,0 +1,199 @@
+"""--help and --dry-run: quick, without torch, starting and creating nothing, and true."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SCRIPT, SMALL, assert_ok, run_command
+from tests.e2e.support import H200, HIDDEN_GPUS, T4_8GIB, fake_nvidia_smi, script_command
+
+HELP_LIMIT_S = 2.0
+DEEPSPEED = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
+# Runs the script like `python SCRIPT ...`, then says whether torch came in.
+WITHOUT_TORCH = """
+import runpy, sys
+script = sys.argv[1]
+sys.argv = sys.argv[1:]
+sys.path.insert(0, script.rpartition("/")[0])
+code = 0
+try:
+    runpy.run_path(script, run_name="__main__")
+except SystemExit as end:
+    code = end.code
+heavy = {"torch", "deepspeed", "transformers", "datasets"} & set(sys.modules)
+print("HEAVY", sorted(heavy))
+sys.exit(code)
+"""
+
+
+def resolved(text: str) -> dict[str, str]:
+    """key -> the value's text, of the part headed "resolved CONFIG"."""
+    values = {}
+    for line in text.splitlines()[1:]:
+        if not line.startswith("  ") or line.startswith("  batch: "):
+            break
+        key, _, value = line.strip().partition(" ")
+        values[key] = value.strip().partition("    (was ")[0]
+    return values
+
+
+def deepspeed_json(text: str) -> dict:
+    """The JSON at the end of --dry-run's output."""
+    _, _, rest = text.partition("DeepSpeed JSON (from ")
+    return json.loads(rest.partition("\n")[2])
+
+
+def launch_line(text: str) -> str:
+    """The command under "launch command"."""
+    lines = text.splitlines()
+    return lines[lines.index("launch command") + 1].strip()
+
+
+def dry_run(values: dict, *arguments: str, path: str | None = None, **environment: str) -> str:
+    """Output of --dry-run; with `path`, on the machine that its nvidia-smi describes."""
+    unset = () if path is None else (HIDDEN_GPUS,)
+    if path is not None:
+        environment["PATH"] = path
+    command = script_command(values, *arguments, "--dry-run", unset=unset)
+    result = run_command(command, timeout_s=60, **environment)
+    assert_ok(result)
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_help_answers_within_two_seconds():
+    """The quickest of three, as the other core may be busy with another test."""
+    times = []
+    for _ in range(3):
+        begin = time.monotonic()
+        result = run_command([sys.executable, SCRIPT, "--help"], timeout_s=30)
+        times.append(time.monotonic() - begin)
+        assert_ok(result)
+        if times[-1] < HELP_LIMIT_S:
+            break
+    assert min(times) < HELP_LIMIT_S, times
+    for option in ("--strategy", "--model", "--preset", "--set", "--num_gpus", "--dry-run"):
+        assert option in result.stdout
+    for strategy in ("dp", "fsdp", *DEEPSPEED):
+        assert strategy in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--dry-run"], ["--num_gpus", "2", "--dry-run"]])
+def test_torch_is_not_imported(arguments, tmp_path):
+    passed = ["--set", f"output_dir={tmp_path}", "--set", "dataset=embedded", *arguments]
+    command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *passed]
+    result = run_command(command, timeout_s=60)
+    assert_ok(result)
+    assert result.stdout.splitlines()[-1] == "HEAVY []"
+
+
+@pytest.mark.parametrize("strategy", DEEPSPEED)
+def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
+    output_dir = tmp_path / "runs"
+    values = {**SMALL, "strategy": strategy, "grad_accum_steps": 3, "output_dir": output_dir}
+    # Whether libaio is installed here is not the question, only what would run.
+    environment = _with_libaio_header(tmp_path) if strategy == "infinity" else {}
+    text = dry_run(values, "--num_gpus", "2", **environment)
+    config = resolved(text)
+    assert config["strategy"] == repr(strategy)
+    assert config["precision"] == "'fp32'"
+    assert "'auto'" not in config.values()
+    assert "global 12 = micro 2 x accum 3 x data-parallel 2" in text
+    assert launch_line(text).startswith("deepspeed --num_gpus=2 ")
+    document = deepspeed_json(text)
+    assert document["zero_optimization"]["stage"] == DEEPSPEED[strategy]
+    assert document["train_micro_batch_size_per_gpu"] == 2
+    assert document["gradient_accumulation_steps"] == 3
+    assert "auto" not in json.dumps(document)
+    assert not output_dir.exists()
+
+
+def _with_libaio_header(folder: Path) -> dict[str, str]:
+    """CC as a compiler that finds everything: check_extensions asks it for libaio."""
+    compiler = folder / "cc"
+    compiler.write_text("#!/bin/sh\nexit 0\n")
+    compiler.chmod(0o755)
+    return {"CC": str(compiler)}
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_dry_run_of_a_native_strategy_prints_its_mesh(strategy, tmp_path):
+    text = dry_run({"strategy": strategy, "output_dir": tmp_path / "runs"}, "--num_gpus", "2")
+    assert launch_line(text).startswith("torchrun --nproc_per_node=2 ")
+    assert "mesh (from strategies/" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_leaves_no_file_anywhere_it_was_told_of(tmp_path):
+    """Output folder, offload folder, caches: nothing is made."""
+    home = tmp_path / "home"
+    home.mkdir()
+    values = {"output_dir": tmp_path / "runs", "offload_dir": tmp_path / "offload"}
+    dry_run(values, "--num_gpus", "2", HOME=str(home), HF_HOME=str(home / "hf"))
+    assert [path for path in tmp_path.rglob("*") if path != home] == []
+
+
+def test_set_wins_over_preset_and_preset_over_config(tmp_path):
+    preset = tmp_path / "preset.json"
+    preset.write_text(
+        json.dumps({"_comment": "a note", "batch_size": 3, "epochs": 7, "strategy": "dp"})
+    )
+    values = {"epochs": 5, "strategy": "zero1", "output_dir": tmp_path / "runs"}
+    text = dry_run(values, "--preset", str(preset), "--strategy", "zero3")
+    config = resolved(text)
+    assert config["seed"] == "42", "from CONFIG"
+    assert config["batch_size"] == "3", "from the preset, over CONFIG's 4"
+    assert config["epochs"] == "5", "from --set, over the preset's 7"
+    assert config["strategy"] == "'zero3'", "from the short form, over --set"
+
+
+MACHINES = {
+    # nvidia-smi, arguments -> model, precision, compile, processes
+    "one H200": ([H200], [], ("gpt2-medium", "bf16", "True", 1)),
+    "four H200": ([H200] * 4, ["--num_gpus", "all"], ("gpt2-medium", "bf16", "True", 4)),
+    "two of four H200": ([H200] * 4, ["--num_gpus", "2"], ("gpt2-medium", "bf16", "True", 2)),
+    "T4 with 8 GiB": ([T4_8GIB], [], ("gpt2", "fp16", "True", 1)),
+    "H200 and T4": ([H200, T4_8GIB], ["--num_gpus", "all"], ("gpt2", "fp16", "True", 2)),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_auto_becomes_what_the_machine_can_do(machine, tmp_path):
+    gpus, arguments, (model, precision, compiled, count) = MACHINES[machine]
+    path = fake_nvidia_smi(tmp_path / "bin", *gpus)
+    values = {"strategy": "zero2", "output_dir": tmp_path / "runs"}
+    text = dry_run(values, *arguments, path=path, HF_HOME=str(tmp_path / "hf"))
+    config = resolved(text)
+    assert (config["model"], config["precision"]) == (repr(model), repr(precision))
+    assert config["compile"] == compiled
+    assert f"x data-parallel {count}" in text
+    assert deepspeed_json(text)[precision]["enabled"] is True
+    assert ("note: the GPU has less than 12 GiB" in text) == (model == "gpt2")
+    # Without Hub and cache, what a fine-tuning would start from is missing, and that is said.
+    assert config["dataset"] == "'embedded'"
+    assert "note: WIKITEXT-2 IS NOT TO BE HAD" in text
+    assert "note: GPT-2's TOKENIZER IS NOT TO BE HAD" in text
+    assert "note: weights are random" in text
+
+
+def test_visible_devices_decide_how_many_gpus_there_are(tmp_path):
+    path = fake_nvidia_smi(tmp_path / "bin", *[H200] * 4)
+    values = {"output_dir": tmp_path / "runs", "dataset": "embedded", "tokenizer": "embedded"}
+    text = dry_run(
+        values, "--num_gpus", "all", PATH=path, CUDA_VISIBLE_DEVICES="1,3", HF_HOME=str(tmp_path)
+    )
+    assert "x data-parallel 2" in text
+
+
+def test_no_gpu_is_a_rehearsal_on_the_cpu(tmp_path):
+    text = dry_run({"output_dir": tmp_path / "runs"}, "--num_gpus", "all", HF_HOME=str(tmp_path))
+    config = resolved(text)
+    assert config["model"] == "'gpt2-tiny'"
+    assert (config["precision"], config["compile"]) == ("'fp32'", "False")
+    assert "x data-parallel 2" in text, "two processes stand in for GPUs"
+    assert "note: no GPU found" in text
