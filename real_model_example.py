@@ -74,6 +74,7 @@ def start(arguments, launch, script) -> int:
     import sys
 
     from distributed_training.config import build_config
+    from distributed_training.corpus import read_corpus
     from distributed_training.machine import detect_machine
     from distributed_training.plan import load_plan_data, make_plan
 
@@ -84,6 +85,12 @@ def start(arguments, launch, script) -> int:
     if process is not None:
         launch.check_world_size(requested, process, machine)
         launch.prepare_environment(machine, process.local_world_size)
+        if arguments.dry_run:
+            count = process.world_size
+            plan = make_plan(config, machine, num_processes=count, processes_here=count)
+            if process.rank == 0:
+                print(launch.describe_plan(plan, "(this one)"))
+            return 0
         return work(config, machine, process, arguments.run_dir)
     count = requested or 1
     if count == 1 and not arguments.dry_run:
@@ -92,15 +99,15 @@ def start(arguments, launch, script) -> int:
             print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
         return work(config, machine, launch.alone(), arguments.run_dir)
     plan = make_plan(config, machine, num_processes=count, processes_here=count)
-    if not arguments.dry_run:
-        load_plan_data(plan)  # too little text, too: better before processes start
     passed = [text for text in sys.argv[1:] if text != "--dry-run"]
     command, typed = launch.launch_command(plan, str(script), passed)
     if arguments.dry_run:
+        read_corpus(plan.config.dataset)  # fails where it cannot be read
         print(launch.describe_plan(plan, typed))
         return 0
+    load_plan_data(plan)  # too little text, too: better before processes start
     launch.prepare_environment(machine, count)
-    return launch.spawn(command, plan.run_dir)
+    return launch.spawn(command, plan)
 
 
 def work(config, machine, process, run_dir) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed_training.errors import UserError
 from distributed_training.files import parse_json, shown, user_path
-from distributed_training.record import RECORD_FILE, load_record, write_json
+from distributed_training.record import RECORD_FILE, is_alive, load_record, write_json
 
 if TYPE_CHECKING:
     from distributed_training.engines.base import Engine
@@ -167,14 +167,16 @@ def find_resume(
 
 
 def _newest_checkpoint(run_dir: Path, identity: Mapping[str, Any]) -> Path | None:
-    """The newest checkpoint that can be read of an unfinished run of this identity, if it is one.
+    """The newest checkpoint that can be read of an unfinished run of this identity, if it is one
+    (a run that is still going is not).
 
     Raises UserError when its record cannot be read.
     """
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints or not (run_dir / RECORD_FILE).is_file():
         return None
-    if load_record(run_dir).get("status") == "ok":
+    record = load_record(run_dir)
+    if record.get("status") == "ok" or is_alive(record):
         return None
     for checkpoint in reversed(checkpoints):
         try:

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,22 +167,19 @@ def prepare_environment(machine: Machine, processes_here: int) -> None:
 
 
 def launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> tuple[list[str], str]:
-    """(what is executed, what a person would type) to start the plan's processes."""
-    count = plan.num_processes
-    if plan.strategy.launcher == "deepspeed":
-        start = ["-m", "deepspeed.launcher.runner", f"--num_gpus={count}"]
-        start += [f"--master_port={free_port()}", "--log_level=error"]
-        typed = ["deepspeed", f"--num_gpus={count}"]
-    else:
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        typed = ["torchrun", f"--nproc_per_node={count}"]
-    passed = [*arguments]
+    """(what is executed, what a person would type) to start the plan's processes.
+
+    torchrun for every strategy: unlike DeepSpeed's launcher it leaves CUDA_VISIBLE_DEVICES alone
+    and gives a process that is told to stop the time to save.
+    """
+    options = ["--standalone", f"--nproc_per_node={plan.num_processes}"]
     hidden = ["--run_dir", str(plan.run_dir)]
-    command = [sys.executable, *start, script, *passed, *hidden]
-    return command, shlex.join([*typed, os.path.relpath(script), *passed])
+    start = [sys.executable, "-m", "torch.distributed.run", *options]
+    typed = ["torchrun", *options, os.path.relpath(script), *arguments]
+    return [*start, script, *arguments, *hidden], shlex.join(typed)
 
 
-def spawn(command: list[str], run_dir: Path) -> int:
+def spawn(command: list[str], plan: Plan) -> int:
     """Start the launcher, pass signals on, wait; return the run's exit code.
 
     A process that was killed could not write its own end: it is recorded here.
@@ -197,11 +195,13 @@ def spawn(command: list[str], run_dir: Path) -> int:
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
-    file = run_dir / RECORD_FILE
+    if plan.offload_dir is not None:  # a run that failed could not remove its files
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    file = plan.run_dir / RECORD_FILE
     if not file.is_file():
         return code if code >= 0 else 128 - code
     killed = "a process ended without a word; exit -9 most often means that memory ran out"
-    mark_stopped(run_dir, "failed", f"{killed} (launcher's exit code {code})")
+    mark_stopped(plan.run_dir, "failed", f"{killed} (launcher's exit code {code})")
     values = json.loads(file.read_text(encoding="utf-8"))
     if values["status"] in ("oom", "failed"):
         print(f"{values['status']}: {values['error']}", file=sys.stderr)

@@ -39,6 +39,8 @@ class Plan:
     checkpoint: Path | None
     """Where to resume from; None to start afresh."""
     work: dict[str, Any]
+    offload_dir: Path | None
+    """This run's own folder for state that is kept on disk; None without such."""
 
     @property
     def config(self) -> RunConfig:
@@ -79,14 +81,6 @@ def make_plan(
     offload_dir = output_dir / ".offload"
     if config_here.offload_dir is not None:
         offload_dir = user_path("offload_dir", config_here.offload_dir)
-    document = None
-    if strategy.engine == "deepspeed":
-        document = fill_deepspeed_json(
-            strategy,
-            config_here,
-            dp_size=topology.dp_size,
-            offload_dir=str(offload_dir.absolute()),
-        )
     run_checks(
         Situation(
             config=config_here,
@@ -105,6 +99,12 @@ def make_plan(
     identity = {"strategy": strategy.name, "num_processes": num_processes, **work}
     found = find_resume(config_here.resume, output_dir, identity)
     fresh = run_dir or new_run_dir(output_dir, strategy.name, config_here.model, num_processes)
+    offload_here = offload_dir.absolute() / fresh.name
+    document = None
+    if strategy.engine == "deepspeed":
+        document = fill_deepspeed_json(
+            strategy, config_here, dp_size=topology.dp_size, offload_dir=str(offload_here)
+        )
     return Plan(
         requested=config,
         resolved=resolved,
@@ -116,6 +116,7 @@ def make_plan(
         run_dir=found[0] if found else fresh,
         checkpoint=found[1] if found else None,
         work=work,
+        offload_dir=offload_here if strategy.needs_async_io else None,
     )
 
 

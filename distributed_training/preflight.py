@@ -174,6 +174,20 @@ def check_extensions(situation: Situation) -> None:
             check_extension_lock(folder)
 
 
+def check_swapping(situation: Situation) -> None:
+    """On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
+    gradients came out wrong. Tensors below its 1 MiB threshold, as in gpt2-tiny, never swap.
+    """
+    swaps = situation.strategy.offload_device("param") == "nvme"
+    model = situation.config.model
+    if swaps and not situation.machine.num_gpus and model != "gpt2-tiny":
+        raise UserError(
+            f"strategy={situation.strategy.name!r} with model={model!r} needs a GPU",
+            "without one DeepSpeed overwrites parameters that are in use",
+            "set model to gpt2-tiny for a rehearsal",
+        )
+
+
 def needed_extensions(strategy: Strategy) -> list[str]:
     """Names of the DeepSpeed extensions that a worker builds before the run."""
     names = ["cpu_adam"] if strategy.needs_cpu_adam else []
@@ -262,6 +276,7 @@ def _existing(key: str, path: Path) -> Path:
 CHECKS: tuple[Callable[[Situation], None], ...] = (
     check_packages,
     check_gpus,
+    check_swapping,
     check_gpu_memory,
     check_host_memory,
     check_disk,

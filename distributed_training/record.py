@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distributed_training.errors import UserError
 from distributed_training.files import load_json, parse_json, shown
 from distributed_training.strategy import ROOT
@@ -52,6 +54,7 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
             "git_commit": git_commit(),
             "versions": versions(),
             "hostname": platform.node(),
+            "pid": os.getpid(),
             **values,
         },
     )
@@ -75,6 +78,16 @@ def load_record(path: Path) -> dict[str, Any]:
             "run it again, or read it with the commit it names",
         )
     return values
+
+
+def is_alive(record: dict[str, Any]) -> bool:
+    """Whether a record says "running" and its process is there, on this host."""
+    return (
+        record.get("status") == "running"
+        and record.get("hostname") == platform.node()
+        and isinstance(record.get("pid"), int)
+        and psutil.pid_exists(record["pid"])
+    )
 
 
 def mark_stopped(run_dir: Path, status: str, error: str) -> None:

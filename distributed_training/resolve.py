@@ -65,6 +65,7 @@ def resolve(config: RunConfig, machine: Machine, strategy: Strategy) -> Resolved
         )
     resolved = dataclasses.replace(
         config,
+        checkpoint_every=_resolve_checkpoints(config, strategy, notes),
         model=model,
         precision=precision,
         compile=compiled,
@@ -79,6 +80,23 @@ def resolve(config: RunConfig, machine: Machine, strategy: Strategy) -> Resolved
         weights_dir=weights_dir,
         notes=tuple(notes),
     )
+
+
+def _resolve_checkpoints(config: RunConfig, strategy: Strategy, notes: list[str]) -> int | None:
+    """State on files is not checkpointed: DeepSpeed copies the files but not Adam's step count
+    nor what was not swapped out, so a resumed run would silently differ.
+    """
+    if not strategy.needs_async_io:
+        return config.checkpoint_every
+    if config.checkpoint_every or config.resume not in (None, AUTO):
+        raise UserError(
+            f"strategy={config.strategy!r} cannot be resumed exactly",
+            "DeepSpeed does not save all of the state that it keeps in files",
+            "set checkpoint_every to 0 and resume to None; hf/ is exported at the end all the same",
+        )
+    if config.checkpoint_every is None:
+        notes.append(f"no checkpoints: {config.strategy} cannot be resumed exactly")
+    return 0
 
 
 def _resolve_model(config: RunConfig, machine: Machine, notes: list[str]) -> str:

@@ -31,8 +31,6 @@ class Strategy:
     """The JSON it was read from."""
     document: Mapping[str, Any]
     """The JSON as written, "auto" values included."""
-    launcher: str
-    """"deepspeed" or "torchrun": which command starts its processes."""
 
     @property
     def engine(self) -> str:
@@ -48,6 +46,13 @@ class Strategy:
         """ "none", "cpu" or "nvme" for `what` = "optimizer" or "param"."""
         section = self.document.get("zero_optimization", {}).get(f"offload_{what}") or {}
         return str(section.get("device", "none"))
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether no process holds all parameters at once."""
+        if self.engine == "native":
+            return self.mesh["dp_shard"] != 1
+        return self.zero_stage == 3
 
     @property
     def needs_cpu_adam(self) -> bool:
@@ -173,8 +178,7 @@ def _read(name: str, path: Path) -> Strategy:
                     "it is none, cpu or nvme",
                 )
     source = path.resolve()
-    launcher = "torchrun" if "mesh" in document else "deepspeed"
-    return Strategy(name=name, source=source, document=document, launcher=launcher)
+    return Strategy(name=name, source=source, document=document)
 
 
 def _check_object(path: Path, parent: Mapping[str, Any], section: str) -> None:

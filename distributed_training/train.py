@@ -23,6 +23,7 @@ from distributed_training.topology import Topology
 from distributed_training.trackers import Tracker
 
 FLUSH_EVERY_S = 1.0
+PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
 
 
 class InterruptedRun(Exception):
@@ -75,6 +76,7 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], torch.Tensor, Any]] = []
         self._flushed_at = time.monotonic()
         self._signum = 0
+        self._signalled_at = 0.0
         self._saved_at = -1
 
     def run(self) -> None:
@@ -118,7 +120,7 @@ class Trainer:
         pauses = [
             *([self.evaluate] if epoch_ends or (every and self.step % every == 0) else []),
             *([self._finish_epoch] if epoch_ends else []),
-            *([self.save] if stop or self._checkpoint_is_due(epoch_ends) else []),
+            *([self.save] if self._checkpoint_is_due(epoch_ends, bool(stop)) else []),
         ]
         if pauses:
             self.memory.end()
@@ -184,21 +186,24 @@ class Trainer:
         self.num_skipped = history["num_skipped_steps"]
         self._update_record()  # so that a kill before the next save does not lose it
 
-    def _checkpoint_is_due(self, epoch_ends: bool) -> bool:
+    def _checkpoint_is_due(self, epoch_ends: bool, stopping: bool) -> bool:
+        """Never for `checkpoint_every` 0, not even when stopping."""
         every = self.config.checkpoint_every
-        if every is None:
-            return epoch_ends
-        return every > 0 and (self.step % every == 0 or self.step == self.num_steps)
+        if every == 0:
+            return False
+        if stopping or self.step == self.num_steps:
+            return True
+        return epoch_ends if every is None else self.step % every == 0
 
     def _finish_epoch(self) -> None:
         epoch = (self.step - 1) // self.sampler.steps_per_epoch
         first = epoch * self.sampler.steps_per_epoch
-        losses = [loss for step, loss in self.loss_curve if step > first]
+        losses = [loss for step, loss in self.loss_curve if step > first and loss is not None]
         self.epochs.append(
             {
                 "epoch": epoch + 1,
                 "step": self.step,
-                "mean_step_loss": sum(losses) / len(losses),
+                "mean_step_loss": sum(losses) / len(losses) if losses else None,
                 "validation_loss": self.evaluations[-1]["loss"],
                 "validation_perplexity": self.evaluations[-1]["perplexity"],
             }
@@ -270,13 +275,17 @@ class Trainer:
             )
 
     def _on_signal(self, signum: int, _frame: Any) -> None:
-        if self._signum:  # asked twice: stop at once, as the default handler would
+        """Stop after this step. Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM,
+        so only a signal that comes later means that the user will not wait.
+        """
+        now = time.monotonic()
+        if self._signum and now - self._signalled_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        self._signum = signum
-        self.display.say(
-            f"{signal.Signals(signum).name}: saving after this step; once more to quit"
-        )
+        if self._signum:
+            return
+        self._signum, self._signalled_at = signum, now
+        self.display.say(f"{signal.Signals(signum).name}: stopping after this step")
 
 
 @torch.no_grad()

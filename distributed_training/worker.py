@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import sys
 import traceback
 import warnings
@@ -173,9 +174,15 @@ def _train(plan: Plan, topology: Topology) -> int:
         record.update(**results, status=status, finished_at=timestamp())
         display.table(summary_rows(record.values))
         if interrupted is not None:
-            display.say(f"interrupted by {interrupted}; continue with --set resume=auto")
+            saved = config.checkpoint_every != 0
+            then = "continue with --set resume=auto" if saved else "checkpoint_every=0: not saved"
+            display.say(f"interrupted by {interrupted}; {then}")
     tracker.close()
     engine.close()
+    if plan.offload_dir is not None:
+        dist.barrier()
+        if topology.local_rank == 0:
+            shutil.rmtree(plan.offload_dir, ignore_errors=True)
     return 0 if interrupted is None else 128 + interrupted.signum
 
 
@@ -186,6 +193,10 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     model.compute_dtype = COMPUTE_DTYPES[config.precision]
     if plan.resolved.weights_dir is not None:
         load_hf_weights(model, plan.resolved.weights_dir)
+    if model.compute_dtype is not None:
+        # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(model.compute_dtype).float()
     if plan.deepspeed_json is not None:
         from distributed_training.engines.deepspeed import DeepSpeedEngine
 
@@ -378,7 +389,7 @@ def _explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
         fixes.append("activation_checkpointing=full")
     if config.seq_len > 128:
         fixes.append(f"max_length={config.seq_len // 2}")
-    if plan.strategy.zero_stage < 3 and topology.world_size > 1:
+    if not plan.strategy.divides_parameters and topology.world_size > 1:
         fixes.append("strategy=zero3 or fsdp (they divide the state; activations stay)")
     if not plan.strategy.needs_cpu_adam:
         fixes.append("strategy=offload")

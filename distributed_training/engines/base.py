@@ -17,6 +17,7 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 # fp16's dynamic loss scale, the same policy in every engine (DeepSpeed's names in comments).
 INITIAL_LOSS_SCALE = 2.0**16  # initial_scale_power 16
 LOSS_SCALE_WINDOW = 1000  # loss_scale_window: steps without overflow before it doubles
+# and it halves at every overflow (hysteresis 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class DeepSpeedEngine:
         topology: Topology,
         document: dict[str, Any],
     ) -> None:
-        """`document` is the DeepSpeed JSON with no "auto" left (strategy.fill_deepspeed_json)."""
+        """`document` is the DeepSpeed JSON with no "auto" left, as deepspeed_json.py fills it."""
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -18,8 +18,11 @@ def apply_fsdp(model: GPT2, topology: Topology, compute_dtype: torch.dtype | Non
     embedding, needed first and last, so it stays gathered between forward and backward.
     `compute_dtype` None means fp32 throughout.
     """
+    sizes = {"dp_replicate": topology.dp_replicate, "dp_shard": topology.dp_shard}
+    if topology.dp_replicate == 1:
+        del sizes["dp_replicate"]  # with it, FSDP2 shards within and all-reduces across (HSDP)
     mesh = init_device_mesh(
-        topology.device_type, (topology.dp_shard,), mesh_dim_names=("dp_shard",)
+        topology.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
     )
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
