@@ -114,13 +114,14 @@ class Trainer:
         self._pending.append((row, result.loss_sum, result.grad_norm))
         stop, flush = self._agree()
         epoch_ends = self.step % self.sampler.steps_per_epoch == 0 or self.step == self.num_steps
-        if flush or stop or epoch_ends or self._checkpoint_is_due(epoch_ends):
+        save = self._checkpoint_is_due(epoch_ends, bool(stop))
+        if flush or stop or epoch_ends or save:
             self._flush()
         every = self.config.eval_every
         pauses = [
             *([self.evaluate] if epoch_ends or (every and self.step % every == 0) else []),
             *([self._finish_epoch] if epoch_ends else []),
-            *([self.save] if self._checkpoint_is_due(epoch_ends, bool(stop)) else []),
+            *([self.save] if save else []),
         ]
         if pauses:
             self.memory.end()
