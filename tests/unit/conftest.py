@@ -83,7 +83,7 @@ _START = {
         "arithmetic": "bf16",
         "gradients": "bf16",
         "optimizer_state": "fp32",
-        "reduction": "fp32",
+        "reduction": "bf16",
     },
     "estimated_state_bytes": {
         "parameters": 2**30,

@@ -48,7 +48,7 @@ def test_header_says_what_runs():
     assert rows["strategy"] == "zero2: divides optimizer state, gradients"
     assert rows["processes"] == "4 on NVIDIA H200"
     assert rows["precision"] == "parameters bf16, fp32 master copy; arithmetic bf16"
-    assert rows[""] == "gradients bf16; reduction fp32; optimizer state fp32"
+    assert rows[""] == "gradients bf16; reduction bf16; optimizer state fp32"
     assert rows["batch"] == (
         "global 32 = micro 4 x accum 2 x data-parallel 4; 16,384 tokens a step"
     )

@@ -1,6 +1,7 @@
 import shlex
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,22 +94,17 @@ def test_the_launcher_must_deliver():
         launch.check_world_size(None, fifth, GPU_MACHINE)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "module", "typed"),
-    [
-        ("zero2", "deepspeed.launcher.runner", "deepspeed --num_gpus=2"),
-        ("fsdp", "torch.distributed.run", "torchrun --nproc_per_node=2"),
-    ],
-)
-def test_command_passes_arguments_on(strategy, module, typed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_torchrun_starts_every_strategy(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = plan_for(tmp_path, strategy=strategy)
-    arguments = ["--set", "generate=two words"]
-    command, shown = launch.launch_command(plan, str(tmp_path / "x.py"), arguments)
-    assert command[:3] == [sys.executable, "-m", module]
-    after = command[command.index(str(tmp_path / "x.py")) + 1 :]
-    assert after == [*arguments, "--run_dir", str(plan.run_dir)]
-    assert shown == f"{typed} x.py --set 'generate=two words'"
+    script, arguments = str(tmp_path / "x.py"), ["--set", "generate=two words"]
+    command, shown = launch.launch_command(plan, script, arguments)
+    assert command == [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        script, *arguments, "--run_dir", str(plan.run_dir),
+    ]  # fmt: skip
+    assert shown == "torchrun --standalone --nproc_per_node=2 x.py --set 'generate=two words'"
     assert shlex.split(shown)[-2:] == arguments
 
 
@@ -154,8 +150,9 @@ def test_architecture_is_one_that_deepspeeds_builder_reads(monkeypatch):
     assert "DS_ACCELERATOR" not in os.environ
 
 
-def spawn(code, run_dir):
-    return launch.spawn([sys.executable, "-c", code], run_dir)
+def spawn(code, run_dir, offload_dir=None):
+    plan = SimpleNamespace(run_dir=run_dir, offload_dir=offload_dir)
+    return launch.spawn([sys.executable, "-c", code], plan)
 
 
 @pytest.mark.parametrize("code", [0, 2, 7])
@@ -184,6 +181,15 @@ def test_exit_code_follows_the_record(status, child, code, tmp_path):
     start_record(tmp_path).update(status=status)
     assert spawn(f"raise SystemExit({child})", tmp_path) == code
     assert load_record(tmp_path)["status"] == status
+
+
+@pytest.mark.parametrize("child", ["pass", "raise SystemExit(7)", "os.kill(os.getpid(), 9)"])
+def test_files_of_offload_do_not_outlive_the_run(child, tmp_path):
+    mine, others = tmp_path / "offload" / "mine", tmp_path / "offload" / "others"
+    others.mkdir(parents=True)
+    spawn(f"import os; os.makedirs({str(mine / 'rank0')!r}); {child}", tmp_path, mine)
+    assert list(mine.parent.iterdir()) == [others]
+    spawn(child, tmp_path, mine)  # a run that made none
 
 
 def test_signals_are_as_before_afterwards(tmp_path):

@@ -73,9 +73,32 @@ def test_a_plan_holds_what_follows_from_config(name, tmp_path):
 def test_infinitys_files_lie_where_config_says(given, tmp_path):
     offload_dir = None if given is None else str(tmp_path / given)
     plan = plan_for(tmp_path, strategy="infinity", offload_dir=offload_dir)
-    expected = str(tmp_path / (given or "runs/.offload"))
+    assert plan.offload_dir == tmp_path / (given or "runs/.offload") / plan.run_dir.name
     zero = plan.deepspeed_json["zero_optimization"]
-    assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == expected
+    paths = {zero[part]["nvme_path"] for part in ("offload_param", "offload_optimizer")}
+    assert paths == {str(plan.offload_dir)}
+
+
+def test_two_runs_of_infinity_share_no_files(tmp_path):
+    one, two = (
+        plan_for(tmp_path, strategy="infinity", run_dir=tmp_path / name).offload_dir
+        for name in ("one", "two")
+    )
+    assert (one.name, two.name) == ("one", "two")
+    assert one.parent == two.parent == tmp_path / "runs" / ".offload"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "infinity"])
+def test_no_other_strategy_has_files(name, tmp_path):
+    assert plan_for(tmp_path, strategy=name, offload_dir=str(tmp_path / "x")).offload_dir is None
+
+
+def test_infinity_starts_afresh_whatever_lies_there(tmp_path):
+    """It has no checkpoints to go on from, so "auto" finds none."""
+    plan = plan_for(tmp_path, strategy="infinity", resume="auto")
+    assert (plan.config.checkpoint_every, plan.checkpoint) == (0, None)
+    with refused("strategy='infinity' cannot be resumed"):
+        plan_for(tmp_path, strategy="infinity", resume=str(plan.run_dir))
 
 
 def test_work_is_the_same_under_every_strategy(tmp_path):
@@ -98,7 +121,7 @@ def test_resuming_goes_on_in_the_old_folder(tmp_path):
     first = plan_for(tmp_path)
     checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
     checkpoint.mkdir(parents=True)
-    start_record(first.run_dir)
+    start_record(first.run_dir).update(status="interrupted")
     meta = {"format": FORMAT, "step": 3, "identity": first.identity, "files": {}}
     (checkpoint / "meta.json").write_text(json.dumps(meta))
     again = plan_for(tmp_path, resume="auto")
@@ -232,6 +255,13 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert plan.config.seq_len <= plan.size.num_positions
     requested = plan.requested.to_user_words()
     kept = [key for key in words if requested[key] != "auto"]
+    if plan.strategy.name == "infinity":
+        kept.remove("checkpoint_every")
+        assert words["checkpoint_every"] == 0
+        assert plan.offload_dir.name == plan.run_dir.name
+        assert machine.num_gpus or words["model"] == "gpt2-tiny"
+    else:
+        assert plan.offload_dir is None
     assert {key: words[key] for key in kept} == {key: requested[key] for key in kept}
     batch = plan.config.micro_batch_size * plan.config.grad_accum_steps
     assert plan.work["global_batch_size"] == batch * num_processes
@@ -283,8 +313,7 @@ def test_offload_files_below_home(tmp_path, monkeypatch):
     for offload_dir, expected in (("~/fast", "fast"), (None, "runs/.offload")):
         config = {"output_dir": "~/runs", "offload_dir": offload_dir}
         plan = plan_for(tmp_path, strategy="infinity", **config)
-        zero = plan.deepspeed_json["zero_optimization"]
-        assert zero["offload_param"]["nvme_path"] == str(tmp_path / expected)
+        assert plan.offload_dir == tmp_path / expected / plan.run_dir.name
 
 
 @pytest.mark.parametrize("key", PATHS)

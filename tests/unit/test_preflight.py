@@ -22,6 +22,7 @@ from distributed_training.preflight import (
     check_gpus,
     check_host_memory,
     check_packages,
+    check_swapping,
     extension_folders,
     has_libaio,
     needed_extensions,
@@ -80,6 +81,22 @@ def hide_libaio(monkeypatch, tmp_path):
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "fsdp"])
 def test_a_rehearsal_on_this_machine_passes(strategy, tmp_path):
     run_checks(situation(tmp_path, strategy))
+
+
+def test_a_rehearsal_of_infinity_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "has_libaio", lambda: True)
+    run_checks(situation(tmp_path, "infinity"))
+    with refused("strategy='infinity' with model='gpt2' needs a GPU"):
+        run_checks(situation(tmp_path, "infinity", model="gpt2"))
+
+
+def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
+    for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
+        check_swapping(situation(tmp_path, strategy, model="gpt2-xl"))
+    check_swapping(situation(tmp_path, "infinity", model="gpt2-tiny"))
+    check_swapping(situation(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+    with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
+        check_swapping(situation(tmp_path, "infinity", model="gpt2-medium"))
 
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed"])
@@ -373,19 +390,20 @@ def test_paths_that_pathlib_refuses(path, tmp_path):
 def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "offload").mkdir()
-    free_disk(monkeypatch, 40 * SIZES["gpt2"].num_parameters)  # 36 for runs, 18 for offload
+    here = situation(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
+    free_disk(monkeypatch, 20 * SIZES["gpt2"].num_parameters)  # 4 for runs, 18 for offload
     with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
-        check_disk(situation(tmp_path, "infinity", model="gpt2"))
-    free_disk(monkeypatch, 54 * SIZES["gpt2"].num_parameters)
-    check_disk(situation(tmp_path, "infinity", model="gpt2"))
+        check_disk(here)
+    free_disk(monkeypatch, 22 * SIZES["gpt2"].num_parameters)
+    check_disk(here)
 
 
 def test_each_disk_is_asked_for_its_own(tmp_path, monkeypatch):
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("no second file system here")
-    asked = free_disk(monkeypatch, 40 * SIZES["gpt2"].num_parameters)
-    here = situation(tmp_path, "infinity", model="gpt2")
+    asked = free_disk(monkeypatch, 20 * SIZES["gpt2"].num_parameters)
+    here = situation(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
     check_disk(dataclasses.replace(here, offload_dir=other))
     assert asked == [tmp_path, other]
 

@@ -1,6 +1,9 @@
 import json
+import os
+import platform
 import re
 import subprocess
+import sys
 import time
 from importlib.metadata import version
 
@@ -13,6 +16,7 @@ from distributed_training.record import (
     SCHEMA_VERSION,
     append_metrics,
     git_commit,
+    is_alive,
     load_record,
     mark_stopped,
     new_run_dir,
@@ -35,6 +39,7 @@ def test_a_record_starts_as_running_and_is_on_disk(tmp_path):
     assert values["schema_version"] == SCHEMA_VERSION
     assert (values["status"], values["error"], values["finished_at"]) == ("running", None, None)
     assert (values["config"], values["world_size"]) == ({"seed": 1}, 2)
+    assert (values["hostname"], values["pid"]) == (platform.node(), os.getpid())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", values["started_at"])
 
 
@@ -88,6 +93,39 @@ def test_a_finished_run_does_not_fail_afterwards(tmp_path):
     start_record(tmp_path).update(status="ok")
     mark_stopped(tmp_path, "failed", "abort at exit")
     assert load_record(tmp_path)["status"] == "ok"
+
+
+def ended_pid():
+    """Of a process that was there."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("status", ["running", "ok", "oom", "failed", "interrupted"])
+def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(status, tmp_path):
+    start_record(tmp_path).update(status=status)
+    assert is_alive(load_record(tmp_path)) == (status == "running")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": ended_pid}, {"hostname": "another-host"}, {"pid": None}, {"pid": "1"}],
+    ids=["ended", "elsewhere", "null", "text"],
+)
+def test_a_run_whose_process_is_not_there_is_not_alive(changes, tmp_path):
+    start_record(tmp_path).update(
+        **{key: value() if callable(value) else value for key, value in changes.items()}
+    )
+    assert not is_alive(load_record(tmp_path))
+
+
+def test_a_record_that_names_no_process_is_not_alive(tmp_path):
+    """Records of the first days have no pid."""
+    record = start_record(tmp_path)
+    del record.values["pid"]
+    record.update()
+    assert not is_alive(load_record(tmp_path))
 
 
 def test_stopping_a_run_without_a_record_makes_none(tmp_path):

@@ -158,6 +158,33 @@ def test_parameters_on_disk_are_not_compiled():
         decide(gpu(), strategy="infinity", compile=True)
 
 
+NO_CHECKPOINTS = "no checkpoints: infinity cannot be resumed exactly"
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("every", [None, 0])
+def test_infinity_writes_no_checkpoints_and_says_so(every, resume):
+    resolved = decide(strategy="infinity", checkpoint_every=every, resume=resume)
+    assert resolved.config.checkpoint_every == 0
+    assert (NO_CHECKPOINTS in resolved.notes) == (every is None)  # 0 is what the user said
+
+
+@pytest.mark.parametrize("config", [{"checkpoint_every": 1}, {"resume": "runs/x"}], ids=str)
+def test_infinity_is_not_resumed(config):
+    words = ("checkpoint_every to 0", "resume to None")
+    with refused("strategy='infinity' cannot be resumed", *words):
+        decide(strategy="infinity", **config)
+    assert decide(strategy="zero3", **config).notes == decide(strategy="zero3").notes
+
+
+@pytest.mark.parametrize("every", [None, 0, 7])
+@pytest.mark.parametrize("strategy", ["dp", "zero3", "offload", "fsdp"])
+def test_every_other_strategy_saves_as_it_is_told(strategy, every):
+    resolved = decide(strategy=strategy, checkpoint_every=every)
+    assert resolved.config.checkpoint_every == every
+    assert NO_CHECKPOINTS.replace("infinity", strategy) not in resolved.notes
+
+
 @pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2-xl"])
 def test_max_length_beyond_the_model(model):
     assert decide(model=model, max_length=1024).config.seq_len == 1024

@@ -7,6 +7,7 @@ import pytest
 
 from distributed_training.config import build_config
 from distributed_training.deepspeed_json import fill_deepspeed_json
+from distributed_training.engines.base import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
 from distributed_training.strategy import (
     ROOT,
     Strategy,
@@ -88,10 +89,9 @@ def test_a_deepspeed_strategy_is_a_link_into_configs():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_engine_and_launcher_follow_from_the_file(name):
+def test_engine_follows_from_the_file(name):
     strategy = named_strategy(name)
-    expected = ("deepspeed", "deepspeed") if name in DEEPSPEED else ("native", "torchrun")
-    assert (strategy.engine, strategy.launcher) == expected
+    assert strategy.engine == ("deepspeed" if name in DEEPSPEED else "native")
     assert strategy.zero_stage == STAGES.get(name, 0)
     devices = (strategy.offload_device("optimizer"), strategy.offload_device("param"))
     assert devices == DEVICES.get(name, ("none", "none"))
@@ -114,8 +114,39 @@ def test_meshes_and_what_is_divided():
     }.items():
         for part in ("optimizer state", "gradients", "parameters"):
             assert (part in phrases[name]) == (part in parts)
+    divided = {name for name in NAMES if named_strategy(name).divides_parameters}
+    assert divided == {"zero3", "infinity", "fsdp"}
     assert "kept on cpu" in phrases["offload"]
     assert phrases["infinity"].count("kept on nvme") == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "divided"),
+    [
+        ({}, False),
+        ({"dp_replicate": 4}, False),
+        ({"dp_shard": -1}, True),
+        ({"dp_replicate": -1, "dp_shard": 2}, True),
+    ],
+)
+def test_a_mesh_divides_parameters_along_dp_shard(mesh, divided):
+    strategy = Strategy(name="x", source=Path("x.json"), document={"mesh": mesh})
+    assert strategy.divides_parameters == divided
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_loss_scale_is_the_native_engines(name):
+    """fp16 skips the same steps under every strategy: a scale that halves at each overflow."""
+    fp16 = named_strategy(name).document["fp16"]
+    assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
+    assert fp16["loss_scale_window"] == LOSS_SCALE_WINDOW
+    assert fp16["hysteresis"] == 1
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_gradients_are_reduced_in_deepspeeds_own_choice_of_dtype(name):
+    """bf16 under bf16: half of the traffic that fp32 would be."""
+    assert "communication_data_type" not in named_strategy(name).document
 
 
 def test_a_clone_may_add_a_strategy(tmp_path, monkeypatch):
@@ -384,18 +415,14 @@ def test_a_deepspeed_json_below_home(tmp_path, monkeypatch):
     ],
 )
 def test_a_mesh_that_is_not_understood(mesh, words):
-    strategy = Strategy(name="x", source=Path("x.json"), document={"mesh": mesh}, launcher="t")
+    strategy = Strategy(name="x", source=Path("x.json"), document={"mesh": mesh})
     with refused("x.json", *words):
         _ = strategy.mesh
 
 
 def zero_of_stage(stage):
-    return Strategy(
-        name=f"zero{stage}",
-        source=Path("x"),
-        document={"zero_optimization": {"stage": stage}},
-        launcher="deepspeed",
-    )
+    document = {"zero_optimization": {"stage": stage}}
+    return Strategy(name=f"zero{stage}", source=Path("x"), document=document)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])

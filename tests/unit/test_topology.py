@@ -11,7 +11,7 @@ from tests.unit.conftest import named_strategy, refused
 
 
 def with_mesh(**axes):
-    return Strategy(name="x", source=Path("x.json"), document={"mesh": axes}, launcher="torchrun")
+    return Strategy(name="x", source=Path("x.json"), document={"mesh": axes})
 
 
 def place(strategy, world_size, rank=0):
