@@ -87,7 +87,8 @@ def start(arguments, launch, script) -> int:
         launch.prepare_environment(machine, process.local_world_size)
         if arguments.dry_run:
             count = process.world_size
-            plan = make_plan(config, machine, num_processes=count, processes_here=count)
+            here = process.local_world_size
+            plan = make_plan(config, machine, num_processes=count, processes_here=here)
             if process.rank == 0:
                 print(launch.describe_plan(plan, "(this one)"))
             return 0
