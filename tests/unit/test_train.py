@@ -1,12 +1,30 @@
 import itertools
 import math
+import os
+import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from distributed_training import checkpoint, train
 from distributed_training.config import build_config
-from distributed_training.train import generate, learning_rate
+from distributed_training.data import Data, Sampler, Samples
+from distributed_training.display import Display
+from distributed_training.engines.base import StepResult
+from distributed_training.topology import Topology
+from distributed_training.trackers import NoTracker
+from distributed_training.train import (
+    PATIENCE_S,
+    InterruptedRun,
+    Trainer,
+    generate,
+    learning_rate,
+)
 
 
 def rates(schedule, num_steps, warmup, peak=2.0):
@@ -106,3 +124,168 @@ def test_generation_ends_at_end_of_text():
 def test_generation_copes_with_a_small_vocabulary():
     engine = SimpleNamespace(logits=lambda window: torch.zeros(1, window.shape[1], 3))
     assert set(sample(engine, prompt=(0,), num_tokens=60)) == {0, 1, 2}
+
+
+NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12
+
+
+class CountingEngine:
+    """Steps without a model; `at_step` may do something while a step is on its way."""
+
+    def __init__(self, losses=None, at_step=lambda step: None):
+        self.losses = losses or [2.0] * NUM_STEPS
+        self.at_step = at_step
+        self.step = 0
+
+    def set_learning_rate(self, rate):
+        pass
+
+    def train_step(self, batch):
+        self.step += 1
+        self.at_step(self.step)
+        loss = torch.tensor(self.losses[self.step - 1]) * batch.num_targets
+        return StepResult(loss, batch.num_targets, None, False)
+
+    def eval_step(self, inputs, targets):
+        return torch.tensor(1.0)
+
+
+@pytest.fixture(scope="module")
+def _group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """Steps that are saved; nothing is written."""
+    steps = []
+    monkeypatch.setattr(
+        checkpoint, "save_checkpoint", lambda *_, step, **__: steps.append(step) or Path("x")
+    )
+    return steps
+
+
+def make_trainer(engine=None, **config):
+    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), np.full(STEPS_PER_EPOCH, 2), 2, 0)
+    config = build_config({"batch_size": 1, "learning_rate": 0.1, **config})
+    return Trainer(
+        engine=engine or CountingEngine(),
+        plan=SimpleNamespace(config=config, run_dir=Path("x"), identity={}),
+        topology=Topology(
+            world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
+        ),
+        data=Data(train=samples, validation=samples.take(0, 2), fingerprint=""),
+        sampler=Sampler(
+            num_samples=STEPS_PER_EPOCH,
+            micro_batch_size=1,
+            grad_accum_steps=1,
+            dp_size=1,
+            dp_rank=0,
+            seed=0,
+        ),
+        num_steps=NUM_STEPS,
+        display=Display(enabled=True),
+        record=None,
+        tracker=NoTracker(),
+    )
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [(None, [5, 10, 12]), (0, []), (1, list(range(1, 13))), (4, [4, 8, 12]), (100, [12])],
+)
+def test_checkpoints_are_saved_when_they_are_due(every, steps, saved):
+    make_trainer(checkpoint_every=every).run()
+    assert saved == steps
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize(("every", "steps"), [(None, [5, 7]), (0, []), (4, [4, 7]), (7, [7])])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
+    def at_step(step):
+        if step == 7:
+            os.kill(os.getpid(), signum)
+
+    engine = CountingEngine(at_step=at_step)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(InterruptedRun) as caught:
+        make_trainer(engine, checkpoint_every=every).run()
+    assert caught.value.signum == signum
+    assert engine.step == 7
+    assert saved == steps
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_signal_in_the_last_step_interrupts_nothing(saved):
+    def at_step(step):
+        if step == NUM_STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    make_trainer(CountingEngine(at_step=at_step)).run()
+    assert saved == [5, 10, 12]
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_second_signal_at_once_is_one_with_the_first(saved, capsys):
+    """A launcher passes Ctrl-C on and sends SIGTERM after it."""
+
+    def at_step(step):
+        if step == 7:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), signum)
+                time.sleep(0)  # Python runs the handler between two of its own steps
+
+    with pytest.raises(InterruptedRun, match="SIGINT"):
+        make_trainer(CountingEngine(at_step=at_step)).run()
+    assert saved == [5, 7]
+    assert capsys.readouterr().out.count("stopping after this step") == 1
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(PATIENCE_S, False), (PATIENCE_S + 0.1, True)])
+def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch):
+    clock, raised = [1000.0], []
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
+    monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
+    trainer = make_trainer()
+    trainer._on_signal(signal.SIGINT, None)
+    assert raised == []
+    clock[0] += seconds
+    trainer._on_signal(signal.SIGTERM, None)
+    handled = [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
+    assert raised == (handled if ended else [])
+
+
+@pytest.mark.usefixtures("_group", "saved")
+def test_an_epochs_mean_is_of_its_own_steps():
+    trainer = make_trainer(CountingEngine(losses=[*range(NUM_STEPS)]))
+    trainer.run()
+    assert [epoch["mean_step_loss"] for epoch in trainer.epochs] == [2.0, 7.0, 10.5]
+    assert [epoch["step"] for epoch in trainer.epochs] == [5, 10, 12]
+
+
+@pytest.mark.usefixtures("_group", "saved")
+@pytest.mark.parametrize(
+    ("before", "mean"), [([None, 4.0, None, 6.0], 14.0 / 3), ([None] * 4, 4.0)], ids=str
+)
+def test_an_epoch_that_is_resumed_after_overflow_has_a_mean(before, mean):
+    """In a record, from which a run goes on, null stands for what was not finite."""
+    trainer = make_trainer(CountingEngine(losses=[4.0] * NUM_STEPS))
+    trainer.step = 4
+    trainer.loss_curve = [[step, loss] for step, loss in enumerate(before, 1)]
+    trainer.run()
+    assert trainer.epochs[0]["mean_step_loss"] == pytest.approx(mean)
+
+
+def test_an_epoch_without_a_finite_loss_has_no_mean():
+    trainer = make_trainer()
+    trainer.step = 5
+    trainer.loss_curve = [[step, None] for step in range(1, 6)]
+    trainer.evaluations = [{"loss": 1.0, "perplexity": 3.0}]
+    trainer._finish_epoch()
+    assert trainer.epochs[0]["mean_step_loss"] is None
