@@ -20,12 +20,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed_training.display import gib
 from distributed_training.errors import UserError
+from distributed_training.files import nearest
+from distributed_training.plots import draw_plots
 from distributed_training.record import RECORD_FILE, load_record
 from distributed_training.strategy import ROOT, list_strategies
 
@@ -49,10 +51,8 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "peak GPU memory": lambda r: gib(r["memory"]["peak_reserved_bytes"]),
     "peak host memory": lambda r: gib(r["memory"]["peak_host_bytes"]),
     "disk a step": lambda r: _disk(r),
-    "loss": lambda r: f"{r['loss_curve'][-1][1]:.3f}" if r["loss_curve"] else "not measured",
-    "perplexity": lambda r: (
-        f"{r['evaluations'][-1]['perplexity']:.1f}" if r["evaluations"] else "not measured"
-    ),
+    "loss": lambda r: _last([loss for _, loss in r["loss_curve"]], "{:.3f}"),
+    "perplexity": lambda r: _last([entry["perplexity"] for entry in r["evaluations"]], "{:.1f}"),
     "steps": lambda r: f"{r['step']} of {r['num_steps']}",
     "status": lambda r: r["status"],
 }
@@ -64,6 +64,13 @@ DEFAULT_COLUMNS = (
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
     return "not measured" if value is None else form.format(scale * value)
+
+
+def _last(values: Sequence[float | None], form: str) -> str:
+    """The last of what was measured at several steps; null there is what was not finite."""
+    if not values:
+        return "not measured"
+    return "nan" if values[-1] is None else form.format(values[-1])
 
 
 def _disk(record: Record) -> str:
@@ -109,9 +116,13 @@ def group_by_work(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def differing_keys(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """The keys of the work in which groups differ."""
+    """The keys of the work in which groups differ, or that not all of them have."""
     works = [group[0]["work"] for group in groups]
-    return [key for key in works[0] if len({json.dumps(work.get(key)) for work in works}) > 1]
+    return [
+        key
+        for key in dict.fromkeys(key for work in works for key in work)
+        if len({json.dumps(work[key], sort_keys=True) if key in work else "" for work in works}) > 1
+    ]
 
 
 def comparison(records: Sequence[Record]) -> str:
@@ -163,102 +174,86 @@ def published(name: str) -> list[Record]:
 
 
 _PART = re.compile(
-    r"(<!-- table: (?P<name>[\w./-]+)(?P<options>[^>]*)-->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- table: (?P<name>[\w./-]+)(?P<options>[^>]*)-->)\n"
+    r"(?:(?!<!-- table:).)*?<!-- end -->",
+    re.DOTALL,
 )
+_BEGIN = re.compile(r"<!-- table:.*")
 _OPTION = re.compile(r'(\w+)="([^"]*)"')
 
 
 def render(text: str) -> str:
     """`text` with every generated part filled from the published records.
 
-    Options: columns="strategy, tokens/s" and where="model=gpt2-medium, batch_size=4".
+    Options: columns="strategy, tokens/s" and where="model=gpt2-medium, batch_size=4". Raises
+    UserError for a part without an end, and for options that say nothing about these records.
     """
+    for line in _BEGIN.findall(_PART.sub("", text)):
+        raise UserError(
+            f"{line!r} does not begin a table",
+            'that is <!-- table: NAME columns="..." where="..." --> with a line <!-- end --> below',
+            "mend it",
+        )
+    return _PART.sub(_fill, text)
 
-    def fill(match: re.Match[str]) -> str:
-        options = dict(_OPTION.findall(match["options"]))
-        records = published(match["name"])
-        for condition in filter(None, options.get("where", "").split(",")):
-            key, _, value = condition.strip().partition("=")
-            records = [record for record in records if str(record["config"][key]) == value]
-        if not records:
-            raise UserError(f"no record of {match['name']} matches {options['where']!r}")
-        columns = [name.strip() for name in options.get("columns", "").split(",") if name.strip()]
-        return match[1] + "\n" + table(records, columns or DEFAULT_COLUMNS) + "\n\n" + match[5]
 
-    return _PART.sub(fill, text)
+def _fill(match: re.Match[str]) -> str:
+    name = match["name"]
+    options = dict(_OPTION.findall(match["options"]))
+    _check_words(f"table {name}", "option", options, ("columns", "where"))
+    if _OPTION.sub("", match["options"]).strip():
+        raise UserError(
+            f"table {name}: {match['options'].strip()!r} is not understood",
+            fix='write columns="..." where="..."',
+        )
+    records = published(name)
+    keys = list(records[0]["config"])
+    for condition in _split(options.get("where", "")):
+        key, _, value = (part.strip() for part in condition.partition("="))
+        _check_words(f"table {name}", "key of where", [key], keys)
+        records = [record for record in records if str(record["config"].get(key)) == value]
+    if not records:
+        raise UserError(f"no record of {name} matches {options['where']!r}")
+    columns = _split(options.get("columns", "")) or DEFAULT_COLUMNS
+    _check_words(f"table {name}", "column", columns, COLUMNS)
+    return f"{match['begin']}\n\n{table(records, columns)}\n\n<!-- end -->"
+
+
+def _split(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _check_words(where: str, what: str, words: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for word in words:
+        if word not in known:
+            hint = nearest(word, known)
+            raise UserError(
+                f"{where}: the {what} {word!r} is not known",
+                f"known are {', '.join(known)}",
+                f"did you mean {hint!r}?" if hint else "",
+            )
+
+
+def _read(document: Path) -> str:
+    try:
+        return document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"document {document} cannot be read", str(error)) from None
 
 
 def check_documents(paths: Sequence[Path]) -> list[str]:
     """Names of documents whose generated parts differ from their records."""
-    return [str(path) for path in paths if render(path.read_text()) != path.read_text()]
+    return [str(path) for path in paths if render(_read(path)) != _read(path)]
 
 
-def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
-    """loss.png, throughput.png and memory.png of records with results; the paths written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    done = [record for record in records if record.get("performance", {}).get("tokens_per_s")]
-    if not done:
-        return []
-    folder.mkdir(parents=True, exist_ok=True)
-    labels = [_label(record, done) for record in done]
-    height = 1.2 + 0.34 * len(done)
-    written = []
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    styles = ["-", "--", "-.", ":"]
-    for index, (record, label) in enumerate(zip(done, labels, strict=True)):
-        steps, losses = zip(*record["loss_curve"], strict=True)
-        axes.plot(steps, losses, styles[index % 4], label=label, linewidth=1.4)
-    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
-    written.append(_save(figure, folder / "loss.png"))
-
-    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
-    speeds = [record["performance"]["tokens_per_s"] for record in done]
-    bars = axes.barh(labels, speeds, color="#0072b2")
-    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=8)
-    axes.set(xlabel="tokens per second, all processes (median step)", xlim=(0, 1.15 * max(speeds)))
-    axes.invert_yaxis()
-    written.append(_save(figure, folder / "throughput.png"))
-
-    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
-    on_gpu = done[0]["memory"]["peak_reserved_bytes"] is not None
-    key = "peak_reserved_bytes" if on_gpu else "peak_host_bytes"
-    sizes = [(record["memory"][key] or 0) / 2**30 for record in done]
-    bars = axes.barh(labels, sizes, color="#d55e00")
-    axes.bar_label(bars, [f"{size:.1f}" for size in sizes], padding=3, fontsize=8)
-    what = "GPU memory taken by PyTorch" if on_gpu else "host memory"
-    axes.set(xlabel=f"peak {what}, GiB, highest rank", xlim=(0, 1.15 * max(sizes)))
-    axes.invert_yaxis()
-    written.append(_save(figure, folder / "memory.png"))
-    return written
-
-
-def _label(record: Record, records: Sequence[Record]) -> str:
-    """Strategy, with whatever else distinguishes the records."""
-    parts = [record["strategy"]["name"]]
-    for text in (
-        lambda r: r["config"]["model"],
-        lambda r: f"{r['batch']['micro_batch_size']} x {r['config']['max_length']}",
-        lambda r: r["config"]["precision"],
-        lambda r: f"{r['world_size']} proc.",
-    ):
-        if len({text(other) for other in records}) > 1:
-            parts.append(text(record))
-    return ", ".join(parts)
-
-
-def _save(figure: Any, path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(figure)
-    return path
+def write_documents(paths: Sequence[Path]) -> None:
+    """Fill the generated parts of documents; none is written unless all can be filled."""
+    for path, text in [(path, render(_read(path))) for path in paths]:
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"document {path} cannot be written", str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,19 +274,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             return _check(arguments.paths)
         if arguments.write:
-            for path in arguments.paths:
-                path.write_text(render(path.read_text()))
-            return 0
-        records = load_records(arguments.paths)
-        if not records:
-            raise UserError("no run record in these paths", fix="give folders under runs/")
-        print(comparison(records))
-        for path in draw_plots(records, arguments.plots):
-            print(f"wrote {path}")
+            write_documents(arguments.paths)
+        else:
+            _report(arguments.paths, arguments.plots)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _report(paths: Sequence[Path], plots: Path) -> None:
+    records = load_records(paths)
+    if not records:
+        raise UserError("no run record in these paths", fix="give folders under runs/")
+    print(comparison(records))
+    try:
+        written = draw_plots(records, plots)
+    except OSError as error:
+        raise UserError(
+            f"plots cannot be written to {plots}", str(error), "give another folder to --plots"
+        ) from None
+    for path in written:
+        print(f"wrote {path}")
 
 
 def _check(paths: Sequence[Path]) -> int:

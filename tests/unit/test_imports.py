@@ -12,7 +12,7 @@ from distributed_training.strategy import list_strategies
 PACKAGE = Path(distributed_training.__file__).parent
 # A module imports from rows above its own only.
 ORDER = (
-    ("errors", "sizes", "machine", "display", "metrics", "trackers"),
+    ("errors", "sizes", "machine", "display", "metrics", "trackers", "plots"),
     ("files",),
     ("config", "hub"),
     ("strategy", "corpus", "hf_format", "model"),
