@@ -10,6 +10,8 @@ A document holds generated parts between two comment lines:
     ...
     <!-- end -->
 
+(or `json: FILE key="..." columns="..."` for one entry of another published JSON file).
+
 `--write` fills them from results/records/ and `--check` fails when a part differs from what
 `--write` would put there.
 """
@@ -26,7 +28,7 @@ from typing import Any
 
 from distributed_training.display import gib
 from distributed_training.errors import UserError
-from distributed_training.files import nearest
+from distributed_training.files import load_json, nearest
 from distributed_training.plots import draw_plots
 from distributed_training.record import RECORD_FILE, load_record
 from distributed_training.strategy import ROOT, list_strategies
@@ -179,6 +181,12 @@ _PART = re.compile(
     re.DOTALL,
 )
 _BEGIN = re.compile(r"<!-- table:.*")
+_JSON_PART = re.compile(
+    r"(?P<begin><!-- json: (?P<name>[\w./-]+) key=\"(?P<key>\w+)\" "
+    r"columns=\"(?P<columns>[^\"]*)\" -->)\n"
+    r"(?:(?!<!-- json:).)*?<!-- end -->",
+    re.DOTALL,
+)
 _OPTION = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -194,7 +202,23 @@ def render(text: str) -> str:
             'that is <!-- table: NAME columns="..." where="..." --> with a line <!-- end --> below',
             "mend it",
         )
-    return _PART.sub(_fill, text)
+    return _JSON_PART.sub(_fill_json, _PART.sub(_fill, text))
+
+
+def _fill_json(match: re.Match[str]) -> str:
+    """A table of one entry of any published JSON: a row a key, a column a value's key."""
+    values = load_json(RECORDS_DIR / match["name"], "record")[match["key"]]
+    columns = _split(match["columns"])
+    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for name, value in values.items():
+        cells = value if isinstance(value, dict) else {columns[0]: value}
+        lines.append(f"| {name} | " + " | ".join(_figure(cells[c]) for c in columns) + " |")
+    table_text = "\n".join(lines)
+    return f"{match['begin']}\n\n{table_text}\n\n<!-- end -->"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.1e}"
 
 
 def _fill(match: re.Match[str]) -> str:
