@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import shutil
 import sys
 import traceback
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +22,19 @@ from distributed_training.errors import UserError
 from distributed_training.hf_checkpoint import load_hf_weights, save_hf_folder
 from distributed_training.launch import Process
 from distributed_training.machine import Machine
-from distributed_training.metrics import disk_bytes, summarise_performance
+from distributed_training.metrics import disk_bytes
 from distributed_training.model import build_model
+from distributed_training.outcome import collect_results, describe_run, explain_out_of_memory
 from distributed_training.plan import Plan, load_plan_data, make_plan
 from distributed_training.preflight import needed_extensions
 from distributed_training.record import (
-    RunRecord,
     load_record,
     mark_stopped,
     start_record,
     timestamp,
     truncate_metrics,
 )
-from distributed_training.strategy import estimate_state_bytes, load_strategy
+from distributed_training.strategy import load_strategy
 from distributed_training.tokenizer import Tokenizer
 from distributed_training.topology import Topology, build_topology, process_group
 from distributed_training.trackers import NoTracker, build_tracker
@@ -113,8 +111,40 @@ def _agree_on_plan(
 
 
 def _train(plan: Plan, topology: Topology) -> int:
-    config = plan.config
     display = Display(enabled=topology.rank == 0)
+    for note in plan.resolved.notes:
+        display.say(f"note: {note}")
+    trainer, tokenizer = _build_trainer(plan, topology, display)
+    disk_before = disk_bytes()
+    interrupted: InterruptedRun | None = None
+    try:
+        trainer.run()
+    except InterruptedRun as stop:
+        interrupted = stop
+    trainer.memory.end()
+    results = collect_results(plan, topology, trainer, disk_before)
+    if interrupted is None:
+        results.update(_finish(plan, topology, trainer.engine, tokenizer, display))
+    if trainer.record is not None:
+        status = "ok" if interrupted is None else "interrupted"
+        trainer.record.update(**results, status=status, finished_at=timestamp())
+        display.table(summary_rows(trainer.record.values))
+    if interrupted is not None:
+        saved = plan.config.checkpoint_every != 0
+        then = "continue with --set resume=auto" if saved else "checkpoint_every=0: not saved"
+        display.say(f"interrupted by {interrupted}; {then}")
+    trainer.tracker.close()
+    trainer.engine.close()
+    if plan.offload_dir is not None:
+        dist.barrier()
+        if topology.local_rank == 0:
+            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    return 0 if interrupted is None else 128 + interrupted.signum
+
+
+def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Trainer, Tokenizer]:
+    """Data, engine and record of a run, brought to where it starts or goes on. Collective."""
+    config = plan.config
     data, tokenizer = load_plan_data(plan)
     sampler = Sampler(
         num_samples=len(data.train),
@@ -127,15 +157,12 @@ def _train(plan: Plan, topology: Topology) -> int:
     num_steps = config.num_epochs * sampler.steps_per_epoch
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
-    for note in plan.resolved.notes:
-        display.say(f"note: {note}")
     _build_extensions(plan, topology, display)
     engine = build_engine(plan, topology)
-    values = _describe_run(plan, topology, engine, sampler, num_steps, data)
+    values = describe_run(plan, topology, engine, sampler, num_steps, data)
     display.table(header_rows(values))
     history = load_record(plan.run_dir) if plan.checkpoint else None
-    record = None
-    tracker = NoTracker()
+    record, tracker = None, NoTracker()
     if topology.rank == 0:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         record = start_record(plan.run_dir, **values)
@@ -156,34 +183,10 @@ def _train(plan: Plan, topology: Topology) -> int:
         if topology.rank == 0:
             truncate_metrics(plan.run_dir, trainer.step)
         display.say(f"resumed from {plan.checkpoint}")
-    # One generator state a rank: dropout must differ between ranks that see different samples.
     else:
+        # A state a rank: dropout must differ between ranks that see different samples.
         torch.manual_seed(config.seed + 1000 + topology.dp_rank)
-    disk_before = disk_bytes()
-    interrupted: InterruptedRun | None = None
-    try:
-        trainer.run()
-    except InterruptedRun as stop:
-        interrupted = stop
-    trainer.memory.end()
-    results = _collect_results(plan, topology, trainer, disk_before)
-    if interrupted is None:
-        results.update(_finish(plan, topology, engine, tokenizer, display))
-    if record is not None:
-        status = "ok" if interrupted is None else "interrupted"
-        record.update(**results, status=status, finished_at=timestamp())
-        display.table(summary_rows(record.values))
-        if interrupted is not None:
-            saved = config.checkpoint_every != 0
-            then = "continue with --set resume=auto" if saved else "checkpoint_every=0: not saved"
-            display.say(f"interrupted by {interrupted}; {then}")
-    tracker.close()
-    engine.close()
-    if plan.offload_dir is not None:
-        dist.barrier()
-        if topology.local_rank == 0:
-            shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    return 0 if interrupted is None else 128 + interrupted.signum
+    return trainer, tokenizer
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
@@ -218,102 +221,6 @@ def _build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
                         "which takes a minute or two) ...")  # fmt: skip
             builders[name]().load(verbose=False)
     dist.barrier()
-
-
-def _describe_run(
-    plan: Plan, topology: Topology, engine: Engine, sampler: Sampler, num_steps: int, data: Any
-) -> dict[str, Any]:
-    """What the record says before the first step."""
-    config = plan.config
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "config": config.to_user_words(),
-        "config_requested": plan.requested.to_user_words(),
-        "deepspeed_json": plan.deepspeed_json,
-        "strategy": {
-            "name": plan.strategy.name,
-            "engine": plan.strategy.engine,
-            "sharding": plan.strategy.describe_sharding(),
-        },
-        "work": {**plan.work, "data_fingerprint": data.fingerprint},
-        "notes": list(plan.resolved.notes),
-        "run_dir": str(plan.run_dir),
-        "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
-        "world_size": topology.world_size,
-        "topology": {"dp_replicate": topology.dp_replicate, "dp_shard": topology.dp_shard},
-        "machine": asdict(plan.machine),
-        "cuda": torch.version.cuda if topology.device_type == "cuda" else None,
-        "num_parameters": plan.size.num_parameters,
-        "dtypes": engine.describe_dtypes(),
-        "estimated_state_bytes": estimate_state_bytes(
-            plan.strategy,
-            num_parameters=plan.size.num_parameters,
-            precision=config.precision,
-            dp_size=topology.dp_size,
-        ),
-        "batch": {
-            "global_batch_size": sampler.global_batch_size,
-            "micro_batch_size": config.micro_batch_size,
-            "grad_accum_steps": config.grad_accum_steps,
-            "dp_size": topology.dp_size,
-        },
-        "data": {
-            "num_train_samples": len(data.train),
-            "num_validation_samples": len(data.validation),
-            "real_token_share": data.train.real_share,
-            "steps_per_epoch": sampler.steps_per_epoch,
-        },
-        "num_steps": num_steps,
-        "step": 0,
-        "loss_curve": [],
-        "evaluations": [],
-        "epochs": [],
-        "num_skipped_steps": 0,
-    }
-
-
-def _collect_results(
-    plan: Plan, topology: Topology, trainer: Trainer, disk_before: dict[str, int] | None
-) -> dict[str, Any]:
-    """Performance, memory of every rank and disk traffic. Collective."""
-    disk_after = disk_bytes()
-    disk = None
-    if disk_before is not None and disk_after is not None:
-        disk = {name: disk_after[name] - disk_before[name] for name in disk_after}
-    mine = {"rank": topology.rank, **trainer.memory.as_dict(), "disk": disk}
-    ranks: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(ranks, mine)
-    durations = trainer.timer.durations_s()
-    config = plan.config
-    tokens = trainer.sampler.global_batch_size * config.seq_len * trainer.data.train.real_share
-    disks = [rank["disk"] for rank in ranks]
-    steps = max(1, len(durations))
-    return {
-        "step": trainer.step,
-        "loss_curve": trainer.loss_curve,
-        "evaluations": trainer.evaluations,
-        "epochs": trainer.epochs,
-        "num_skipped_steps": trainer.num_skipped,
-        "performance": summarise_performance(
-            durations,
-            tokens_per_step=tokens,
-            flops_per_token=plan.size.flops_per_token(config.seq_len),
-            world_size=topology.world_size,
-            device_name=plan.machine.gpu_name,
-        ),
-        "memory": {
-            **{
-                name: None if ranks[0][name] is None else max(rank[name] for rank in ranks)
-                for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
-            },
-            "by_rank": ranks,
-        },
-        # Of the whole training phase, checkpoints included, summed over ranks.
-        "disk": None
-        if any(entry is None for entry in disks)
-        else {name: sum(entry[name] for entry in disks) for name in ("read_bytes", "write_bytes")}
-        | {"num_steps": steps},
-    }
 
 
 def _finish(
@@ -361,44 +268,8 @@ def _fail(plan: Plan, topology: Topology, error: BaseException) -> None:
         plan.run_dir, status, f"rank {topology.rank}: {type(error).__name__}: {first_line}"
     )
     if out_of_memory:
-        print(_explain_out_of_memory(plan, topology, first_line), file=sys.stderr, flush=True)
+        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
-
-
-def _explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
-    """Where the memory went and what helps, most effective first."""
-    config = plan.config
-    state = estimate_state_bytes(
-        plan.strategy,
-        num_parameters=plan.size.num_parameters,
-        precision=config.precision,
-        dp_size=topology.dp_size,
-    )
-    held = state["parameters"] + state["gradients"] + state["optimizer"]
-    peak = torch.cuda.max_memory_allocated(topology.device)
-    fixes = []
-    if config.micro_batch_size > 1:
-        half = config.micro_batch_size // 2
-        fixes.append(
-            f"batch_size={half} with grad_accum_steps={config.grad_accum_steps * 2} (same work)"
-        )
-    if config.activation_checkpointing != "full":
-        fixes.append("activation_checkpointing=full")
-    if config.seq_len > 128:
-        fixes.append(f"max_length={config.seq_len // 2}")
-    if not plan.strategy.divides_parameters and topology.world_size > 1:
-        fixes.append("strategy=zero3 or fsdp (they divide the state; activations stay)")
-    if not plan.strategy.needs_cpu_adam:
-        fixes.append("strategy=offload")
-    return (
-        f"out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  {peak / 2**30:.1f} GiB were in use at the peak; the state of {config.model} under "
-        f"{plan.strategy.name} takes {held / 2**30:.1f} GiB of them, activations and buffers the "
-        f"rest\n  in this order, try --set " + "; --set ".join(fixes)
-    )
-
-
-__all__ = ["RunRecord", "build_engine", "run_worker"]

@@ -23,6 +23,7 @@ ORDER = (
     ("checkpoint",),
     ("plan",),
     ("launch", "train"),
+    ("outcome",),
     ("worker",),
 )
 # What is imported before processes start, and by --help, --dry-run and every refusal.

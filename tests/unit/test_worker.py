@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from distributed_training import worker
+from distributed_training import outcome, worker
 from distributed_training.config import build_config
 from distributed_training.engines import deepspeed, native
 from distributed_training.model import build_model
@@ -90,10 +90,10 @@ def test_dividing_is_advised_where_it_would_help(
 ):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
     plan, topology = plan_for(tmp_path, strategy, GPU_MACHINE, num_processes)
-    text = worker._explain_out_of_memory(plan, topology, "tried to allocate")
+    text = outcome.explain_out_of_memory(plan, topology, "tried to allocate")
     assert ("strategy=zero3 or fsdp" in text) == advised
     assert "batch_size=2 with grad_accum_steps=2" in text
     later = dataclasses.replace(topology, rank=1)
-    assert "on rank 1: tried to allocate" in worker._explain_out_of_memory(
+    assert "on rank 1: tried to allocate" in outcome.explain_out_of_memory(
         plan, later, "tried to allocate"
     )
