@@ -176,71 +176,74 @@ def published(name: str) -> list[Record]:
 
 
 _PART = re.compile(
-    r"(?P<begin><!-- table: (?P<name>[\w./-]+)(?P<options>[^>]*)-->)\n"
-    r"(?:(?!<!-- table:).)*?<!-- end -->",
+    r"(?P<begin><!-- (?P<kind>table|json): (?P<name>[\w./-]+)(?P<options>[^>]*)-->)\n"
+    r"(?:(?!<!--).)*?<!-- end -->",
     re.DOTALL,
 )
-_BEGIN = re.compile(r"<!-- table:.*")
-_JSON_PART = re.compile(
-    r"(?P<begin><!-- json: (?P<name>[\w./-]+) key=\"(?P<key>\w+)\" "
-    r"columns=\"(?P<columns>[^\"]*)\" -->)\n"
-    r"(?:(?!<!-- json:).)*?<!-- end -->",
-    re.DOTALL,
-)
+_BEGIN = re.compile(r"<!-- (?:table|json):.*")
 _OPTION = re.compile(r'(\w+)="([^"]*)"')
 
 
 def render(text: str) -> str:
     """`text` with every generated part filled from the published records.
 
-    Options: columns="strategy, tokens/s" and where="model=gpt2-medium, batch_size=4". Raises
-    UserError for a part without an end, and for options that say nothing about these records.
+    Options of a table: columns="strategy, tokens/s" and where="model=gpt2-medium, batch_size=4".
+    Raises UserError for a part without an end, and for options that say nothing about the records.
     """
     for line in _BEGIN.findall(_PART.sub("", text)):
         raise UserError(
-            f"{line!r} does not begin a table",
+            f"{line!r} does not begin a generated part",
             'that is <!-- table: NAME columns="..." where="..." --> with a line <!-- end --> below',
             "mend it",
         )
-    return _JSON_PART.sub(_fill_json, _PART.sub(_fill, text))
-
-
-def _fill_json(match: re.Match[str]) -> str:
-    """A table of one entry of any published JSON: a row a key, a column a value's key."""
-    values = load_json(RECORDS_DIR / match["name"], "record")[match["key"]]
-    columns = _split(match["columns"])
-    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-    for name, value in values.items():
-        cells = value if isinstance(value, dict) else {columns[0]: value}
-        lines.append(f"| {name} | " + " | ".join(_figure(cells[c]) for c in columns) + " |")
-    table_text = "\n".join(lines)
-    return f"{match['begin']}\n\n{table_text}\n\n<!-- end -->"
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.1e}"
+    return _PART.sub(_fill, text)
 
 
 def _fill(match: re.Match[str]) -> str:
-    name = match["name"]
-    options = dict(_OPTION.findall(match["options"]))
-    _check_words(f"table {name}", "option", options, ("columns", "where"))
+    where, options = f"{match['kind']} {match['name']}", dict(_OPTION.findall(match["options"]))
     if _OPTION.sub("", match["options"]).strip():
         raise UserError(
-            f"table {name}: {match['options'].strip()!r} is not understood",
-            fix='write columns="..." where="..."',
+            f"{where}: {match['options'].strip()!r} is not understood",
+            fix='write options as name="value"',
         )
+    make = _table_of_records if match["kind"] == "table" else _table_of_json
+    return f"{match['begin']}\n\n{make(where, match['name'], options)}\n\n<!-- end -->"
+
+
+def _table_of_records(where: str, name: str, options: dict[str, str]) -> str:
+    _check_words(where, "option", options, ("columns", "where"))
     records = published(name)
     keys = list(records[0]["config"])
     for condition in _split(options.get("where", "")):
         key, _, value = (part.strip() for part in condition.partition("="))
-        _check_words(f"table {name}", "key of where", [key], keys)
+        _check_words(where, "key of where", [key], keys)
         records = [record for record in records if str(record["config"].get(key)) == value]
     if not records:
         raise UserError(f"no record of {name} matches {options['where']!r}")
     columns = _split(options.get("columns", "")) or DEFAULT_COLUMNS
-    _check_words(f"table {name}", "column", columns, COLUMNS)
-    return f"{match['begin']}\n\n{table(records, columns)}\n\n<!-- end -->"
+    _check_words(where, "column", columns, COLUMNS)
+    return table(records, columns)
+
+
+def _table_of_json(where: str, name: str, options: dict[str, str]) -> str:
+    """One entry of any published JSON: a row a key, a column a value's key."""
+    _check_words(where, "option", options, ("columns", "key"))
+    key, columns = options.get("key", ""), _split(options.get("columns", ""))
+    if not key or not columns:
+        raise UserError(f"{where} needs two options", fix='write key="..." columns="..."')
+    entries = load_json(RECORDS_DIR / name, "record")
+    entries = {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
+    _check_words(where, "key", [key], entries)
+    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for row, value in entries[key].items():
+        values = value if isinstance(value, dict) else dict.fromkeys(columns[:1], value)
+        _check_words(f"{where}, {row}", "column", columns, values)
+        lines.append(f"| {row} | " + " | ".join(_figure(values[name]) for name in columns) + " |")
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.1e}"
 
 
 def _split(text: str) -> list[str]:

@@ -272,12 +272,13 @@ def test_a_key_that_only_a_later_work_has_is_a_difference():
         "<!-- table: h200-x4 -->\n| 131,073 |\n<!-- table: h200-x4 -->\n<!-- end -->\n",
         "<!-- table: h200-x4 --> <!-- end -->\n",
         '<!-- table: h200-x4 where="steps>5" -->\n<!-- end -->\n',
-        "<!-- table:h200-x4 -->\n<!-- end -->\n",
+        "<!-- table: h200-x4 -->\n| 131,073 |\n<!-- run output -->\n<!-- end -->\n",
+        '<!-- json: h200-x4/a.json key="x" columns="y" -->\n| 131,073 |\n',
     ],
 )
 def test_a_table_that_is_not_whole_is_refused(text, records_dir):
     """What is written before the next table's end would be lost otherwise."""
-    with refused("'<!-- table:", "h200-x4", "<!-- end -->"):
+    with refused("does not begin a generated part", "h200-x4", "<!-- end -->"):
         render(text)
 
 
@@ -309,6 +310,53 @@ def test_a_document_may_hold_several_tables(records_dir):
 def test_unknown_words_of_a_table_are_refused(options, words, records_dir):
     with refused("h200-x4", *words):
         render(DOCUMENT.format(options=options))
+
+
+@pytest.fixture
+def published_json(tmp_path, monkeypatch):
+    """Another published file: differences from a reference, by strategy."""
+    monkeypatch.setattr(report, "RECORDS_DIR", tmp_path)
+    document = {
+        "differences": {"dp": {"loss": 0.0, "norm": 1.25e-7}, "fsdp": {"loss": 3e-5, "norm": 0.5}},
+        "tokens/s": 1.0,
+        "speeds": {"one": 131072.4, "two": 100},
+    }
+    (tmp_path / "parity.json").write_text(json.dumps(document))
+
+
+@pytest.mark.usefixtures("published_json")
+def test_a_table_of_other_json():
+    begin = '<!-- json: parity.json key="differences" columns="norm, loss" -->\n'
+    text = render(begin + "old\n<!-- end -->\n")
+    rows = "| dp | 1.2e-07 | 0 |\n| fsdp | 5.0e-01 | 3.0e-05 |\n"
+    assert text == f"{begin}\n| | norm | loss |\n| --- | --- | --- |\n{rows}\n<!-- end -->\n"
+    assert render(text) == text
+    plain = render('<!-- json: parity.json key="speeds" columns="tokens" -->\n<!-- end -->')
+    assert plain.splitlines()[2:6] == ["| | tokens |", "| --- | --- |", "| one | 131,072 |",
+                                       "| two | 100 |"]  # fmt: skip
+
+
+@pytest.mark.usefixtures("published_json")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ('key="diferences" columns="loss"', ("key 'diferences'", "'differences'")),
+        ('key="differences" columns="lost"', ("dp: the column 'lost'", "'loss'")),
+        ('key="speeds" columns="one, two"', ("one: the column 'two'",)),
+        ('key="differences"', ("needs two options", 'columns="..."')),
+        ('key="tokens/s" columns="loss"', ("key 'tokens/s'", "known are differences, speeds")),
+        ('columns="loss" where="x=1"', ("option 'where'",)),
+    ],
+)
+def test_unknown_words_of_other_json_are_refused(options, words):
+    with refused("json parity.json", *words):
+        render(f"<!-- json: parity.json {options} -->\n<!-- end -->\n")
+
+
+@pytest.mark.usefixtures("published_json")
+def test_other_json_that_is_not_there_is_refused():
+    with refused("partiy.json does not exist", "parity.json?"):
+        render('<!-- json: partiy.json key="x" columns="y" -->\n<!-- end -->\n')
 
 
 @pytest.mark.parametrize("option", ["--check", "--write"])
