@@ -58,14 +58,17 @@ def main() -> int:
     from distributed_training import launch
     from distributed_training.errors import UserError
 
-    arguments = launch.parse_arguments(sys.argv[1:], __doc__.splitlines()[0])
     rank = os.environ.get("RANK", "0")
     try:
+        arguments = launch.parse_arguments(sys.argv[1:], __doc__.splitlines()[0])
         return start(arguments, launch, Path(__file__).resolve())
     except UserError as error:
         if rank == "0":  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
+        print("interrupted before training began", file=sys.stderr)
+        return 130
 
 
 def start(arguments, launch, script) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
-META_TYPES = {"step": int, "identity": dict, "files": dict}
+META_TYPES = {"step": int, "identity": dict, "files": dict, "checksums": dict}
 FORMAT = 1
+CHECKED_BYTES = 16 * 2**20  # larger files are checked by size alone: reading them takes long
 logger = logging.getLogger(__name__)
 
 
@@ -62,12 +64,18 @@ def save_checkpoint(
     torch.save(generators, writing / f"rng-rank{topology.rank}.pt")
     dist.barrier()
     if topology.rank == 0:
-        files = {
-            str(path.relative_to(writing)): path.stat().st_size
-            for path in sorted(writing.rglob("*"))
-            if path.is_file()
+        paths = [path for path in sorted(writing.rglob("*")) if path.is_file()]
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            "identity": dict(identity),
+            "files": {str(path.relative_to(writing)): path.stat().st_size for path in paths},
+            "checksums": {
+                str(path.relative_to(writing)): zlib.crc32(path.read_bytes())
+                for path in paths
+                if path.stat().st_size <= CHECKED_BYTES
+            },
         }
-        meta = {"format": FORMAT, "step": step, "identity": dict(identity), "files": files}
         write_json(writing / META_FILE, meta)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(writing, final)
@@ -110,7 +118,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """A checkpoint's meta.json, after checking that every file is there at its full size.
+    """A checkpoint's meta.json, after checking that every file is there at its full size,
+    and the small ones with their contents.
 
     Raises UserError for a folder that is no checkpoint, or a damaged one.
     """
@@ -130,6 +139,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         if actual != size:
             state = "missing" if actual is None else f"{actual} bytes long instead of {shown(size)}"
             raise UserError(f"checkpoint {folder} is damaged", f"{name} is {state}", fix)
+    for name, checksum in meta["checksums"].items():
+        if zlib.crc32((folder / name).read_bytes()) != checksum:
+            raise UserError(f"checkpoint {folder} is damaged", f"{name} has other contents", fix)
     return meta
 
 

@@ -237,7 +237,7 @@ def build_config(
         if not equals:
             raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
         field_name, rule = _lookup(key.strip(), "--set")
-        values[field_name] = rule.parse(key.strip(), raw.strip())
+        values[field_name] = rule.parse(key.strip(), raw if rule.kind is str else raw.strip())
     return RunConfig(**values)
 
 

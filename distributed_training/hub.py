@@ -50,24 +50,30 @@ def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "mod
     try:
         return [fetch(repo_id, name, repo_type=repo_type, network=False) for name in filenames]
     except OSError:
-        check_reachable()
+        check_reachable(repo_id, filenames[0], repo_type=repo_type)
         return [fetch(repo_id, name, repo_type=repo_type) for name in filenames]
 
 
-def check_reachable() -> None:
-    """Raise OSError unless the Hub answers a request within `PROBE_TIMEOUT_S` seconds."""
+def check_reachable(repo_id: str, filename: str, *, repo_type: str = "model") -> None:
+    """Raise OSError unless the Hub answers for this file within `PROBE_TIMEOUT_S` seconds.
+
+    Its client would ask again and again, with a minute each, where nobody has the file yet.
+    """
     import urllib.error
     import urllib.request
 
-    from huggingface_hub import constants
+    from huggingface_hub import constants, hf_hub_url
 
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    url = hf_hub_url(repo_id, filename, repo_type=repo_type)
+    request = urllib.request.Request(url, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return  # it answered; whether it has the file is for the download to find out
+    except urllib.error.HTTPError as error:
+        if error.code >= 500 or error.code in (404, 408, 429):
+            raise OSError(f"{url} answers {error.code} {error.reason}") from None
+        # Anything else, a token that is wanted for one, is for the download to find out.
     except (OSError, ValueError) as error:
         raise OSError(f"{constants.ENDPOINT} does not answer: {error}") from None
 

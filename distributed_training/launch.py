@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,8 +17,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from distributed_training.config import nearest
 from distributed_training.errors import UserError
 from distributed_training.files import shown
 from distributed_training.machine import Machine
@@ -39,9 +41,17 @@ class Process:
     local_world_size: int
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        words = re.findall(r"--\w+", message)
+        hint = nearest(words[0], self._option_string_actions) if words else None
+        fix = f"did you mean {hint}?" if hint and hint != words[0] else "see --help"
+        raise UserError(message, fix=fix)
+
+
 def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
     """Command line of real_model_example.py; a usage error exits with code 2."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description=description,
         epilog="Several processes: deepspeed --num_gpus=N real_model_example.py, torchrun "
         "--nproc_per_node=N real_model_example.py, or --num_gpus N here.",
@@ -184,11 +194,19 @@ def spawn(command: list[str], plan: Plan) -> int:
 
     A process that was killed could not write its own end: it is recorded here.
     """
+    file = plan.run_dir / RECORD_FILE
+    before = file.stat().st_mtime_ns if file.is_file() else None
+    signals: list[int] = []
+
+    def pass_on(signum: int, _frame: Any) -> None:
+        signals.append(signum)
+        child.send_signal(signum)
+
     child = subprocess.Popen(command)
     # Ctrl-C reaches the whole foreground group by itself; SIGTERM reaches only this process.
     previous = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda s, _: child.send_signal(s)),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
     }
     try:
         code = child.wait()
@@ -197,8 +215,7 @@ def spawn(command: list[str], plan: Plan) -> int:
             signal.signal(signum, handler)
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    file = plan.run_dir / RECORD_FILE
-    if not file.is_file():
+    if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
         return code if code >= 0 else 128 - code
     killed = "a process ended without a word; exit -9 most often means that memory ran out"
     mark_stopped(plan.run_dir, "failed", f"{killed} (launcher's exit code {code})")
@@ -206,7 +223,9 @@ def spawn(command: list[str], plan: Plan) -> int:
     if values["status"] in ("oom", "failed"):
         print(f"{values['status']}: {values['error']}", file=sys.stderr)
         return 1
-    return 130 if values["status"] == "interrupted" else code
+    if values["status"] == "interrupted":
+        return 128 + (signals[0] if signals else signal.SIGINT)
+    return code
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

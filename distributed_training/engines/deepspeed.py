@@ -115,6 +115,20 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder / "deepspeed"), tag=_TAG)
+        if self.strategy.needs_cpu_adam:
+            self._restore_cpu_adam_powers()
+
+    def _restore_cpu_adam_powers(self) -> None:
+        """Repeat the steps on nothing: the C++ object multiplies beta ** step up in fp32, step by
+        step, and a new one would begin with pow, which rounds otherwise.
+        """
+        adam = self.optimizer.optimizer
+        last = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
+        nothing = [torch.zeros(0) for _ in range(4)]
+        for step in range(1, last + 1):
+            adam.ds_opt_adam.adam_update(
+                adam.opt_id, step, 0.0, *ADAM["betas"], ADAM["eps"], 0.0, True, *nothing
+            )
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         from deepspeed.utils import safe_get_full_fp32_param

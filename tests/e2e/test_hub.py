@@ -19,11 +19,6 @@ from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders
 
 AUTO_LIMIT_S = 20  # "within a few seconds", three seconds a probe, on a busy machine
 PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"
-NOT_PROBED = pytest.mark.xfail(
-    run=False,  # 24 s and 6 minutes
-    reason="hub.check_reachable asks for the front page, not for the file: huggingface_hub then "
-    "repeats the file's HEAD with 60 s each",
-)
 TOPICS = ("river", "bridge", "engine", "forest", "letter", "market", "signal", "winter")
 
 
@@ -147,8 +142,8 @@ def test_weights_without_the_rest_of_the_hub_are_named(gpt2, tmp_path):
         "cuts off",
         "mute",
         "gone",
-        pytest.param("unavailable", marks=NOT_PROBED),
-        pytest.param("mute on files", marks=NOT_PROBED),
+        "unavailable",
+        "mute on files",
     ],
 )
 def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_path):

@@ -127,7 +127,15 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_a_file_of_the_right_size_with_other_content_is_explained(tmp_path):
+def test_a_small_file_of_the_right_size_with_other_content_is_found(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "sub" / "state").write_text("no digit")
+    with refused(str(folder), "is damaged", "sub/state has other contents"):
+        read_meta(folder)
+
+
+def test_a_large_file_of_the_right_size_with_other_content_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr("distributed_training.checkpoint.CHECKED_BYTES", 0)
     folder = save(tmp_path, 1)
     (folder / "sub" / "state").write_text("no digit")
     with refused(str(folder), "cannot be loaded", "ValueError", "remove that folder"):

@@ -7,6 +7,7 @@ import pytest
 
 from distributed_training import launch
 from distributed_training.config import build_config
+from distributed_training.errors import UserError
 from distributed_training.launch import Process
 from distributed_training.plan import make_plan
 from distributed_training.record import load_record, start_record
@@ -32,11 +33,10 @@ def test_short_forms_come_last():
 
 
 @pytest.mark.parametrize("argv", [["--unknown"], ["--strat", "dp"], ["extra"], ["--set"]])
-def test_usage_errors_exit_with_two(argv, capsys):
-    with pytest.raises(SystemExit) as caught:
+def test_usage_errors_are_one_line(argv):
+    with pytest.raises(UserError, match=r"--help|did you mean") as caught:
         parse(*argv)
-    assert caught.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    assert caught.value.exit_code == 2
 
 
 def test_help_lists_the_strategies(capsys):
@@ -164,9 +164,14 @@ def test_a_killed_launcher_is_128_and_the_signal(tmp_path):
     assert spawn("import os; os.kill(os.getpid(), 9)", tmp_path) == 128 + signal.SIGKILL
 
 
+def writes_record(run_dir):
+    """Code of a child that comes to writing the record that is there."""
+    return f"import os; os.utime({str(run_dir / 'record.json')!r}); "
+
+
 def test_a_process_that_ended_without_a_word_is_recorded(tmp_path, capsys):
     start_record(tmp_path)
-    assert spawn("import os; os.kill(os.getpid(), 9)", tmp_path) == 1
+    assert spawn(writes_record(tmp_path) + "os.kill(os.getpid(), 9)", tmp_path) == 1
     record = load_record(tmp_path)
     assert record["status"] == "failed"
     assert "memory" in record["error"]
@@ -179,8 +184,13 @@ def test_a_process_that_ended_without_a_word_is_recorded(tmp_path, capsys):
 )
 def test_exit_code_follows_the_record(status, child, code, tmp_path):
     start_record(tmp_path).update(status=status)
-    assert spawn(f"raise SystemExit({child})", tmp_path) == code
+    assert spawn(writes_record(tmp_path) + f"raise SystemExit({child})", tmp_path) == code
     assert load_record(tmp_path)["status"] == status
+
+
+def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):
+    start_record(tmp_path).update(status="interrupted")
+    assert spawn("raise SystemExit(2)", tmp_path) == 2
 
 
 @pytest.mark.parametrize("child", ["pass", "raise SystemExit(7)", "os.kill(os.getpid(), 9)"])

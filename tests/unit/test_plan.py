@@ -123,6 +123,7 @@ def test_resuming_goes_on_in_the_old_folder(tmp_path):
     checkpoint.mkdir(parents=True)
     start_record(first.run_dir).update(status="interrupted")
     meta = {"format": FORMAT, "step": 3, "identity": first.identity, "files": {}}
+    meta["checksums"] = {}
     (checkpoint / "meta.json").write_text(json.dumps(meta))
     again = plan_for(tmp_path, resume="auto")
     assert (again.run_dir, again.checkpoint) == (first.run_dir, checkpoint)
