@@ -92,6 +92,7 @@ def start(arguments, launch, script) -> int:
             count = process.world_size
             here = process.local_world_size
             plan = make_plan(config, machine, num_processes=count, processes_here=here)
+            read_corpus(plan.config.dataset)
             if process.rank == 0:
                 print(launch.describe_plan(plan, "(this one)"))
             return 0

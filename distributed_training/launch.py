@@ -72,7 +72,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     parser.add_argument(
         "--num_gpus",
         metavar="N|all",
-        help="start N processes with the strategy's launcher; all: one for each GPU, or "
+        help="start N processes with torchrun; all: one for each GPU, or "
         f"{CPU_PROCESSES} on a machine without",
     )
     parser.add_argument(

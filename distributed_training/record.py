@@ -81,13 +81,15 @@ def load_record(path: Path) -> dict[str, Any]:
 
 
 def is_alive(record: dict[str, Any]) -> bool:
-    """Whether a record says "running" and its process is there, on this host."""
-    return (
-        record.get("status") == "running"
-        and record.get("hostname") == platform.node()
-        and isinstance(record.get("pid"), int)
-        and psutil.pid_exists(record["pid"])
-    )
+    """Whether a record says "running" and the process that wrote it is there, on this host."""
+    if record.get("status") != "running" or record.get("hostname") != platform.node():
+        return False
+    try:
+        process = psutil.Process(int(record["pid"]))
+        # A process born after the record was begun has only inherited the number.
+        return process.create_time() <= datetime.fromisoformat(record["started_at"]).timestamp() + 1
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
+        return False
 
 
 def mark_stopped(run_dir: Path, status: str, error: str) -> None:

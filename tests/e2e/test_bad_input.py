@@ -314,7 +314,7 @@ def _damage(change: str, checkpoint: Path) -> None:
 DAMAGE = {
     "truncated": "bytes long instead of",
     "missing file": "rng-rank0.pt is missing",
-    "overwritten": "cannot be loaded",
+    "overwritten": "has other contents",
     "no meta.json": "no checkpoint",
     "foreign format": "not a checkpoint",
     "meta.json is not JSON": "not a checkpoint",
@@ -330,9 +330,7 @@ def test_damaged_or_foreign_checkpoint_is_refused(change, checkpointed, tmp_path
     shutil.copytree(checkpointed, run_dir)
     _damage(change, run_dir / "checkpoints" / "step-00000002")
     values = {**CHECKPOINT_VALUES, "output_dir": tmp_path / "runs", "resume": run_dir}
-    # Zeroes in place of a tensor are seen only by the code that reads them.
-    dry = [] if change == "overwritten" else ["--dry-run"]
-    result = run_command(script_command(values, *dry), timeout_s=60)
+    result = run_command(script_command(values, "--dry-run"), timeout_s=60)
     assert_refused(result, str(run_dir), DAMAGE[change])
     assert run_folders(tmp_path / "runs") == [run_dir]
 
@@ -363,7 +361,8 @@ def test_damage_that_only_another_rank_sees_is_said_once(tmp_path):
     assert result.returncode != 0
     errors = our_errors(result.stderr)
     assert len(errors) == 1, result.stderr[-3000:]
-    assert "is damaged" in errors[0] and "rng-rank1.pt" in errors[0]
+    assert "is damaged" in errors[0]
+    assert "rng-rank1.pt" in errors[0]
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(status, tmp_pa
 
 @pytest.mark.parametrize(
     "changes",
-    [{"pid": ended_pid}, {"hostname": "another-host"}, {"pid": None}, {"pid": "1"}],
-    ids=["ended", "elsewhere", "null", "text"],
+    [{"pid": ended_pid}, {"hostname": "another-host"}, {"pid": None}, {"pid": 2**80}],
+    ids=["ended", "elsewhere", "null", "huge"],
 )
 def test_a_run_whose_process_is_not_there_is_not_alive(changes, tmp_path):
     start_record(tmp_path).update(
