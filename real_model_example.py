@@ -39,7 +39,7 @@ CONFIG = {
     "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
     "eval_samples": 200,  # validation samples used; -1: all
     "generate": "The ",  # prompt of the sample at the end; None: no sample
-    "output_dir": "runs",  # each run gets a folder in here
+    "output_dir": "runs",  # each run gets a folder in here; relative to this file
     "offload_dir": None,  # where infinity keeps its files; None: output_dir/.offload
     "checkpoint_every": None,  # steps; None: each epoch's end, 0: never
     "keep_checkpoints": 1,  # older ones are deleted
@@ -79,9 +79,11 @@ def start(arguments, launch, script) -> int:
     from distributed_training.config import build_config
     from distributed_training.corpus import read_corpus
     from distributed_training.machine import detect_machine
-    from distributed_training.plan import load_plan_data, make_plan
+    from distributed_training.plan import load_plan_data, make_plan, reserve_run_dir
 
-    config = build_config(CONFIG, preset=arguments.preset, overrides=launch.overrides(arguments))
+    # Folders in CONFIG are relative to this file, those of the command line to where one stands.
+    here = {**CONFIG, "output_dir": str(script.parent / str(CONFIG["output_dir"]))}
+    config = build_config(here, preset=arguments.preset, overrides=launch.overrides(arguments))
     machine = detect_machine()
     process = launch.current_process(os.environ)
     requested = launch.requested_processes(arguments.num_gpus, machine)
@@ -111,6 +113,9 @@ def start(arguments, launch, script) -> int:
         print(launch.describe_plan(plan, typed))
         return 0
     load_plan_data(plan)  # too little text, too: better before processes start
+    run_dir = reserve_run_dir(plan)
+    plan = make_plan(config, machine, num_processes=count, processes_here=count, run_dir=run_dir)
+    command, _ = launch.launch_command(plan, str(script), passed)
     launch.prepare_environment(machine, count)
     return launch.spawn(command, plan)
 

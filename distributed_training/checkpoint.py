@@ -43,6 +43,7 @@ def save_checkpoint(
     step: int,
     keep: int,
     identity: Mapping[str, Any],
+    data_fingerprint: str,
 ) -> Path:
     """Write a checkpoint aside, publish it by one rename, delete all but the last `keep` up to it.
 
@@ -54,7 +55,8 @@ def save_checkpoint(
     parent = run_dir / CHECKPOINTS
     writing, final = parent / f".writing-{step:08d}", parent / f"step-{step:08d}"
     if topology.rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)
+        for unfinished in parent.glob(".writing-*"):
+            shutil.rmtree(unfinished)
         writing.mkdir(parents=True)
     dist.barrier()
     engine.save(writing)
@@ -69,6 +71,7 @@ def save_checkpoint(
             "format": FORMAT,
             "step": step,
             "identity": dict(identity),
+            "data_fingerprint": data_fingerprint,
             "files": {str(path.relative_to(writing)): path.stat().st_size for path in paths},
             "checksums": {
                 str(path.relative_to(writing)): zlib.crc32(path.read_bytes())
@@ -110,6 +113,16 @@ def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
     if topology.device_type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"], topology.device)
     return int(step)
+
+
+def check_same_data(folder: Path, data_fingerprint: str) -> None:
+    """Raise UserError when a checkpoint was made on other tokens than the run would go on with."""
+    if read_meta(folder).get("data_fingerprint") != data_fingerprint:
+        raise UserError(
+            f"the text is not what {folder} was trained on",
+            "a file of the dataset has changed, or this is another Python's embedded corpus",
+            "restore it, or set resume to None",
+        )
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

@@ -131,6 +131,11 @@ class Sampler:
         chosen = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
         return self._shape(chosen)
 
+    def is_full(self, step: int) -> bool:
+        """Whether the data fill every place of this step's batch."""
+        position = step % self.steps_per_epoch
+        return (position + 1) * self.global_batch_size <= self.num_samples
+
     def eval_indices(self) -> Iterator[np.ndarray]:
         """This rank's micro-batches over all samples once, in order; same count on every rank."""
         per_call = self.micro_batch_size * self.dp_size

@@ -141,6 +141,6 @@ def summary_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
     rows.append(("host memory", f"peak {gib(memory['peak_host_bytes'])} a process"))
     if values["num_skipped_steps"]:
-        rows.append(("fp16", f"{values['num_skipped_steps']} steps skipped for overflow"))
+        rows.append(("skipped", f"{values['num_skipped_steps']} steps, gradients overflowed"))
     rows.append(("record", f"{values['run_dir']}/record.json"))
     return rows

@@ -138,7 +138,7 @@ def check_world_size(requested: int | None, process: Process, machine: Machine) 
             f"--num_gpus {requested} was asked for but the launcher started {process.world_size}",
             fix="give the number to the launcher only, or to real_model_example.py only",
         )
-    if machine.num_gpus and process.local_rank >= machine.num_gpus:
+    if machine.num_gpus and process.local_world_size > machine.num_gpus:
         raise UserError(
             f"{process.local_world_size} processes on this machine but it has {machine.num_gpus} "
             "GPUs",
@@ -165,15 +165,19 @@ def prepare_environment(machine: Machine, processes_here: int) -> None:
     folder = str(Path(sys.executable).parent)
     if folder not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", "")])
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(machine, processes_here)))
     if not machine.num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        threads = max(1, machine.num_cpus // processes_here)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     else:
         # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
         major, minor = machine.compute_capability
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def threads_per_process(machine: Machine, processes_here: int) -> int:
+    """An equal share of the cores, at least one."""
+    return max(1, machine.num_cpus // processes_here)
 
 
 def launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> tuple[list[str], str]:
@@ -205,7 +209,7 @@ def spawn(command: list[str], plan: Plan) -> int:
     child = subprocess.Popen(command)
     # Ctrl-C reaches the whole foreground group by itself; SIGTERM reaches only this process.
     previous = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda s, _: signals.append(s)),
         signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
     }
     try:
@@ -218,6 +222,8 @@ def spawn(command: list[str], plan: Plan) -> int:
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
         return code if code >= 0 else 128 - code
     killed = "a process ended without a word; exit -9 most often means that memory ran out"
+    if signals:
+        mark_stopped(plan.run_dir, "interrupted", signal.Signals(signals[0]).name)
     mark_stopped(plan.run_dir, "failed", f"{killed} (launcher's exit code {code})")
     values = json.loads(file.read_text(encoding="utf-8"))
     if values["status"] in ("oom", "failed"):

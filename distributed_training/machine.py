@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from distributed_training.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
@@ -45,12 +47,24 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = "--query-gpu=index,uuid,name,memory.total,compute_cap"
-    answer = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip().startswith("MIG-"):
+        raise UserError(
+            "CUDA_VISIBLE_DEVICES names a part of a GPU (MIG)",
+            "this suite looks for whole GPUs",
+            "give whole GPUs by index, or unset it",
+        )
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            "nvidia-smi did not answer for a minute", "the driver hangs", "try nvidia-smi by hand"
+        ) from None
     if answer.returncode != 0:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
@@ -59,7 +73,6 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
         for row in rows
         if len(row) == 5
     }
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [gpu for _, gpu in gpus.values()]
     chosen = []
@@ -87,6 +100,8 @@ def _memory_bytes(mebibytes: str) -> int:
 
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
+    if not major.isdecimal():  # [N/A]: an old driver, whose GPUs lack bf16
+        return (0, 0)
     return int(major), int(minor or 0)
 
 
@@ -97,15 +112,26 @@ def available_ram_bytes() -> int:
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024
     available = fields["MemAvailable"]
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, used = Path(limit_file), Path(used_file)
+    for group in _memory_groups():
+        limit, used = group / "memory.max", group / "memory.current"
         if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-            room = int(limit.read_text()) - int(used.read_text())
+            room = int(limit.read_text()) - int(used.read_text()) + _file_cache_bytes(group)
             available = min(available, max(room, 0))
     return available
+
+
+def _memory_groups() -> list[Path]:
+    """This process's cgroup (version 2) and all above it; a job's limit may be on any of them."""
+    root = Path("/sys/fs/cgroup")
+    own = Path("/proc/self/cgroup")
+    lines = own.read_text().splitlines() if own.exists() else []
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    folder = root / path.lstrip("/")
+    return [parent for parent in (folder, *folder.parents) if parent.is_relative_to(root)]
+
+
+def _file_cache_bytes(group: Path) -> int:
+    """Counted as used, but given back when it is needed."""
+    stat = group / "memory.stat"
+    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))

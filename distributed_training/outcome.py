@@ -13,16 +13,29 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.data import Data, Sampler
-from distributed_training.engines.base import Engine
 from distributed_training.metrics import disk_bytes, summarise_performance
 from distributed_training.plan import Plan
 from distributed_training.strategy import estimate_state_bytes
 from distributed_training.topology import Topology
 from distributed_training.train import Trainer
 
+# What a resumed run takes over from the record of the steps before it.
+_HISTORY: dict[str, Any] = {
+    "step": 0,
+    "loss_curve": [],
+    "evaluations": [],
+    "epochs": [],
+    "num_skipped_steps": 0,
+}
+
 
 def describe_run(
-    plan: Plan, topology: Topology, engine: Engine, sampler: Sampler, num_steps: int, data: Data
+    plan: Plan,
+    topology: Topology,
+    sampler: Sampler,
+    num_steps: int,
+    data: Data,
+    history: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What the record says before the first step."""
     config = plan.config
@@ -45,7 +58,7 @@ def describe_run(
         "machine": asdict(plan.machine),
         "cuda": torch.version.cuda if topology.device_type == "cuda" else None,
         "num_parameters": plan.size.num_parameters,
-        "dtypes": engine.describe_dtypes(),
+        "dtypes": None,  # known when the engine is built
         "estimated_state_bytes": estimate_state_bytes(
             plan.strategy,
             num_parameters=plan.size.num_parameters,
@@ -65,11 +78,7 @@ def describe_run(
             "steps_per_epoch": sampler.steps_per_epoch,
         },
         "num_steps": num_steps,
-        "step": 0,
-        "loss_curve": [],
-        "evaluations": [],
-        "epochs": [],
-        "num_skipped_steps": 0,
+        **{key: (history or {}).get(key, empty) for key, empty in _HISTORY.items()},
     }
 
 
@@ -86,7 +95,11 @@ def collect_results(
     dist.all_gather_object(ranks, mine)
     durations = trainer.timer.durations_s()
     config = plan.config
-    tokens = trainer.sampler.global_batch_size * config.seq_len * trainer.data.train.real_share
+    # Steps that the data fill: the last of an epoch takes as long with fewer tokens.
+    first = trainer.step - len(durations)
+    full = [t for i, t in enumerate(durations) if trainer.sampler.is_full(first + i)]
+    samples = min(trainer.sampler.global_batch_size, trainer.sampler.num_samples)
+    tokens = samples * config.seq_len * trainer.data.train.real_share
     disks = [rank["disk"] for rank in ranks]
     steps = max(1, len(durations))
     return {
@@ -96,7 +109,7 @@ def collect_results(
         "epochs": trainer.epochs,
         "num_skipped_steps": trainer.num_skipped,
         "performance": summarise_performance(
-            durations,
+            full or durations,
             tokens_per_step=tokens,
             flops_per_token=plan.size.flops_per_token(config.seq_len),
             world_size=topology.world_size,

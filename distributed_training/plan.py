@@ -120,6 +120,22 @@ def make_plan(
     )
 
 
+def reserve_run_dir(plan: Plan) -> Path:
+    """Make the run's folder, under the next free name where another run was quicker."""
+    if plan.checkpoint is not None:
+        return plan.run_dir
+    plan.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    candidate = plan.run_dir
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            candidate = new_run_dir(
+                candidate.parent, plan.strategy.name, plan.config.model, plan.num_processes
+            )
+
+
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
     """Read, tokenise (or find in the cache) and cut the corpus that the plan names."""
     tokenizer = Tokenizer(plan.resolved.tokenizer_dir)

@@ -146,7 +146,7 @@ def _written(situation: Situation) -> list[tuple[str, Path, int]]:
         output += 4 * count
     written = [("output_dir", user_path("output_dir", config.output_dir), output)]
     if situation.strategy.needs_async_io:
-        written.append(("offload_dir", situation.offload_dir, 18 * count))
+        written.append(("offload_dir", situation.offload_dir, 20 * count))
     return written
 
 

@@ -23,6 +23,7 @@ from distributed_training.strategy import ROOT
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 METRICS_FILE = "metrics.jsonl"
+FAILURE_FILE = ".failure"
 STATUSES = ("running", "ok", "oom", "failed", "interrupted")
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "numpy", "tokenizers")
 logger = logging.getLogger(__name__)
@@ -90,6 +91,17 @@ def is_alive(record: dict[str, Any]) -> bool:
         return process.create_time() <= datetime.fromisoformat(record["started_at"]).timestamp() + 1
     except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
+
+
+def claim_failure(run_dir: Path) -> bool:
+    """Whether this process is the first of its run to report a failure."""
+    try:
+        os.close(os.open(run_dir / FAILURE_FILE, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # better said twice than not at all
+    return True
 
 
 def mark_stopped(run_dir: Path, status: str, error: str) -> None:

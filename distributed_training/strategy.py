@@ -99,16 +99,22 @@ class Strategy:
 def list_strategies() -> dict[str, Path]:
     """Short name -> config.json of every folder under strategies/, in the folders' order."""
     found = {}
-    folders = sorted(
-        STRATEGIES_DIR.glob("*/config.json"), key=lambda path: int(path.parent.name.split("_")[0])
-    )
-    for path in folders:
+    for path in sorted(STRATEGIES_DIR.glob("*/config.json"), key=_folder_number):
         # A DeepSpeed strategy's file is a link to configs/ds_config_<name>.json; a native one
-        # carries its name, because its JSON is ours.
+        # carries its name, because its JSON is ours. Any other is named by its folder.
         target = path.resolve().stem
         name = target.removeprefix("ds_config_")
-        found[load_json(path, "strategy")["name"] if name == target else name] = path
+        if name == target:
+            document = load_json(path, "strategy")
+            named = document.get("name") if isinstance(document, dict) else None
+            name = named if isinstance(named, str) else path.parent.name
+        found[name] = path
     return found
+
+
+def _folder_number(path: Path) -> tuple[int, str]:
+    number, _, rest = path.parent.name.partition("_")
+    return (int(number), rest) if number.isdecimal() else (10**6, path.parent.name)
 
 
 def load_strategy(config: RunConfig) -> Strategy:
@@ -198,8 +204,8 @@ def estimate_state_bytes(
     """
     shards = dp_size
     if strategy.engine == "native":
-        if strategy.mesh["dp_shard"] == 1:
-            shards = 1
+        mesh = strategy.mesh
+        shards = mesh["dp_shard"] if mesh["dp_shard"] != -1 else dp_size // mesh["dp_replicate"]
         return _bytes(4 / shards, 4 / shards, 8 / shards, num_parameters)
     width = 4 if precision == "fp32" else 2
     stage = strategy.zero_stage

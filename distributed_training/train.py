@@ -115,11 +115,12 @@ class Trainer:
         stop, flush = self._agree()
         epoch_ends = self.step % self.sampler.steps_per_epoch == 0 or self.step == self.num_steps
         save = self._checkpoint_is_due(epoch_ends, bool(stop))
-        if flush or stop or epoch_ends or save:
-            self._flush()
         every = self.config.eval_every
+        evaluate = epoch_ends or (every > 0 and self.step % every == 0)
+        if flush or stop or evaluate or save:
+            self._flush()
         pauses = [
-            *([self.evaluate] if epoch_ends or (every and self.step % every == 0) else []),
+            *([self.evaluate] if evaluate else []),
             *([self._finish_epoch] if epoch_ends else []),
             *([self.save] if save else []),
         ]
@@ -174,6 +175,7 @@ class Trainer:
             step=self.step,
             keep=self.config.keep_checkpoints,
             identity=self.plan.identity,
+            data_fingerprint=self.data.fingerprint,
         )
         self._update_record()
         self.display.say(f"step {self.step:>6}/{self.num_steps}  saved {folder}")
@@ -295,7 +297,7 @@ def generate(
 ) -> list[int]:
     """Continue `prompt_ids` by sampling from the 40 likeliest tokens. Collective.
 
-    Every rank draws from its own equally seeded generator, so all take the same path.
+    Rank 0 chooses: sharded engines gather parameters at each step, so all must take one path.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt_ids)
@@ -303,8 +305,9 @@ def generate(
         window = torch.tensor([ids[-context:]])
         logits = engine.logits(window)[0, -1].float().cpu()
         values, candidates = torch.topk(logits, min(40, len(logits)))
-        choice = torch.multinomial(values.softmax(0), 1, generator=generator)
-        ids.append(int(candidates[choice]))
+        choice = candidates[torch.multinomial(values.softmax(0), 1, generator=generator)]
+        dist.broadcast(choice, src=0)
+        ids.append(int(choice))
         if ids[-1] == eos_id:
             break
     return ids

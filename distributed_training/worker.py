@@ -14,20 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed_training.checkpoint import check_same_data
 from distributed_training.config import RunConfig
 from distributed_training.data import Sampler
 from distributed_training.display import Display, header_rows, summary_rows
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.errors import UserError
 from distributed_training.hf_checkpoint import load_hf_weights, save_hf_folder
-from distributed_training.launch import Process
+from distributed_training.launch import Process, threads_per_process
 from distributed_training.machine import Machine
 from distributed_training.metrics import disk_bytes
 from distributed_training.model import build_model
 from distributed_training.outcome import collect_results, describe_run, explain_out_of_memory
-from distributed_training.plan import Plan, load_plan_data, make_plan
+from distributed_training.plan import Plan, load_plan_data, make_plan, reserve_run_dir
 from distributed_training.preflight import needed_extensions
 from distributed_training.record import (
+    FAILURE_FILE,
+    claim_failure,
     load_record,
     mark_stopped,
     start_record,
@@ -48,8 +51,8 @@ logger = logging.getLogger(__name__)
 def run_worker(config: RunConfig, machine: Machine, process: Process, run_dir: Path | None) -> int:
     """Run this process's part to the end; return its exit code.
 
-    UserErrors are raised; every other failure is recorded, printed and ends the process at once,
-    because the other ranks may be waiting inside a collective that will never complete.
+    UserErrors that every rank finds are raised. A failure after that is recorded, printed and ends
+    the process at once: other ranks may wait inside a collective that will never complete.
     """
     # Libraries that call each other's deprecated functions are not the user's business.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
@@ -61,6 +64,8 @@ def run_worker(config: RunConfig, machine: Machine, process: Process, run_dir: P
         local_rank=process.local_rank,
         device_type="cuda" if machine.num_gpus else "cpu",
     )
+    if strategy.needs_cpu_adam:  # torchrun by itself gives each process one thread
+        torch.set_num_threads(threads_per_process(machine, process.local_world_size))
     if machine.num_gpus and not torch.cuda.is_available():
         raise UserError(
             f"the installed torch {torch.__version__} cannot use this machine's GPU",
@@ -71,11 +76,6 @@ def run_worker(config: RunConfig, machine: Machine, process: Process, run_dir: P
         plan = _agree_on_plan(config, machine, process, topology, run_dir)
         try:
             return _train(plan, topology)
-        except (UserError, InterruptedRun) as error:
-            _stop_record(plan, error)
-            if isinstance(error, UserError):
-                raise
-            return 128 + error.signum
         except BaseException as error:
             _fail(plan, topology, error)
             raise AssertionError("unreachable") from error
@@ -102,8 +102,20 @@ def _agree_on_plan(
                 run_dir=run_dir,
             )
             load_plan_data(answer[0])  # fills the cache that the other ranks read
+            if run_dir is None:
+                answer[0] = make_plan(
+                    config,
+                    machine,
+                    num_processes=process.world_size,
+                    processes_here=process.local_world_size,
+                    run_dir=reserve_run_dir(answer[0]),
+                )
         except UserError as error:
             answer[0] = error
+        except OSError as error:  # a full or read-only disk under the cache, most often
+            answer[0] = UserError(
+                "preparing the data failed", str(error), "set output_dir elsewhere"
+            )
     dist.broadcast_object_list(answer, device=torch.device("cpu"))
     if isinstance(answer[0], UserError):
         raise answer[0]
@@ -158,15 +170,20 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
     _build_extensions(plan, topology, display)
-    engine = build_engine(plan, topology)
-    values = describe_run(plan, topology, engine, sampler, num_steps, data)
-    display.table(header_rows(values))
     history = load_record(plan.run_dir) if plan.checkpoint else None
+    values = describe_run(plan, topology, sampler, num_steps, data, history)
+    dist.barrier()  # every rank has read the old record before it is written anew
     record, tracker = None, NoTracker()
     if topology.rank == 0:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
+        (plan.run_dir / FAILURE_FILE).unlink(missing_ok=True)
         record = start_record(plan.run_dir, **values)
         tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
+    engine = build_engine(plan, topology)
+    values["dtypes"] = engine.describe_dtypes()
+    display.table(header_rows(values))
+    if record is not None:
+        record.update(dtypes=values["dtypes"])
     trainer = Trainer(
         engine=engine,
         plan=plan,
@@ -179,6 +196,7 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
         tracker=tracker,
     )
     if plan.checkpoint is not None and history is not None:
+        check_same_data(plan.checkpoint, data.fingerprint)
         trainer.resume(plan.checkpoint, history)
         if topology.rank == 0:
             truncate_metrics(plan.run_dir, trainer.step)
@@ -252,24 +270,25 @@ def _finish(
     return {"sample": sample}
 
 
-def _stop_record(plan: Plan, error: Exception) -> None:
-    status = "interrupted" if isinstance(error, InterruptedRun) else "failed"
-    mark_stopped(plan.run_dir, status, str(error))
-
-
 def _fail(plan: Plan, topology: Topology, error: BaseException) -> None:
-    """Record and print a failure, then leave without waiting for anybody."""
-    out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError)
-    status = "oom" if out_of_memory else "failed"
-    if isinstance(error, KeyboardInterrupt):
-        status = "interrupted"
+    """Say and record what went wrong, then leave without waiting for anybody."""
+    code = EXIT_FAILED
     first_line = (str(error).strip().splitlines() or [""])[0]
-    mark_stopped(
-        plan.run_dir, status, f"rank {topology.rank}: {type(error).__name__}: {first_line}"
-    )
-    if out_of_memory:
-        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr, flush=True)
+    status, reason = "failed", f"rank {topology.rank}: {type(error).__name__}: {first_line}"
+    if isinstance(error, UserError):
+        code, reason = error.exit_code, str(error)
+        if claim_failure(plan.run_dir):
+            print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, torch.cuda.OutOfMemoryError):
+        status = "oom"
+        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
     else:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         traceback.print_exception(error)
     sys.stderr.flush()
-    os._exit(EXIT_FAILED)
+    try:
+        mark_stopped(plan.run_dir, status, reason)
+        if plan.offload_dir is not None and topology.local_rank == 0:
+            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    finally:  # even where the disk is full
+        os._exit(code)

@@ -69,9 +69,7 @@ class NativeEngine:
         # Replayed graphs return gradients in the same memory each time: with accumulation they are
         # added up in tensors of ours instead of being handed over.
         self.keep_gradients = self.cuda_graphs and config.grad_accum_steps > 1
-        if self.keep_gradients:
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+        self._prepare_gradients()
         self.loss_scale = INITIAL_LOSS_SCALE if dtype is torch.float16 else 1.0
         self._good_steps = 0
 
@@ -124,6 +122,8 @@ class NativeEngine:
             torch.save((self.loss_scale, self._good_steps), folder / "loss_scale.pt")
 
     def load(self, folder: Path) -> None:
+        # torch creates the optimizer state to load into only where no gradient is in the way.
+        self.optimizer.zero_grad(set_to_none=True)
         state = self._state()
         dcp.load(state, checkpoint_id=folder / "dcp")
         set_state_dict(
@@ -133,6 +133,8 @@ class NativeEngine:
             optim_state_dict=state["optimizer"],
         )
         self.loss_scale, self._good_steps = torch.load(folder / "loss_scale.pt")
+        assert len(self.optimizer.state) == len(list(self.model.parameters()))
+        self._prepare_gradients()
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -141,6 +143,11 @@ class NativeEngine:
 
     def close(self) -> None:
         del self.module, self.model, self.optimizer
+
+    def _prepare_gradients(self) -> None:
+        if self.keep_gradients:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
 
     def _state(self) -> dict[str, object]:
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)

@@ -4,4 +4,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$root/strategies/setup_env.sh" "$root/requirements.txt"
-exec python "$root/real_model_example.py" --strategy zero3 --num_gpus all --set output_dir="$root/runs" "$@"
+exec python "$root/real_model_example.py" --strategy zero3 --num_gpus all "$@"

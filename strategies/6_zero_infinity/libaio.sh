@@ -18,22 +18,22 @@ _aio_use() {
 }
 
 _aio_fetch() (
-    set -e
-    mkdir -p "$1/lists/partial"
-    cd "$1"
+    mkdir -p "$1/lists/partial" && cd "$1" || exit 1
     options=(-q -o "Dir::State::Lists=$1/lists" -o "APT::Sandbox::User=$(id -un)")
-    apt-get "${options[@]}" update
+    apt-get "${options[@]}" update || exit 1
     runtime=libaio1
     apt-cache "${options[@]}" show libaio1t64 >/dev/null 2>&1 && runtime=libaio1t64
-    apt-get "${options[@]}" download "$runtime" libaio-dev
-    for package in ./*.deb; do dpkg -x "$package" "$1"; done
+    apt-get "${options[@]}" download "$runtime" libaio-dev || exit 1
+    for package in "$1"/libaio*.deb; do dpkg -x "$package" "$1" || exit 1; done
 )
 
 if ! _aio_probe; then
     _aio_folder="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/.venv/libaio"
     if [ ! -e "$_aio_folder/usr/include/libaio.h" ] && command -v apt-get dpkg >/dev/null; then
         echo "libaio is not installed: fetching a private copy into $_aio_folder ..." >&2
-        _aio_fetch "$_aio_folder" >"${TMPDIR:-/tmp}/libaio-fetch.log" 2>&1 || true
+        mkdir -p "$_aio_folder"
+        _aio_fetch "$_aio_folder" >"$_aio_folder/fetch.log" 2>&1 ||
+            echo "note: it failed; see $_aio_folder/fetch.log" >&2
     fi
     if [ -e "$_aio_folder/usr/include/libaio.h" ]; then
         _aio_use "$_aio_folder"

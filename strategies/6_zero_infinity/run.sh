@@ -5,4 +5,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$root/strategies/setup_env.sh" "$root/requirements.txt"
 source "$root/strategies/6_zero_infinity/libaio.sh"
-exec python "$root/real_model_example.py" --strategy infinity --num_gpus all --set output_dir="$root/runs" "$@"
+exec python "$root/real_model_example.py" --strategy infinity --num_gpus all "$@"

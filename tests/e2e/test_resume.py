@@ -186,7 +186,7 @@ def test_finished_run_is_not_resumed(uninterrupted):
 
 @pytest.mark.parametrize(
     ("launcher", "signum", "expected_code"),
-    [("spawn", signal.SIGTERM, 130), ("deepspeed", signal.SIGINT, None)],
+    [("spawn", signal.SIGTERM, 143), ("deepspeed", signal.SIGINT, None)],
 )
 def test_launchers_leave_a_stopped_run_the_time_to_save(launcher, signum, expected_code, tmp_path):
     """DeepSpeed's answers Ctrl-C with a second signal to its workers, which must not end them."""

@@ -1,6 +1,6 @@
 """Runs several small trainings in one process group and saves what they computed.
 
-    torchrun --nproc_per_node=2 run_cases.py CASES.json OUT.pt
+    torchrun --nproc_per_node=2 run_cases.py CASES.json OUT.pt [STEPS]
 
 CASES.json: {name: {CONFIG key: value}}. OUT.pt: {name: {losses, grad_norms, state}}, where losses
 are means over the global batch's real tokens and state is the full fp32 parameters.
@@ -24,7 +24,7 @@ from distributed_training.topology import build_topology, process_group
 from distributed_training.train import learning_rate
 from distributed_training.worker import build_engine
 
-NUM_STEPS = 20
+NUM_STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 
 
 def run_case(config, machine, topology):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.checkpoint import (
+    check_same_data,
     find_resume,
     list_checkpoints,
     load_checkpoint,
@@ -49,7 +50,15 @@ def _group():
 
 def save(run_dir, step, *, keep=10, identity=IDENTITY, engine=None):
     engine = engine or FakeEngine(step)
-    return save_checkpoint(engine, run_dir, TOPOLOGY, step=step, keep=keep, identity=identity)
+    return save_checkpoint(
+        engine,
+        run_dir,
+        TOPOLOGY,
+        step=step,
+        keep=keep,
+        identity=identity,
+        data_fingerprint="tokens",
+    )
 
 
 def make_run(output_dir, name, *steps, status="interrupted", identity=IDENTITY):
@@ -371,3 +380,17 @@ def test_names_of_files_that_no_disk_has_are_missing(tmp_path):
         edit_meta(folder, files={name: 1})
         with refused("is damaged", "is missing"):
             read_meta(folder)
+
+
+def test_other_tokens_are_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    check_same_data(folder, "tokens")
+    with refused(str(folder), "is not what", "resume to None"):
+        check_same_data(folder, "other tokens")
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    left = tmp_path / "checkpoints" / ".writing-00000007"
+    left.mkdir(parents=True)
+    save(tmp_path, 8)
+    assert not left.exists()

@@ -391,3 +391,11 @@ def test_taking_copies_no_tokens():
     part = samples.take(3, 6)
     assert part.tokens is samples.tokens
     np.testing.assert_array_equal(all_rows(part)[0], all_rows(samples)[0][3:6])
+
+
+def test_full_steps_are_those_without_an_empty_place():
+    sampler = Sampler(
+        num_samples=10, micro_batch_size=2, grad_accum_steps=2, dp_size=1, dp_rank=0, seed=0
+    )
+    for step in range(9):
+        assert sampler.is_full(step) == bool((sampler.step_indices(step) != -1).all())

@@ -97,7 +97,7 @@ def test_summary_of_a_run_that_was_stopped_before_its_first_step():
 
 
 def test_skipped_steps_are_shown():
-    assert summary(num_skipped_steps=3)["fp16"] == "3 steps skipped for overflow"
+    assert summary(num_skipped_steps=3)["skipped"] == "3 steps, gradients overflowed"
 
 
 def test_a_run_that_diverged_has_a_summary():

@@ -12,8 +12,8 @@ from distributed_training.strategy import list_strategies
 PACKAGE = Path(distributed_training.__file__).parent
 # A module imports from rows above its own only.
 ORDER = (
-    ("errors", "sizes", "machine", "display", "metrics", "trackers", "plots"),
-    ("files",),
+    ("errors", "sizes", "display", "metrics", "trackers", "plots"),
+    ("files", "machine"),
     ("config", "hub"),
     ("strategy", "corpus", "hf_format", "model"),
     ("topology", "deepspeed_json", "tokenizer", "record", "preflight", "hf_checkpoint"),

@@ -9,7 +9,7 @@ from distributed_training import preflight
 from distributed_training.checkpoint import CHECKPOINTS, FORMAT
 from distributed_training.config import KEYS, build_config
 from distributed_training.errors import UserError
-from distributed_training.plan import Plan, load_plan_data, make_plan
+from distributed_training.plan import Plan, load_plan_data, make_plan, reserve_run_dir
 from distributed_training.record import start_record
 from distributed_training.sizes import SIZES
 from tests.unit.conftest import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
@@ -322,3 +322,11 @@ def test_offload_files_below_home(tmp_path, monkeypatch):
 def test_every_path_that_pathlib_refuses_is_explained(key, path, tmp_path):
     with refused(f"{key}=", "cannot be used as a path"):
         load_plan_data(plan_for(tmp_path, **{key: path}))
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path):
+    one, two = plan_for(tmp_path, seed=1), plan_for(tmp_path, seed=2)
+    two = dataclasses.replace(two, run_dir=one.run_dir)
+    folders = [reserve_run_dir(plan) for plan in (one, two)]
+    assert len({*folders}) == 2
+    assert all(folder.is_dir() for folder in folders)

@@ -15,6 +15,7 @@ from distributed_training.record import (
     ROOT,
     SCHEMA_VERSION,
     append_metrics,
+    claim_failure,
     git_commit,
     is_alive,
     load_record,
@@ -234,3 +235,8 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
     assert values["memory"] == {"peak": None}
     row = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
     assert row == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_the_first_to_fail_is_the_one_that_speaks(tmp_path):
+    assert [claim_failure(tmp_path) for _ in range(3)] == [True, False, False]
+    assert claim_failure(tmp_path / "no such folder")

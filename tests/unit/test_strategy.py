@@ -470,3 +470,11 @@ def test_one_process_shards_nothing(name):
     assert sum(one.values()) == (18_000 if on_host else 16_000)
     assert sum(eight.values()) <= sum(one.values())
     assert (sum(eight.values()) == sum(one.values())) == (name == "dp")
+
+
+def test_a_folder_of_ones_own_is_a_strategy(tmp_path, monkeypatch):
+    for name, text in [("my_zero2", "{}"), ("12_mine", '{"name": "mine", "mesh": {}}')]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    monkeypatch.setattr("distributed_training.strategy.STRATEGIES_DIR", tmp_path)
+    assert list(list_strategies()) == ["mine", "my_zero2"]

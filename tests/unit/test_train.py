@@ -150,7 +150,7 @@ class CountingEngine:
         return torch.tensor(1.0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def _group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
