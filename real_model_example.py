@@ -113,8 +113,7 @@ def start(arguments, launch, script) -> int:
         print(launch.describe_plan(plan, typed))
         return 0
     load_plan_data(plan)  # too little text, too: better before processes start
-    run_dir = reserve_run_dir(plan)
-    plan = make_plan(config, machine, num_processes=count, processes_here=count, run_dir=run_dir)
+    plan = reserve_run_dir(plan)
     command, _ = launch.launch_command(plan, str(script), passed)
     launch.prepare_environment(machine, count)
     return launch.spawn(command, plan)

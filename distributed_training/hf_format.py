@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from distributed_training.errors import UserError
 from distributed_training.files import load_json, shown
 from distributed_training.sizes import ModelSize
@@ -37,6 +39,13 @@ def check_hf_folder(folder: Path, size: ModelSize) -> None:
                 fix="set model to the size of these weights",
             )
     _check_form(folder, config, size)
+    try:
+        with safe_open(folder / "model.safetensors", "np"):
+            pass  # opening reads the header and compares it with the file's length
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"weights {folder}: model.safetensors cannot be read", str(error), "fetch it again"
+        ) from None
 
 
 def _check_form(folder: Path, config: Mapping[str, Any], size: ModelSize) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,20 +121,34 @@ def make_plan(
     )
 
 
-def reserve_run_dir(plan: Plan) -> Path:
+def reserve_run_dir(plan: Plan) -> Plan:
     """Make the run's folder, under the next free name where another run was quicker."""
     if plan.checkpoint is not None:
-        return plan.run_dir
-    plan.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    candidate = plan.run_dir
+        return plan
+    output_dir, run_dir = plan.run_dir.parent, plan.run_dir
+    output_dir.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            candidate.mkdir()
-            return candidate
+            run_dir.mkdir()
+            break
         except FileExistsError:
-            candidate = new_run_dir(
-                candidate.parent, plan.strategy.name, plan.config.model, plan.num_processes
+            run_dir = new_run_dir(
+                output_dir, plan.strategy.name, plan.config.model, plan.num_processes
             )
+    return plan if run_dir == plan.run_dir else _moved(plan, run_dir)
+
+
+def _moved(plan: Plan, run_dir: Path) -> Plan:
+    """The same plan in another folder, which names its folder for offloaded state, too."""
+    if plan.offload_dir is None:
+        return dataclasses.replace(plan, run_dir=run_dir)
+    offload_dir = plan.offload_dir.parent / run_dir.name
+    document = fill_deepspeed_json(
+        plan.strategy, plan.config, dp_size=plan.num_processes, offload_dir=str(offload_dir)
+    )
+    return dataclasses.replace(
+        plan, run_dir=run_dir, offload_dir=offload_dir, deepspeed_json=document
+    )
 
 
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:

@@ -103,13 +103,7 @@ def _agree_on_plan(
             )
             load_plan_data(answer[0])  # fills the cache that the other ranks read
             if run_dir is None:
-                answer[0] = make_plan(
-                    config,
-                    machine,
-                    num_processes=process.world_size,
-                    processes_here=process.local_world_size,
-                    run_dir=reserve_run_dir(answer[0]),
-                )
+                answer[0] = reserve_run_dir(answer[0])
         except UserError as error:
             answer[0] = error
         except OSError as error:  # a full or read-only disk under the cache, most often

@@ -80,7 +80,8 @@ def test_record_says_what_ran_and_what_came_out(launcher, runs):
     assert performance["tokens_per_s"] > 0
     times = performance["step_time_s"]
     assert 0 < times["p10"] <= times["p50"] <= times["p90"] <= times["p99"]
-    assert performance["num_warmup_steps"] + performance["num_timed_steps"] == 16
+    # The data do not fill the last step of either epoch.
+    assert performance["num_warmup_steps"] + performance["num_timed_steps"] == 14
     memory = record["memory"]
     assert [rank["rank"] for rank in memory["by_rank"]] == list(range(num_processes))
     assert memory["peak_host_bytes"] == max(r["peak_host_bytes"] for r in memory["by_rank"])

@@ -327,6 +327,16 @@ def test_every_path_that_pathlib_refuses_is_explained(key, path, tmp_path):
 def test_two_runs_of_one_second_get_two_folders(tmp_path):
     one, two = plan_for(tmp_path, seed=1), plan_for(tmp_path, seed=2)
     two = dataclasses.replace(two, run_dir=one.run_dir)
-    folders = [reserve_run_dir(plan) for plan in (one, two)]
+    folders = [reserve_run_dir(plan).run_dir for plan in (one, two)]
     assert len({*folders}) == 2
     assert all(folder.is_dir() for folder in folders)
+
+
+def test_files_of_offload_follow_the_folder(tmp_path):
+    first = reserve_run_dir(plan_for(tmp_path, strategy="infinity"))
+    second = plan_for(tmp_path, strategy="infinity")
+    second = dataclasses.replace(second, run_dir=first.run_dir, offload_dir=first.offload_dir)
+    second = reserve_run_dir(second)
+    assert second.offload_dir.name == second.run_dir.name != first.run_dir.name
+    path = second.deepspeed_json["zero_optimization"]["offload_param"]["nvme_path"]
+    assert path == str(second.offload_dir)
