@@ -26,8 +26,10 @@ from distributed_training.machine import Machine
 from distributed_training.sizes import ModelSize
 from distributed_training.strategy import Strategy, estimate_state_bytes
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 STALE_LOCK_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
+REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp
 logger = logging.getLogger(__name__)
 
 
@@ -112,6 +114,23 @@ def check_host_memory(situation: Situation) -> None:
             f"{situation.processes_here} processes need about {needed / GIB:.1f} GiB of RAM",
             f"{situation.machine.ram_bytes / GIB:.1f} GiB can be had; the kernel would kill them",
             "use a smaller model or fewer processes",
+        )
+
+
+def check_shared_memory(situation: Situation) -> None:
+    """Without GPUs DeepSpeed's processes reduce through files in memory; Docker gives 64 MiB."""
+    if situation.strategy.engine != "deepspeed" or situation.machine.num_gpus:
+        return
+    if not SHARED_MEMORY.is_dir():
+        return  # no Linux: DeepSpeed reduces through gloo
+    needed = REDUCE_BUFFER_BYTES * situation.processes_here
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if needed > free:
+        raise UserError(
+            f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free and DeepSpeed needs "
+            f"{needed / MIB:.0f} MiB there on a machine without GPUs",
+            "the processes would be killed (SIGBUS)",
+            "start the container with --shm-size=1g, or take dp or fsdp, which need none",
         )
 
 
@@ -279,6 +298,7 @@ CHECKS: tuple[Callable[[Situation], None], ...] = (
     check_swapping,
     check_gpu_memory,
     check_host_memory,
+    check_shared_memory,
     check_disk,
     check_extensions,
 )

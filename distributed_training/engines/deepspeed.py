@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from distributed_training.config import RunConfig
 from distributed_training.data import StepBatch
@@ -53,6 +55,8 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         self.model = self.engine.module
+        if topology.device_type == "cpu":
+            _unlink_shared_memory(topology)
         if strategy.zero_stage == 3:
             # The output layer uses the embedding's weight outside of the embedding.
             deepspeed.zero.register_external_parameter(
@@ -148,6 +152,19 @@ class DeepSpeedEngine:
     def _loss(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         device = self.topology.device
         return self.engine(to_device(inputs, device), to_device(targets, device))
+
+
+def _unlink_shared_memory(topology: Topology) -> None:
+    """Remove the name of the buffer through which processes without a GPU reduce.
+
+    DeepSpeed never removes it: each run would leave 66 MiB a process in memory until the machine
+    restarts. Once every rank has mapped all buffers nobody opens one by name again, and what is
+    unlinked now is freed at the end however the run ends. The name is that of DeepSpeed's shm.cpp.
+    """
+    dist.barrier()
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{topology.rank}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _full_shape(parameter: torch.nn.Parameter) -> torch.Size:

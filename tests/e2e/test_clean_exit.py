@@ -1,8 +1,12 @@
-"""Runs end with exit code 0 and leave no process. EXIT_RUNS=30 runs each launcher 30 times."""
+"""Runs end with exit code 0, leave no process and no shared memory.
+
+EXIT_RUNS=30 runs each launcher 30 times.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +28,7 @@ def test_every_run_of_a_launcher_ends_cleanly(launcher, tmp_path):
         "eval_samples": 4,
         "output_dir": tmp_path,
     }
+    before = shared_memory()
     for number in range(1, NUM_RUNS + 1):
         # With the number of threads that the script chooses.
         command = ["env", "-u", "OMP_NUM_THREADS", *launcher_command(launcher, values)]
@@ -32,3 +37,9 @@ def test_every_run_of_a_launcher_ends_cleanly(launcher, tmp_path):
         assert "terminate called" not in result.stderr, f"run {number}\n{result.stderr}"
         assert left_over(str(tmp_path), patience_s=2) == [], f"run {number}"
         assert len(run_folders(tmp_path)) == number, "each run has its folder"
+    assert shared_memory() <= before, "DeepSpeed's reduction buffers stay until the next restart"
+
+
+def shared_memory() -> set[Path]:
+    """DeepSpeed's buffers that have a name."""
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))

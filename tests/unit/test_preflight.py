@@ -22,6 +22,7 @@ from distributed_training.preflight import (
     check_gpus,
     check_host_memory,
     check_packages,
+    check_shared_memory,
     check_swapping,
     extension_folders,
     has_libaio,
@@ -379,6 +380,22 @@ def test_every_check_is_run(tmp_path, monkeypatch):
     checks = [name for name in vars(preflight) if name.startswith("check_")]
     run = {check.__name__ for check in preflight.CHECKS}
     assert run == set(checks) - {"check_extension_lock"}  # which check_extensions calls
+
+
+def test_shared_memory_of_a_default_container_is_too_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "SHARED_MEMORY", tmp_path)
+    free_disk(monkeypatch, 64 * 2**20)
+    with refused("64 MiB free", "132 MiB", "--shm-size=1g"):
+        check_shared_memory(situation(tmp_path, "zero2"))
+
+
+@pytest.mark.parametrize(("strategy", "machine"), [("zero2", GPU_MACHINE), ("dp", CPU_MACHINE)])
+def test_shared_memory_is_used_by_deepspeed_without_gpus_only(
+    strategy, machine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(preflight, "SHARED_MEMORY", tmp_path)
+    free_disk(monkeypatch, 0)
+    check_shared_memory(situation(tmp_path, strategy, machine))
 
 
 @pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
