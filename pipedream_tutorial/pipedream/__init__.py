@@ -1,0 +1,1 @@
+"""Pipeline schedules: simulated exactly, run for real, and drawn."""

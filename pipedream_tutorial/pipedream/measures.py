@@ -1,0 +1,80 @@
+"""What a timeline costs: idle time, activations, the critical path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipedream.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.simulator import Event, Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Idle:
+    """Idle time by rank, by both definitions that papers use."""
+
+    makespan: tuple[Fraction, ...]
+    """From time 0 to the end of the last rank, less the time the rank is busy."""
+    span: tuple[Fraction, ...]
+    """From the rank's own first start to its own last end, less the time it is busy. A schedule
+    with "zero bubble" has zero here; the makespan still idles while the pipeline fills."""
+    makespan_fraction: Fraction
+    """Share of all ranks' time that is idle, 0 to 1. Utilisation is 1 minus this."""
+    span_fraction: Fraction
+    """The same within the ranks' own spans."""
+
+
+def idle(timeline: Timeline) -> Idle:
+    """Idle time of a timeline. Ranks without operations are idle throughout."""
+    total = timeline.makespan
+    busy = [sum((e.end - e.start for e in events), Fraction(0)) for events in timeline.events]
+    spans = [events[-1].end - events[0].start if events else total for events in timeline.events]
+    return Idle(
+        makespan=tuple(total - b for b in busy),
+        span=tuple(s - b for s, b in zip(spans, busy, strict=True)),
+        makespan_fraction=1 - sum(busy) / (total * len(busy)),
+        span_fraction=1 - sum(busy) / sum(spans),
+    )
+
+
+def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, int]]]:
+    """rank -> after each operation, how many stages' activations of a microbatch it holds.
+
+    A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
+    In a pair the forward's is added before the backward's goes. One stage of a schedule with v
+    stages a rank holds 1/v of what a whole rank's share would.
+    """
+    split = {(op.stage, op.microbatch) for op in schedule.ops() if op.kind == WEIGHT_GRADIENT}
+    steps: dict[int, list[tuple[Op, int]]] = {}
+    for rank, order in enumerate(schedule.orders):
+        held, steps[rank] = 0, []
+        for op in (op for item in order for op in item.parts):
+            if op.kind == FORWARD:
+                held += 1
+            elif op.kind == WEIGHT_GRADIENT or (
+                op.kind == BACKWARD and (op.stage, op.microbatch) not in split
+            ):
+                held -= 1
+            steps[rank].append((op, held))
+    return steps
+
+
+def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
+    """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
+    v = schedule.stages_per_rank
+    return tuple(
+        Fraction(max(held for _, held in steps), v)
+        for _, steps in sorted(activation_steps(schedule).items())
+    )
+
+
+def critical_path(timeline: Timeline) -> list[Event]:
+    """The operations that fix the makespan, first to last: each began when the one before ended
+    (and its result had arrived)."""
+    by_op = {op: event for event in timeline.all_events() for op in event.item.parts}
+    event = max(timeline.all_events(), key=lambda e: e.end)
+    path = [event]
+    while event.bound_by is not None:
+        event = by_op[event.bound_by]
+        path.append(event)
+    return path[::-1]
