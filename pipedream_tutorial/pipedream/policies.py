@@ -90,9 +90,7 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
 
 
 def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
-    last_backward = (
-        WEIGHT_GRADIENT if any(op.kind == WEIGHT_GRADIENT for op in ops) else BACKWARD
-    )
+    last_backward = WEIGHT_GRADIENT if any(op.kind == WEIGHT_GRADIENT for op in ops) else BACKWARD
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
