@@ -32,8 +32,8 @@ def idle(timeline: Timeline) -> Idle:
     return Idle(
         makespan=tuple(total - b for b in busy),
         span=tuple(s - b for s, b in zip(spans, busy, strict=True)),
-        makespan_fraction=1 - sum(busy) / (total * len(busy)),
-        span_fraction=1 - sum(busy) / sum(spans),
+        makespan_fraction=1 - sum(busy, Fraction(0)) / (total * len(busy)),
+        span_fraction=1 - sum(busy, Fraction(0)) / sum(spans, Fraction(0)),
     )
 
 

@@ -105,9 +105,8 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 
 def _shifted(item: Item, by: int) -> Item:
-    if isinstance(item, Pair):
-        return Pair(_shifted(item.forward, by), _shifted(item.backward, by))
-    return item._replace(microbatch=item.microbatch + by)
+    shifted = [op._replace(microbatch=op.microbatch + by) for op in item.parts]
+    return Pair(*shifted) if isinstance(item, Pair) else shifted[0]
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:
@@ -142,7 +141,11 @@ def load_csv(path: Path) -> Schedule:
 def _parse(cell: str, where: str) -> Item:
     pair = _WRITTEN_PAIR.fullmatch(cell)
     if pair:
-        return Pair(*(_parse(part, where) for part in pair.groups()))  # type: ignore[arg-type]
+        return Pair(_parse_op(pair[1], where), _parse_op(pair[2], where))
+    return _parse_op(cell, where)
+
+
+def _parse_op(cell: str, where: str) -> Op:
     op = _WRITTEN.fullmatch(cell)
     if op is None:
         raise UserError(f"{where}: {cell!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0")

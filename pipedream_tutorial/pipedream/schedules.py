@@ -159,7 +159,7 @@ def zb_v(p: int, m: int) -> Schedule:
         _add(line, [("I", down), ("W", down)], p - r)
         for stage in (up, down):
             _add(line, [("W", stage)], line.count["I", stage] - line.count["W", stage])
-        lines.append([op for op in line.items if op.microbatch < m])
+        lines.append([op for item in line.items for op in item.parts if op.microbatch < m])
     return Schedule(
         name="zb-v", orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2
     )
