@@ -1,0 +1,149 @@
+"""Trains under a schedule in one process: the result that the real runtime has to reproduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.errors import UserError
+from pipedream.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Schedule, repeat
+from pipedream.policies import POLICIES, Policy
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import build_costs, simulate
+from pipedream.stages import Task, build_stages, build_task
+from pipedream.trainer import StageTrainer, Weights
+
+Watcher = Callable[[Op, list[StageTrainer]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What training under one schedule came to."""
+
+    losses: list[float]
+    """Mean loss of each batch, nats."""
+    weights: list[Weights]
+    """The last version of every stage."""
+    peak_versions: list[int]
+    """Most versions that each stage kept at a time."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss is no number, or the last one is above the first."""
+        return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
+
+
+def schedule_for_training(
+    name: str, num_stages: int, num_microbatches: int, num_batches: int
+) -> tuple[Schedule, Policy]:
+    """Orders over all batches: flushing schedules again and again, the others without a pause.
+
+    Raises UserError for schedules with more than one stage a rank, which are simulated only.
+    """
+    entry = SCHEDULES.get(name)
+    policy = POLICIES[entry.policy] if entry else POLICIES["flush"]
+    if entry is None or entry.policy == "flush":
+        batch = build_schedule(name, num_stages, num_microbatches)
+        if len(batch.chains) > 1 or batch.stages_per_rank > 1:
+            able = [n for n, e in SCHEDULES.items() if n not in _SIMULATED_ONLY]
+            raise UserError(f"{name} is simulated only", f"train with one of {', '.join(able)}")
+        return repeat(batch, num_batches), policy
+    return build_schedule(name, num_stages, num_microbatches * num_batches), policy
+
+
+_SIMULATED_ONLY = ("interleaved", "zb-v", "dualpipe-v", "chimera")
+
+
+def build_trainers(
+    stages: list[nn.Module],
+    policy: Policy,
+    *,
+    batch_size: int,
+    num_microbatches: int,
+    learning_rate: float,
+) -> list[StageTrainer]:
+    """One StageTrainer a stage; the last one has the loss."""
+    last = len(stages) - 1
+    return [
+        StageTrainer(
+            module,
+            policy,
+            stage=stage,
+            num_stages=len(stages),
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            learning_rate=learning_rate,
+            loss=nn.functional.cross_entropy if stage == last else None,
+        )
+        for stage, module in enumerate(stages)
+    ]
+
+
+def run_schedule(
+    schedule: Schedule, trainers: list[StageTrainer], task: Task, watch: Watcher | None = None
+) -> None:
+    """Run every operation once, in an order that the schedule's orders and the data allow.
+
+    `watch` is called after each operation. Which of the allowed orders it is cannot matter: a
+    stage sees its own operations in its rank's order, whatever the others do meanwhile.
+    """
+    tensors: dict[Op, torch.Tensor | None] = {}
+    last = len(trainers) - 1
+    for op in _in_time_order(schedule):
+        kind, stage, i = op
+        trainer = trainers[stage]
+        inputs, target = task.microbatch(i)
+        if kind == FORWARD:
+            x = inputs if stage == 0 else tensors.pop(Op(FORWARD, stage - 1, i))
+            assert x is not None
+            tensors[op] = trainer.forward(i, x, target if stage == last else None)
+        elif kind in (BACKWARD, INPUT_GRADIENT):
+            above = Op(kind, stage + 1, i)
+            step = trainer.backward if kind == BACKWARD else trainer.input_gradient
+            tensors[op] = step(i, None if stage == last else tensors.pop(above))
+        else:
+            trainer.weight_gradient(i)
+        if watch is not None:
+            watch(op, trainers)
+
+
+def _in_time_order(schedule: Schedule) -> Iterator[Op]:
+    timeline = simulate(schedule, build_costs(schedule))
+    return (op for event in timeline.all_events() for op in event.item.parts)
+
+
+def train(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    layers_per_stage: int,
+    learning_rate: float,
+    num_batches: int,
+    seed: int,
+    watch: Watcher | None = None,
+) -> TrainResult:
+    """Train the small model under a schedule of SCHEDULES for `num_batches` batches."""
+    schedule, policy = schedule_for_training(name, num_stages, num_microbatches, num_batches)
+    trainers = build_trainers(
+        build_stages(num_stages, layers_per_stage, seed=seed),
+        policy,
+        batch_size=num_microbatches,
+        num_microbatches=num_microbatches * num_batches,
+        learning_rate=learning_rate,
+    )
+    run_schedule(schedule, trainers, build_task(seed=seed), watch)
+    by_microbatch = trainers[-1].losses
+    batches = [
+        [float(by_microbatch[b * num_microbatches + i]) for i in range(num_microbatches)]
+        for b in range(num_batches)
+    ]
+    return TrainResult(
+        losses=[sum(batch) / len(batch) for batch in batches],
+        weights=[trainer.weights for trainer in trainers],
+        peak_versions=[trainer.peak_versions for trainer in trainers],
+    )
