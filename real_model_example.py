@@ -12,7 +12,7 @@ Change CONFIG, or put single keys over it with --set key=value.
 CONFIG = {
     # The work: the same under every strategy.
     "model": "auto",  # gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl; auto: by machine
-    "strategy": "zero2",  # dp, zero1, zero2, zero3, offload, infinity, fsdp
+    "strategy": "zero2",  # dp, zero1, zero2, zero3, offload, infinity, fsdp, tp, pp, 3d, hybrid
     "batch_size": 4,  # sequences per GPU and micro-batch
     "epochs": 2,  # passes over the training samples
     "max_length": 512,  # tokens per sample
@@ -32,7 +32,15 @@ CONFIG = {
     "dropout": 0.0,  # on embeddings, attention and residuals
     "pack": True,  # True: full blocks of running text; False: one padded line a sample
     "max_steps": -1,  # stop after so many optimizer steps; -1: whole epochs
-    # How it runs.
+    # How it runs. Processes = dp_replicate x dp_shard x tp x pp; None: as the strategy's JSON says,
+    # -1: what is left of the processes.
+    "dp_replicate": None,  # copies of the model
+    "dp_shard": None,  # processes that a copy's state is divided over
+    "tp": None,  # processes that every layer is split over
+    "pp": None,  # processes that the layers are dealt out to
+    "sequence_parallel": True,  # with tp: split the tokens between the split layers, too
+    "pipeline_schedule": "1f1b",  # gpipe, 1f1b, interleaved, zb-h1, zb-v: with pp
+    "pipeline_cut": None,  # blocks of each stage, "7,7,7,3"; None: equal estimated cost
     "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
     "compile": "auto",  # torch.compile; auto: on GPUs
     # What is looked at and kept.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
 META_TYPES = {"step": int, "identity": dict, "files": dict, "checksums": dict}
-FORMAT = 1
+FORMAT = 2
 CHECKED_BYTES = 16 * 2**20  # larger files are checked by size alone: reading them takes long
 logger = logging.getLogger(__name__)
 

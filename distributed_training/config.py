@@ -18,6 +18,7 @@ from distributed_training.files import load_json, nearest, parse_json, shown, us
 from distributed_training.sizes import SIZES
 
 AUTO = "auto"
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,7 @@ def _key(name: str, default: Any, rule: Rule) -> Any:
 
 
 _COUNT = Rule(kind=int, low=1, high=2**31)
+_AXIS = Rule(kind=int, none=True, low=1, high=2**20, extra=(-1,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +154,22 @@ class RunConfig:
     """`max_grad_norm`: clip the global gradient norm to this; None for never."""
     dropout: float = _key("dropout", 0.0, Rule(kind=float, low=0, high=0.99))
     """`dropout`: on embeddings, attention and residuals."""
+    dp_replicate: int | None = _key("dp_replicate", None, _AXIS)
+    """`dp_replicate`: copies of the model; None for what the strategy's JSON says."""
+    dp_shard: int | None = _key("dp_shard", None, _AXIS)
+    """`dp_shard`: processes that a copy's state is divided over."""
+    tp: int | None = _key("tp", None, _AXIS)
+    """`tp`: processes that every layer is split over."""
+    pp: int | None = _key("pp", None, _AXIS)
+    """`pp`: processes that the layers are dealt out to."""
+    sequence_parallel: bool = _key("sequence_parallel", True, Rule(kind=bool))
+    """`sequence_parallel`: with tp, split what lies between the split layers along the tokens."""
+    pipeline_schedule: str = _key(
+        "pipeline_schedule", "1f1b", Rule(kind=str, choices=PIPELINE_SCHEDULES)
+    )
+    """`pipeline_schedule`: with pp, in which order stages work on the micro-batches."""
+    pipeline_cut: str | None = _key("pipeline_cut", None, Rule(kind=str, none=True))
+    """`pipeline_cut`: blocks of each stage, such as "7,7,7,3"; None for equal estimated cost."""
     activation_checkpointing: str = _key(
         "activation_checkpointing", "none", Rule(kind=str, choices=("none", "full", "selective"))
     )
@@ -203,7 +221,9 @@ KEYS: dict[str, tuple[str, Rule]] = {
 
 # What does not change the work itself, only where state lives or what is written down.
 _NOT_WORK = {
-    "strategy", "batch_size", "grad_accum_steps", "deepspeed_config", "activation_checkpointing",
+    "strategy", "batch_size", "grad_accum_steps", "deepspeed_config", "dp_replicate", "dp_shard",
+    "tp", "pp", "sequence_parallel", "pipeline_schedule", "pipeline_cut",
+    "activation_checkpointing",
     "compile", "eval_every", "eval_samples", "generate", "output_dir", "offload_dir",
     "checkpoint_every", "keep_checkpoints", "export", "resume", "log_to",
 }  # fmt: skip

@@ -89,7 +89,10 @@ def header_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{config['model']}, {values['num_parameters']:,} parameters, "
                   f"{config['weights']} weights"),
         ("strategy", f"{config['strategy']}: divides {values['strategy']['sharding']}"),
-        ("processes", f"{values['world_size']} on {device}"),
+        ("processes", f"{values['world_size']} on {device}: " + " x ".join(
+            f"{axis} {size}" for axis, size in values["topology"].items() if size > 1)
+            if values["world_size"] > 1 else f"1 on {device}"),
+        *pipeline_rows(values["pipeline"]),
         ("precision", f"parameters {dtypes['parameters']}; arithmetic {dtypes['arithmetic']}"),
         ("", f"gradients {dtypes['gradients']}; reduction {dtypes['reduction']}; "
              f"optimizer state {dtypes['optimizer_state']}"),
@@ -108,6 +111,20 @@ def header_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
         ("run", values["run_dir"]),
     ]  # fmt: skip
     return rows
+
+
+def pipeline_rows(pipeline: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The header's line on the pipeline, where there is one."""
+    if pipeline is None:
+        return []
+    blocks = ", ".join(map(str, pipeline["blocks_per_stage"]))
+    return [
+        (
+            "pipeline",
+            f"{pipeline['schedule']}, {pipeline['num_microbatches']} micro-batches a step; blocks "
+            f"a stage {blocks}",
+        )
+    ]
 
 
 def _perplexity(evaluation: dict[str, Any]) -> str:

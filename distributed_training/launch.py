@@ -26,6 +26,7 @@ from distributed_training.machine import Machine
 from distributed_training.plan import Plan
 from distributed_training.record import RECORD_FILE, mark_stopped
 from distributed_training.strategy import list_strategies
+from distributed_training.topology import show_axes
 
 MAX_DIGITS = 9  # of --num_gpus: Python reads no number of thousands of digits
 CPU_PROCESSES = 2  # what "--num_gpus all" means on a machine without GPUs
@@ -242,9 +243,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     for key, value in words.items():
         was = "" if requested[key] == value else f"    (was {requested[key]!r})"
         lines.append(f"  {key:<24} {value!r}{was}")
-    dp_size = plan.work["global_batch_size"] // (
-        plan.config.micro_batch_size * plan.config.grad_accum_steps
-    )
+    dp_size = plan.dp_size
     lines += [
         f"  batch: global {plan.work['global_batch_size']} = micro "
         f"{plan.config.micro_batch_size} x accum {plan.config.grad_accum_steps} x data-parallel "
@@ -258,7 +257,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         lines += [f"DeepSpeed JSON (from {os.path.relpath(plan.strategy.source)})"]
         lines += ["  " + line for line in json.dumps(plan.deepspeed_json, indent=2).splitlines()]
     else:
-        lines += [f"mesh (from {os.path.relpath(plan.strategy.source)}): {plan.strategy.mesh}"]
+        lines += [f"mesh (from {os.path.relpath(plan.strategy.source)}): {show_axes(plan.axes)}"]
     return "\n".join(lines)
 
 

@@ -47,7 +47,7 @@ class Block(nn.Module):
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
         d = size.hidden_size
-        self.num_heads = size.num_heads
+        self.head_size = d // size.num_heads
         self.dropout = dropout
         self.norm_1 = LayerNorm(d)
         self.qkv = Linear(d, 3 * d)
@@ -64,8 +64,9 @@ class Block(nn.Module):
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """Causal self-attention, [B, T, D] -> [B, T, D]."""
-        batch, tokens, _ = x.shape
-        qkv = self.qkv(x).view(batch, tokens, self.num_heads, 3, -1)  # (B, T, H, 3, K)
+        qkv = self.qkv(x)
+        batch, tokens, _ = qkv.shape
+        qkv = qkv.view(batch, tokens, -1, 3, self.head_size)  # (B, T, H, 3, K)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, H, T, K)
         rate = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
@@ -88,10 +89,12 @@ class GPT2(nn.Module):
         self.dropout = dropout
         # Dtype of the residual stream and so of all arithmetic; None keeps the parameters'.
         self.compute_dtype: torch.dtype | None = None
-        self.loss = summed_cross_entropy  # an attribute, so that it can be compiled
+        # What follows the last norm: attributes, so that they can be compiled or replaced.
+        self.loss = summed_cross_entropy
+        self.project = project_to_vocabulary
         self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
         self.position_embedding = nn.Embedding(size.num_positions, size.hidden_size)
-        self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.num_layers))
+        self.blocks = nn.ModuleDict({str(i): Block(size, dropout) for i in range(size.num_layers)})
         self.norm_out = LayerNorm(size.hidden_size)
 
     def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,7 +105,7 @@ class GPT2(nn.Module):
         Targets are already shifted: targets[:, t] follows input_ids[:, t].
         """
         x = self.embed(input_ids)
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x)
         return self.head(x, targets)
 
@@ -118,15 +121,20 @@ class GPT2(nn.Module):
         x = self.norm_out(x)
         weight = self.token_embedding.weight.to(x.dtype)
         if targets is None:
-            return F.linear(x, weight)[..., : self.size.vocab_size]
+            return self.project(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
+
+
+def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V]."""
+    return F.linear(x, weight)[..., :vocab_size]
 
 
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
     """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
-    logits = F.linear(x, weight)[..., :vocab_size]  # (B, T, V)
+    logits = project_to_vocabulary(x, weight, vocab_size)
     return F.cross_entropy(
         logits.float().view(-1, vocab_size),
         targets.view(-1),

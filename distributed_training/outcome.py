@@ -54,14 +54,15 @@ def describe_run(
         "run_dir": str(plan.run_dir),
         "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
         "world_size": topology.world_size,
-        "topology": {"dp_replicate": topology.dp_replicate, "dp_shard": topology.dp_shard},
+        "topology": topology.axes,
+        "pipeline": _describe_pipeline(plan, topology),
         "machine": asdict(plan.machine),
         "cuda": torch.version.cuda if topology.device_type == "cuda" else None,
         "num_parameters": plan.size.num_parameters,
         "dtypes": None,  # known when the engine is built
         "estimated_state_bytes": estimate_state_bytes(
             plan.strategy,
-            num_parameters=plan.size.num_parameters,
+            num_parameters=plan.layout.num_parameters,
             precision=config.precision,
             dp_size=topology.dp_size,
         ),
@@ -79,6 +80,18 @@ def describe_run(
         },
         "num_steps": num_steps,
         **{key: (history or {}).get(key, empty) for key, empty in _HISTORY.items()},
+    }
+
+
+def _describe_pipeline(plan: Plan, topology: Topology) -> dict[str, Any] | None:
+    """Schedule and cut; None where there is no pipeline."""
+    if topology.pp == 1:
+        return None
+    return {
+        "schedule": plan.config.pipeline_schedule,
+        "num_microbatches": plan.config.grad_accum_steps,
+        "blocks_per_stage": [len(blocks) for blocks in plan.layout.stages],
+        "stage_ranks": list(plan.layout.ranks),
     }
 
 
@@ -135,7 +148,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     config = plan.config
     state = estimate_state_bytes(
         plan.strategy,
-        num_parameters=plan.size.num_parameters,
+        num_parameters=plan.layout.num_parameters,
         precision=config.precision,
         dp_size=topology.dp_size,
     )

@@ -14,6 +14,7 @@ from distributed_training.data import Data, prepare_data
 from distributed_training.deepspeed_json import fill_deepspeed_json
 from distributed_training.files import user_path
 from distributed_training.hf_format import check_hf_folder
+from distributed_training.layout import Layout, build_layout
 from distributed_training.machine import Machine
 from distributed_training.preflight import Situation, run_checks
 from distributed_training.record import new_run_dir
@@ -35,6 +36,9 @@ class Plan:
     machine: Machine
     size: ModelSize
     num_processes: int
+    axes: dict[str, int]
+    """Sizes of the mesh's axes; their product is `num_processes`."""
+    layout: Layout
     deepspeed_json: dict[str, Any] | None
     run_dir: Path
     checkpoint: Path | None
@@ -51,7 +55,12 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """What must agree between a checkpoint and the run that resumes it."""
-        return {"strategy": self.strategy.name, "num_processes": self.num_processes, **self.work}
+        return _identity(self.strategy, self.config, self.axes, self.layout, self.work)
+
+    @property
+    def dp_size(self) -> int:
+        """Processes that work on different samples."""
+        return self.axes["dp_replicate"] * self.axes["dp_shard"]
 
     @property
     def cache_dir(self) -> Path:
@@ -75,9 +84,10 @@ def make_plan(
     topology = build_topology(
         strategy, world_size=num_processes, rank=0, local_rank=0, device_type="cpu"
     )
-    resolved = resolve(config, machine, strategy)
+    resolved = resolve(config, machine, strategy, topology)
     config_here = resolved.config
     size = SIZES[config_here.model]
+    layout = build_layout(config_here, strategy, size, topology)
     output_dir = user_path("output_dir", config_here.output_dir)
     offload_dir = output_dir / ".offload"
     if config_here.offload_dir is not None:
@@ -88,7 +98,8 @@ def make_plan(
             strategy=strategy,
             machine=machine,
             size=size,
-            num_processes=num_processes,
+            num_parameters_here=layout.num_parameters,
+            dp_size=topology.dp_size,
             processes_here=processes_here,
             offload_dir=offload_dir,
         )
@@ -97,7 +108,7 @@ def make_plan(
         check_hf_folder(resolved.weights_dir, size)
     global_batch = config_here.micro_batch_size * config_here.grad_accum_steps * topology.dp_size
     work = describe_work(config_here, global_batch)
-    identity = {"strategy": strategy.name, "num_processes": num_processes, **work}
+    identity = _identity(strategy, config_here, topology.axes, layout, work)
     found = find_resume(config_here.resume, output_dir, identity)
     fresh = run_dir or new_run_dir(output_dir, strategy.name, config_here.model, num_processes)
     offload_here = offload_dir.absolute() / fresh.name
@@ -113,12 +124,33 @@ def make_plan(
         machine=machine,
         size=size,
         num_processes=num_processes,
+        axes=topology.axes,
+        layout=layout,
         deepspeed_json=document,
         run_dir=found[0] if found else fresh,
         checkpoint=found[1] if found else None,
         work=work,
         offload_dir=offload_here if strategy.needs_async_io else None,
     )
+
+
+def _identity(
+    strategy: Strategy,
+    config: RunConfig,
+    axes: dict[str, int],
+    layout: Layout,
+    work: dict[str, Any],
+) -> dict[str, Any]:
+    """What a checkpoint is of: strategy, layout and work."""
+    stages = [[blocks.start, blocks.stop] for blocks in layout.stages]
+    sequence_parallel = config.sequence_parallel and axes["tp"] > 1
+    return {
+        "strategy": strategy.name,
+        "mesh": axes,
+        "stages": stages,
+        "sequence_parallel": sequence_parallel,
+        **work,
+    }
 
 
 def reserve_run_dir(plan: Plan) -> Plan:
@@ -144,7 +176,7 @@ def _moved(plan: Plan, run_dir: Path) -> Plan:
         return dataclasses.replace(plan, run_dir=run_dir)
     offload_dir = plan.offload_dir.parent / run_dir.name
     document = fill_deepspeed_json(
-        plan.strategy, plan.config, dp_size=plan.num_processes, offload_dir=str(offload_dir)
+        plan.strategy, plan.config, dp_size=plan.dp_size, offload_dir=str(offload_dir)
     )
     return dataclasses.replace(
         plan, run_dir=run_dir, offload_dir=offload_dir, deepspeed_json=document

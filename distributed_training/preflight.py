@@ -41,7 +41,10 @@ class Situation:
     strategy: Strategy
     machine: Machine
     size: ModelSize
-    num_processes: int
+    num_parameters_here: int
+    """Of the process that holds most: all, or its share where tp or pp divide the model."""
+    dp_size: int
+    """Processes that hold the same part of the model and see different samples."""
     processes_here: int
     """How many of them run on this machine."""
     offload_dir: Path
@@ -93,7 +96,8 @@ def check_gpu_memory(situation: Situation) -> None:
             f"{situation.config.model} under {situation.strategy.name} needs "
             f"{needed / GIB:.1f} GiB a GPU for its state alone",
             f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB",
-            "use more GPUs with zero3 or fsdp, strategy offload or infinity, or a smaller model",
+            "use more GPUs with zero3, fsdp, tp or pp, strategy offload or infinity, or a smaller "
+            "model",
         )
 
 
@@ -101,9 +105,9 @@ def check_host_memory(situation: Situation) -> None:
     """Every process builds the model once in fp32; offload adds its share of state."""
     state = estimate_state_bytes(
         situation.strategy,
-        num_parameters=situation.size.num_parameters,
+        num_parameters=situation.num_parameters_here,
         precision=situation.config.precision,
-        dp_size=situation.num_processes,
+        dp_size=situation.dp_size,
     )
     per_process = 4 * situation.size.num_parameters + state["host"]
     if not situation.machine.num_gpus:
@@ -275,9 +279,9 @@ def _someone_builds_in(folder: Path) -> bool:
 def _device_bytes(situation: Situation, strategy: Strategy) -> int:
     state = estimate_state_bytes(
         strategy,
-        num_parameters=situation.size.num_parameters,
+        num_parameters=situation.num_parameters_here,
         precision=situation.config.precision,
-        dp_size=situation.num_processes,
+        dp_size=situation.dp_size,
     )
     return state["parameters"] + state["gradients"] + state["optimizer"]
 

@@ -15,7 +15,9 @@ from distributed_training.machine import Machine
 from distributed_training.sizes import SIZES
 from distributed_training.strategy import Strategy
 from distributed_training.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.topology import Topology
 
+SPLIT_BACKWARD = ("zb-h1", "zb-v")
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 
@@ -31,7 +33,9 @@ class Resolved:
     """Choices that were made for the user and why, one sentence each."""
 
 
-def resolve(config: RunConfig, machine: Machine, strategy: Strategy) -> Resolved:
+def resolve(
+    config: RunConfig, machine: Machine, strategy: Strategy, topology: Topology
+) -> Resolved:
     """Decide every "auto"; download what is asked for by name.
 
     Raises UserError where an explicit value is impossible here.
@@ -39,7 +43,7 @@ def resolve(config: RunConfig, machine: Machine, strategy: Strategy) -> Resolved
     notes: list[str] = []
     model = _resolve_model(config, machine, notes)
     precision = _resolve_precision(config, machine)
-    compiled = _resolve_compile(config, machine, strategy, notes)
+    compiled = _resolve_compile(config, machine, strategy, topology, notes)
     tokenizer, tokenizer_dir = _resolve_tokenizer(config, model, notes)
     weights, weights_dir = _resolve_weights(config, model, tokenizer, notes)
     dataset = _resolve_dataset(config, notes)
@@ -129,18 +133,48 @@ def _resolve_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def _resolve_compile(
-    config: RunConfig, machine: Machine, strategy: Strategy, notes: list[str]
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    topology: Topology,
+    notes: list[str],
 ) -> bool:
-    on_files = strategy.offload_device("param") != "none"
+    obstacle = _obstacle_to_compile(config, strategy, topology)
     if config.compile == AUTO:
-        return machine.num_gpus > 0 and machine.compute_capability >= (7, 0) and not on_files
-    if config.compile and on_files:
+        able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
+        if able and obstacle is not None:
+            notes.append(f"not compiled: {obstacle[0]} {obstacle[1]}")
+        return able and obstacle is None
+    if config.compile and obstacle is not None:
         raise UserError(
-            f"compile=True does not work with strategy={config.strategy!r}",
-            "parameters that are fetched from offload while the graph runs cannot be captured",
+            f"compile=True does not work with {obstacle[0]}",
+            obstacle[1],
             "set compile to auto or False",
         )
     return bool(config.compile)
+
+
+def _obstacle_to_compile(
+    config: RunConfig, strategy: Strategy, topology: Topology
+) -> tuple[str, str] | None:
+    """(setting, what it does) where compiled blocks would be wrong or fail."""
+    if strategy.offload_device("param") != "none":
+        return (
+            f"strategy={config.strategy!r}",
+            "fetches parameters from offload while a block runs, which a graph cannot hold",
+        )
+    pipelined = strategy.engine == "native" and topology.pp > 1
+    if pipelined and config.pipeline_schedule in SPLIT_BACKWARD:
+        return (
+            f"pipeline_schedule={config.pipeline_schedule!r}",
+            "computes the two halves of a backward pass apart, and a compiled one is whole",
+        )
+    if topology.tp > 1 and config.dropout and not config.sequence_parallel:
+        return (
+            "dropout, tp and sequence_parallel=False",
+            "switch random number generators inside a block, which a graph cannot hold",
+        )
+    return None
 
 
 def _resolve_tokenizer(config: RunConfig, model: str, notes: list[str]) -> tuple[str, Path]:

@@ -8,7 +8,7 @@ No torch import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from distributed_training.files import load_json, nearest, shown, user_path
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES_DIR = ROOT / "strategies"
-MESH_AXES = ("dp_replicate", "dp_shard")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class Strategy:
     def divides_parameters(self) -> bool:
         """Whether no process holds all parameters at once."""
         if self.engine == "native":
-            return self.mesh["dp_shard"] != 1
-        return self.zero_stage == 3
+            return any(self.mesh[axis] != 1 for axis in ("dp_shard", "tp", "pp"))
+        return self.zero_stage == 3 or self.pipelined
 
     @property
     def needs_cpu_adam(self) -> bool:
@@ -66,12 +66,13 @@ class Strategy:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the data-parallel axes; -1 means "what is left of the world size".
+        """Sizes of the axes; -1 means "what is left of the world size".
 
         Raises UserError for an axis that is not known or a size that is no whole number.
         """
         if self.engine == "deepspeed":
-            return {"dp_replicate": 1, "dp_shard": -1}
+            stages = self.document.get("pipeline", {}).get("stages", 1)
+            return {"pp": stages, "dp_replicate": 1, "dp_shard": -1, "tp": 1}
         sizes = {axis: self.document["mesh"].get(axis, 1) for axis in MESH_AXES}
         for axis, size in {**self.document["mesh"], **sizes}.items():
             if axis not in MESH_AXES or type(size) is not int:
@@ -82,13 +83,21 @@ class Strategy:
                 )
         return sizes
 
+    @property
+    def pipelined(self) -> bool:
+        """Whether the layers are dealt out to stages."""
+        return self.mesh["pp"] != 1
+
     def describe_sharding(self) -> str:
-        """One phrase for the header: what is divided over the data-parallel processes."""
+        """One phrase for the header: what is divided over processes."""
+        mesh = self.mesh
+        parts = ["layers over pp"] * self.pipelined + ["each layer over tp"] * (mesh["tp"] != 1)
         if self.engine == "native":
-            sharded = self.mesh["dp_shard"] != 1
-            return "parameters, gradients, optimizer state" if sharded else "nothing (replicas)"
-        parts = ["optimizer state", "gradients", "parameters"][: self.zero_stage]
-        text = ", ".join(parts) if parts else "nothing (replicas)"
+            if mesh["dp_shard"] != 1:
+                parts += ["parameters, gradients, optimizer state over dp_shard"]
+            return "; ".join(parts) or "nothing (replicas)"
+        zero = ["optimizer state", "gradients", "parameters"][: self.zero_stage]
+        text = "; ".join(parts + [", ".join(zero)] * bool(zero)) or "nothing (replicas)"
         for what, label in (("optimizer", "optimizer state"), ("param", "parameters")):
             device = self.offload_device(what)
             if device != "none":
@@ -133,7 +142,7 @@ def load_strategy(config: RunConfig) -> Strategy:
         )
     own = _read(config.strategy, known[config.strategy])
     if config.deepspeed_config is None:
-        return own
+        return _with_axes(own, config)
     if own.engine != "deepspeed":
         users = ", ".join(name for name in known if _read(name, known[name]).engine == "deepspeed")
         raise UserError(
@@ -161,19 +170,58 @@ def load_strategy(config: RunConfig) -> Strategy:
                 f"{given.source}: {what}={theirs!r} but strategy={own.name!r} means {ours!r}",
                 fix="change one of them",
             )
-    return given
+    if given.pipelined != own.pipelined:
+        raise UserError(
+            f"{given.source}: pipeline.stages={given.mesh['pp']} but strategy={own.name!r} "
+            f"{'needs' if own.pipelined else 'has no'} stages",
+            fix="change one of them",
+        )
+    return _with_axes(given, config)
+
+
+def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
+    """The strategy with CONFIG's sizes of axes in place of its JSON's."""
+    given = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
+    if not given:
+        return strategy
+    document = dict(strategy.document)
+    if strategy.engine == "native":
+        document["mesh"] = {**document["mesh"], **given}
+        return replace(strategy, document=document)
+    can = ("pp",) if strategy.pipelined else ()
+    for axis, size in given.items():
+        if axis not in can:
+            raise UserError(
+                f"{axis}={size} cannot be set with strategy={strategy.name!r}",
+                "DeepSpeed divides over all processes",
+                "set it to None, or strategy to 3d, whose mesh has all axes",
+            )
+    document["pipeline"] = {**document["pipeline"], "stages": given["pp"]}
+    return replace(strategy, document=document)
 
 
 def _read(name: str, path: Path) -> Strategy:
     document = load_json(path, "strategy file" if path.is_relative_to(ROOT) else "DeepSpeed JSON")
     if not isinstance(document, dict):
         raise UserError(f"{path} is not a JSON object", fix="see configs/ds_config_zero2.json")
-    for section in ("zero_optimization", "bf16", "fp16", "mesh", "optimizer"):
+    for section in ("zero_optimization", "bf16", "fp16", "mesh", "optimizer", "pipeline"):
         _check_object(path, document, section)
     zero = document.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UserError(f"{path}: zero_optimization.stage={shown(stage)}", "it is 0, 1, 2 or 3")
+    stages = document.get("pipeline", {}).get("stages", 1)
+    if type(stages) is not int or (stages < 1 and stages != -1):
+        raise UserError(
+            f"{path}: pipeline.stages={shown(stages)}",
+            fix="give a whole number, or -1 for what is left of the processes",
+        )
+    if stages != 1 and stage > 1:
+        raise UserError(
+            f"{path}: pipeline.stages={stages} with zero_optimization.stage={stage}",
+            "a stage of the pipeline needs its gradients whole until its last micro-batch",
+            "set zero_optimization.stage to 1 or 0, or pipeline.stages to 1",
+        )
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part) is not None:  # DeepSpeed reads null as "no offload"
             _check_object(path, zero, part)
@@ -197,6 +245,8 @@ def estimate_state_bytes(
 ) -> dict[str, int]:
     """Bytes of model state per process, by part, without activations. Pure arithmetic.
 
+    `num_parameters` are those of one process's part of the model where tp or pp divide it
+    (layout.py), all of them otherwise; `dp_size` processes hold the same part.
     Mixed precision under DeepSpeed (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32
     master copy and both Adam moments 12 bytes a parameter. The native engines keep fp32
     parameters (4), gradients (4) and moments (8). "host" is what offload moves to RAM, "disk"

@@ -1,26 +1,29 @@
-"""Which process is which: ranks, the data-parallel axes, the device, the process group.
+"""Which process is which: ranks, the axes of the mesh, the device, the process group.
 
-    world_size        == dp_replicate * dp_shard
+    world_size        == pp * dp_replicate * dp_shard * tp
     global_batch_size == micro_batch_size * grad_accum_steps * dp_replicate * dp_shard
 
-Both are checked here and never rounded. torch is imported only by the functions that start and
-end the process group.
+Both are checked here and never rounded. tp varies fastest with the rank and pp slowest: what
+communicates most lies closest together, inside a node. torch is imported only by the functions
+that need a process group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from distributed_training.errors import UserError
-from distributed_training.strategy import Strategy
+from distributed_training.strategy import MESH_AXES, Strategy
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -36,6 +39,10 @@ class Topology:
     """Groups that hold a full copy each."""
     dp_shard: int
     """Processes that one copy is divided over."""
+    tp: int = 1
+    """Processes that every layer is split over."""
+    pp: int = 1
+    """Processes that the layers are dealt out to."""
     device_type: str
     """"cuda" or "cpu"."""
 
@@ -45,9 +52,33 @@ class Topology:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def tp_rank(self) -> int:
+        """Place along tp."""
+        return self.rank % self.tp
+
+    @property
     def dp_rank(self) -> int:
-        """Place among them; equals `rank`, as both axes are data parallel."""
-        return self.rank
+        """Place among the processes that work on different samples."""
+        return self.rank // self.tp % self.dp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """Place along pp; 0 holds the first layers."""
+        return self.rank // (self.tp * self.dp_size)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis -> size, the slowest first."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    def build_mesh(self) -> DeviceMesh:
+        """All axes as one DeviceMesh, those of size 1 too. Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = self.axes
+        return init_device_mesh(
+            self.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -67,24 +98,53 @@ def build_topology(
     """Fill in the mesh axis that is -1; raise UserError when the product is not `world_size`."""
     axes = dict(strategy.mesh)
     open_axes = [axis for axis, size in axes.items() if size == -1]
-    fixed = 1
-    for size in axes.values():
-        fixed *= 1 if size == -1 else size
-    product = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    fixed = math.prod(size for size in axes.values() if size != -1)
     if len(open_axes) > 1 or fixed < 1 or any(size < 1 and size != -1 for size in axes.values()):
-        raise UserError(f"mesh {product} is not understood", "at most one axis may be -1")
+        raise UserError(f"mesh {show_axes(axes)} is not understood", "at most one axis may be -1")
     if open_axes and world_size % fixed == 0:
         axes[open_axes[0]] = world_size // fixed
-        fixed = world_size
-    if fixed != world_size:
+    if math.prod(axes.values()) != world_size:
+        near = " or ".join(show_axes(other) for other in nearest_axes(axes, world_size))
         raise UserError(
-            f"mesh {product} does not make {world_size} processes",
-            fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes or change "
-            f"{strategy.source}",
+            f"mesh {show_axes(axes)} does not make {world_size} processes",
+            fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes, or set {near}",
         )
     return Topology(
         world_size=world_size, rank=rank, local_rank=local_rank, device_type=device_type, **axes
     )
+
+
+def show_axes(axes: Mapping[str, int]) -> str:
+    """ "dp_shard 2 x tp 2"; axes of size 1 are left out unless all are."""
+    shown = {axis: size for axis, size in axes.items() if size != 1}
+    return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())
+
+
+def nearest_axes(axes: Mapping[str, int], world_size: int, count: int = 3) -> list[dict[str, int]]:
+    """Sizes of the same axes whose product is `world_size`, those closest to `axes` first.
+
+    Only axes that are in use (not 1) change. Distance: the sum of the ratios' logarithms.
+    """
+    used = [axis for axis, size in axes.items() if size != 1] or ["dp_replicate"]
+    wanted = {axis: max(1, axes[axis]) if axes[axis] != -1 else None for axis in used}
+
+    def distance(sizes: tuple[int, ...]) -> float:
+        pairs = zip(sizes, wanted.values(), strict=True)
+        return sum(abs(math.log(size / want)) for size, want in pairs if want is not None)
+
+    found = sorted(_factorisations(world_size, len(used)), key=distance)[:count]
+    return [{**axes, **dict(zip(used, sizes, strict=True))} for sizes in found]
+
+
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered ways to write `number` as a product of `count` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1):
+                yield (first, *rest)
 
 
 @contextlib.contextmanager

@@ -196,9 +196,16 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
             truncate_metrics(plan.run_dir, trainer.step)
         display.say(f"resumed from {plan.checkpoint}")
     else:
-        # A state a rank: dropout must differ between ranks that see different samples.
-        torch.manual_seed(config.seed + 1000 + topology.dp_rank)
+        torch.manual_seed(config.seed + 1000 + dropout_stream(config, topology))
     return trainer, tokenizer
+
+
+def dropout_stream(config: RunConfig, topology: Topology) -> int:
+    """Ranks of equal number draw the same dropout masks: those along tp, where each computes all
+    of what lies between the split layers. Other ranks hold other samples, tokens or layers.
+    """
+    alike = 1 if config.sequence_parallel else topology.tp
+    return topology.rank // alike
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
@@ -218,7 +225,7 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         return DeepSpeedEngine(model, config, plan.strategy, topology, plan.deepspeed_json)
     from distributed_training.engines.native import NativeEngine
 
-    return NativeEngine(model, config, plan.strategy, topology)
+    return NativeEngine(model, config, topology, plan.layout)
 
 
 def _build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
@@ -247,7 +254,8 @@ def _finish(
             engine,
             prompt,
             num_tokens=GENERATED_TOKENS,
-            context=plan.size.num_positions,
+            # The split of a window over tp may append tokens, which need positions, too.
+            context=plan.size.num_positions // topology.tp * topology.tp,
             eos_id=tokenizer.eos_id,
             seed=config.seed,
         )

@@ -1,20 +1,24 @@
-"""PyTorch's own parallelism: DDP and FSDP2 around our model."""
+"""PyTorch's own parallelism around our model, along any axes of the mesh."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from distributed_training.config import RunConfig
 from distributed_training.data import StepBatch
@@ -25,89 +29,156 @@ from distributed_training.engines.base import (
     StepResult,
     to_device,
 )
+from distributed_training.gradients import clip_by_norm, global_norm, settle_gradients
+from distributed_training.layout import Layout
 from distributed_training.model import GPT2, parameter_groups
 from distributed_training.parallel.activation_checkpointing import apply_activation_checkpointing
 from distributed_training.parallel.compilation import apply_compile
 from distributed_training.parallel.ddp import apply_ddp
 from distributed_training.parallel.fsdp import apply_fsdp
-from distributed_training.strategy import Strategy
+from distributed_training.parallel.pipeline import Pipeline, build_stages
+from distributed_training.parallel.tensor_parallel import apply_tp
 from distributed_training.topology import Topology
+
+# Keys by parameter name, so that processes with different parameters can write one checkpoint.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class NativeEngine:
     """Composes the mechanisms of parallel/ in one visible order and steps AdamW."""
 
-    def __init__(
-        self, model: GPT2, config: RunConfig, strategy: Strategy, topology: Topology
-    ) -> None:
+    def __init__(self, model: GPT2, config: RunConfig, topology: Topology, layout: Layout) -> None:
         self.topology = topology
         self.max_grad_norm = config.max_grad_norm
-        self.sharded = strategy.mesh["dp_shard"] != 1
-        dtype = model.compute_dtype
-        self.compute_dtype = dtype
+        self.compute_dtype = model.compute_dtype
+        self.size = model.size
+        self.token_parts = topology.tp if config.sequence_parallel else 1
+        mesh = topology.build_mesh() if topology.world_size > 1 else None
 
-        model.to(topology.device)
-        apply_activation_checkpointing(model, config.activation_checkpointing)
         # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
-        self.cuda_graphs = (
-            bool(config.compile) and topology.device_type == "cuda" and topology.world_size == 1
-        ) and not self.sharded
-        if config.compile:
-            apply_compile(model, cuda_graphs=self.cuda_graphs)
-        if self.sharded:
-            apply_fsdp(model, topology, dtype)
-            self.module: torch.nn.Module = model
-        else:
-            self.module = apply_ddp(model, topology)
-        self.model = model
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.weight_decay),
-            lr=float(config.learning_rate),
-            fused=topology.device_type == "cuda",
-            **ADAM,
-        )
+        on_gpu = topology.device_type == "cuda"
+        self.cuda_graphs = bool(config.compile) and on_gpu and topology.world_size == 1
+        self.parts: list[GPT2] = [model]
+        if topology.pp > 1:
+            self.parts = [*build_stages(model, layout.stages, layout.ranks, topology.pp_rank)]
+        modules = [self._spread(part, config, mesh) for part in self.parts]
+        self.pipeline: Pipeline | None = None
+        self.module = modules[0]
+        if topology.pp > 1:
+            self.pipeline = Pipeline(
+                self.parts,
+                layout.ranks,
+                schedule=config.pipeline_schedule,
+                num_microbatches=config.grad_accum_steps,
+                batch_shape=(config.micro_batch_size, config.seq_len),
+                token_parts=self.token_parts,
+                group=mesh.get_group("pp"),
+                device=topology.device,
+            )
+        self.optimizers = [
+            torch.optim.AdamW(
+                parameter_groups(part, config.weight_decay),
+                lr=float(config.learning_rate),
+                fused=on_gpu,
+                **ADAM,
+            )
+            for part in self.parts
+        ]
         # Replayed graphs return gradients in the same memory each time: with accumulation they are
         # added up in tensors of ours instead of being handed over.
         self.keep_gradients = self.cuda_graphs and config.grad_accum_steps > 1
         self._prepare_gradients()
-        self.loss_scale = INITIAL_LOSS_SCALE if dtype is torch.float16 else 1.0
+        self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
 
+    def _spread(self, part: GPT2, config: RunConfig, mesh: DeviceMesh | None) -> nn.Module:
+        """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
+        topology = self.topology
+        part.to(topology.device)
+        if topology.tp > 1:
+            apply_tp(part, mesh["tp"], sequence_parallel=config.sequence_parallel)
+        apply_activation_checkpointing(part, config.activation_checkpointing)
+        if config.compile:
+            apply_compile(part, cuda_graphs=self.cuda_graphs)
+        if topology.dp_size == 1:
+            return part
+        if topology.dp_size == topology.world_size == topology.dp_replicate:
+            return apply_ddp(part, topology)
+        # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
+        axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
+        apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
+        return part
+
     def train_step(self, batch: StepBatch) -> StepResult:
-        # Backward averages over ranks; the loss is a mean over the global batch's real tokens.
+        # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
         scale = self.loss_scale * self.topology.dp_size / batch.num_targets
+        for part in self.parts:
+            part.train()
+        if self.pipeline is None:
+            loss_sum = self._accumulate(batch, scale)
+        else:
+            inputs, targets = (np.concatenate(arrays) for arrays in zip(*batch.micro_batches))  # noqa: B905
+            loss_sum = self.pipeline.forward_backward(
+                self._to_device(inputs), self._to_device(targets), scale
+            )
+            self.pipeline.add_tied_gradients()
+        grad_norm, skipped = self._update()
+        return StepResult(self._counted_once(loss_sum), batch.num_targets, grad_norm, skipped)
+
+    def _accumulate(self, batch: StepBatch, scale: float) -> torch.Tensor:
+        """Forward and backward of one micro-batch after the other; their summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
-        self.model.train()
         for index, (inputs, targets) in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
             if self.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with self._gradient_sync(last):
-                loss = self._loss(inputs, targets)
+                loss = self.module(self._to_device(inputs), self._to_device(targets))
                 (loss * scale).backward()
             loss_sum += loss.detach()
-        grad_norm, skipped = self._update()
-        return StepResult(loss_sum, batch.num_targets, grad_norm, skipped)
+        return loss_sum
 
     @torch.no_grad()
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        self.model.eval()
-        with torch.compiler.set_stance("force_eager"):
-            return self._loss(inputs, targets)
+        ids, wanted = self._to_device(inputs), self._to_device(targets)
+        with self._evaluating():
+            if self.pipeline is None:
+                return self._counted_once(self.module(ids, wanted))
+            loss = self.pipeline.relay(ids, wanted)
+        zero = torch.zeros((), device=self.topology.device)
+        return zero if loss is None else self._counted_once(loss.sum())
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.model.eval()
+        length = input_ids.shape[1]
+        # Attention is causal: what is appended to fill the split changes nothing before it.
+        ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
+        with self._evaluating():
+            if self.pipeline is None:
+                logits = self.parts[0](ids)
+            else:
+                logits = self.pipeline.broadcast_logits(self.pipeline.relay(ids), ids)
+        return logits[:, :length]
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for part in self.parts:
+            part.eval()
         with torch.compiler.set_stance("force_eager"):
-            return self.model(input_ids.to(self.topology.device))
+            yield
+
+    def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:
+        """Processes along tp see the same samples: one of them reports."""
+        return loss if self.topology.tp_rank == 0 else torch.zeros_like(loss)
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
 
     def describe_dtypes(self) -> dict[str, str]:
         compute = str(self.compute_dtype or torch.float32)
-        parameter = str(next(self.model.parameters()).dtype)
+        parameter = str(next(self.parts[0].parameters()).dtype)
         return {
             "parameters": parameter,
             "arithmetic": compute,
@@ -123,61 +194,88 @@ class NativeEngine:
 
     def load(self, folder: Path) -> None:
         # torch creates the optimizer state to load into only where no gradient is in the way.
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_grad(set_to_none=True)
         state = self._state()
         dcp.load(state, checkpoint_id=folder / "dcp")
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+            own = get_state_dict(part, optimizer, options=_BY_NAME)
+            set_state_dict(
+                part,
+                optimizer,
+                model_state_dict={key: state["model"][key] for key in own[0]},
+                optim_state_dict={key: state["optimizer"][key] for key in own[1]},
+                options=_BY_NAME,
+            )
+            assert len(optimizer.state) == len(list(part.parameters()))
         self.loss_scale, self._good_steps = torch.load(folder / "loss_scale.pt")
-        assert len(self.optimizer.state) == len(list(self.model.parameters()))
         self._prepare_gradients()
 
+    def _state(self) -> dict[str, dict[str, object]]:
+        state: dict[str, dict[str, object]] = {"model": {}, "optimizer": {}}
+        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+            model_state, optimizer_state = get_state_dict(part, optimizer, options=_BY_NAME)
+            state["model"].update(model_state)
+            state["optimizer"].update(optimizer_state)
+        return state
+
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
-        return state if self.topology.rank == 0 else None
+        topology = self.topology
+        leads = topology.tp_rank == topology.dp_rank == 0
+        state = {}
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                full = parameter.detach()
+                full = full.full_tensor() if isinstance(full, DTensor) else full
+                if name == "token_embedding.weight":  # tp may have appended rows
+                    full = full[: self.size.padded_vocab_size]
+                if leads:
+                    state[name] = full.cpu().clone()
+        if leads and topology.pp > 1:
+            state = _collect(state, topology)
+        return state if topology.rank == 0 else None
 
     def close(self) -> None:
-        del self.module, self.model, self.optimizer
+        del self.module, self.parts, self.optimizers, self.pipeline
 
     def _prepare_gradients(self) -> None:
         if self.keep_gradients:
-            for parameter in self.model.parameters():
+            for parameter in self._parameters():
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _state(self) -> dict[str, object]:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        return {"model": model_state, "optimizer": optimizer_state}
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for part in self.parts for parameter in part.parameters()]
 
-    def _loss(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        device = self.topology.device
-        return self.module(to_device(inputs, device), to_device(targets, device))
+    def _zero_grad(self, *, set_to_none: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self.topology.device)
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """DDP averages once a step. FSDP reduce-scatters every micro-batch, so that gradients
         stay sharded between them.
         """
-        if last or self.module is self.model:
+        if last or self.module is self.parts[0]:
             return contextlib.nullcontext()
         return self.module.no_sync()
 
     def _update(self) -> tuple[torch.Tensor | None, bool]:
         """Unscale, clip, step; skip the step when fp16 gradients overflowed on any rank."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        parameters = self._parameters()
+        settle_gradients(parameters)
         if self.loss_scale != 1.0:
+            gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
-        norm = get_total_norm(gradients)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
+        norm = global_norm(parameters, self.topology, counted_elsewhere=twice)
         skipped = self.compute_dtype is torch.float16 and not bool(norm.isfinite())
         if not skipped:
             if self.max_grad_norm is not None:
-                clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+                clip_by_norm(parameters, self.max_grad_norm, norm)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self._zero_grad(set_to_none=not self.keep_gradients)
         if self.compute_dtype is torch.float16:
             self._adapt_loss_scale(skipped)
         return (None if skipped else norm), skipped
@@ -188,3 +286,20 @@ class NativeEngine:
             self.loss_scale = max(1.0, self.loss_scale / 2)
         elif self._good_steps % LOSS_SCALE_WINDOW == 0:
             self.loss_scale *= 2
+
+
+def _collect(state: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
+    """Parameters of all stages on rank 0, from the first process of each; called by those."""
+    per_stage = topology.world_size // topology.pp
+    if topology.rank != 0:
+        dist.send_object_list([{name: tuple(t.shape) for name, t in state.items()}], 0)
+        for tensor in state.values():
+            dist.send(tensor, 0)
+        return state
+    for sender in range(per_stage, topology.world_size, per_stage):
+        shapes: list[dict[str, tuple[int, ...]]] = [{}]
+        dist.recv_object_list(shapes, sender)
+        for name, shape in shapes[0].items():
+            state[name] = torch.empty(shape)
+            dist.recv(state[name], sender)
+    return state

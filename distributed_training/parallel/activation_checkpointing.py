@@ -32,5 +32,5 @@ def apply_activation_checkpointing(model: GPT2, mode: str) -> None:
     options = {}
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)

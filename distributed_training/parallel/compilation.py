@@ -19,6 +19,6 @@ def apply_compile(model: GPT2, *, cuda_graphs: bool = False) -> None:
     that nobody holds on to: the caller marks each step's begin (cudagraph_mark_step_begin).
     """
     mode = "reduce-overhead" if cuda_graphs else "default"
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.forward = torch.compile(block.forward, mode=mode)
     model.loss = torch.compile(model.loss, mode=mode)

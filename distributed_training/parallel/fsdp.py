@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distributed_training.model import GPT2
-from distributed_training.topology import Topology
 
 
-def apply_fsdp(model: GPT2, topology: Topology, compute_dtype: torch.dtype | None) -> None:
-    """Shard each block, then the rest, in place, over all ranks.
+def apply_fsdp(
+    model: GPT2,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None,
+    *,
+    keep_gathered: bool = False,
+) -> None:
+    """Shard each block, then the rest, in place, over `mesh`.
 
-    Forward all-gathers a block's parameters (in `compute_dtype`) and drops them after use;
-    backward gathers them again and reduce-scatters gradients in fp32. The root holds the tied
-    embedding, needed first and last, so it stays gathered between forward and backward.
+    `mesh` has one axis to shard over, or two: copies and, within each, shards (HSDP). Forward
+    all-gathers a block's parameters (in `compute_dtype`) and drops them after use; backward
+    gathers them again and reduce-scatters gradients in fp32 (and, over two axes, all-reduces the
+    shards between copies). The root holds the tied embedding, needed first and last, so it stays
+    gathered between forward and backward. With `keep_gathered` so does every block: a pipeline
+    stage runs forward and backward many times a step and would gather each time.
     `compute_dtype` None means fp32 throughout.
     """
-    sizes = {"dp_replicate": topology.dp_replicate, "dp_shard": topology.dp_shard}
-    if topology.dp_replicate == 1:
-        del sizes["dp_replicate"]  # with it, FSDP2 shards within and all-reduces across (HSDP)
-    mesh = init_device_mesh(
-        topology.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-    )
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -14,15 +14,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distributed_training import launch
-from distributed_training.config import build_config
-from distributed_training.data import Sampler
-from distributed_training.machine import detect_machine
-from distributed_training.plan import load_plan_data, make_plan
-from distributed_training.strategy import load_strategy
-from distributed_training.topology import build_topology, process_group
-from distributed_training.train import learning_rate
-from distributed_training.worker import build_engine
+from distributed_training import sizes
+
+# Deep enough to be cut into stages of unequal length, and still small; before config reads SIZES.
+sizes.SIZES["six-layers"] = sizes.ModelSize(
+    vocab_size=2048, num_positions=128, num_layers=6, num_heads=4, hidden_size=32
+)
+
+from distributed_training import launch  # noqa: E402
+from distributed_training.config import build_config  # noqa: E402
+from distributed_training.data import Sampler  # noqa: E402
+from distributed_training.machine import detect_machine  # noqa: E402
+from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
+from distributed_training.strategy import load_strategy  # noqa: E402
+from distributed_training.topology import build_topology, process_group  # noqa: E402
+from distributed_training.train import learning_rate  # noqa: E402
+from distributed_training.worker import build_engine  # noqa: E402
 
 NUM_STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 

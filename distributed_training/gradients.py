@@ -1,0 +1,64 @@
+"""Gradients that may be spread over processes: their norm, each counted once, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from distributed_training.topology import Topology
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def settle_gradients(parameters: list[nn.Parameter]) -> None:
+    """Bring each gradient to its parameter's layout: sums over tp that are pending are taken."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def global_norm(
+    parameters: list[nn.Parameter],
+    topology: Topology,
+    *,
+    counted_elsewhere: Collection[nn.Parameter] = (),
+) -> torch.Tensor:
+    """2-norm of all gradients of the model, fp32 scalar, the same on every rank.
+
+    Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
+    hold the same; one all-reduce of a scalar. Without tp, pp and shards all ranks hold everything
+    and none is needed.
+    """
+    held = [p for p in parameters if p.grad is not None and p not in counted_elsewhere]
+    norms = torch.stack(torch._foreach_norm([local_part(p.grad) for p in held])).float()
+    if topology.world_size == topology.dp_replicate and not isinstance(held[0].grad, DTensor):
+        return norms.norm()
+    per_stage = topology.world_size // topology.pp
+    copies = torch.tensor([per_stage // _num_parts(p.grad) for p in held], device=norms.device)
+    total = (norms.square() / copies).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clip_by_norm(parameters: list[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale all gradients in place so that their norm is at most `max_norm` (as
+    torch.nn.utils.clip_grad_norm_ does: max_norm / (norm + 1e-6), never above 1)."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_part(p.grad) for p in parameters if p.grad is not None], factor)
+
+
+def _num_parts(gradient: torch.Tensor) -> int:
+    """Into how many different parts a gradient is divided over the ranks of its stage."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())

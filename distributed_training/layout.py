@@ -1,0 +1,201 @@
+"""How a model is laid over the mesh: which blocks each pipeline stage gets, which layouts exist.
+
+No torch import. A stage is a run of consecutive blocks; the first also holds the embeddings, the
+last the final norm and the output layer, which has the tied embedding's weights once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from distributed_training.config import RunConfig
+from distributed_training.errors import UserError
+from distributed_training.sizes import ModelSize
+from distributed_training.strategy import Strategy
+from distributed_training.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleRule:
+    """What one pipeline schedule asks for."""
+
+    stages_per_rank: int = 1
+    v_shaped: bool = False
+    """Rank r holds stages r and 2 pp - 1 - r instead of r and pp + r."""
+    minimum: Callable[[int], int] = lambda pp: 1
+    """pp -> fewest micro-batches."""
+    equal_rounds: bool = False
+    """Whether the micro-batches must make max(1, m // pp) rounds of equal length."""
+
+
+# Rules of torch.distributed.pipelining's schedules.
+SCHEDULE_RULES: dict[str, ScheduleRule] = {
+    "gpipe": ScheduleRule(),
+    "1f1b": ScheduleRule(minimum=lambda pp: pp),
+    "interleaved": ScheduleRule(stages_per_rank=2, equal_rounds=True),
+    "zb-h1": ScheduleRule(equal_rounds=True),
+    "zb-v": ScheduleRule(stages_per_rank=2, v_shaped=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The stages of a pipeline; one stage with all blocks where there is none."""
+
+    stages: tuple[range, ...]
+    """Blocks of each stage, in the model's order."""
+    ranks: tuple[int, ...]
+    """Place along pp that holds each stage."""
+    num_parameters: int
+    """Parameters of the process that holds most, padding not counted, before dp_shard divides."""
+
+
+def build_layout(
+    config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology
+) -> Layout:
+    """Cut the model for this topology; raise UserError for a layout that cannot be."""
+    _check_tp(config, size, topology)
+    if topology.pp == 1:
+        if config.pipeline_cut is not None:
+            raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
+        return Layout(
+            stages=(range(size.num_layers),),
+            ranks=(0,),
+            num_parameters=-(-size.num_parameters // topology.tp),
+        )
+    rule = SCHEDULE_RULES["1f1b" if strategy.engine == "deepspeed" else config.pipeline_schedule]
+    if strategy.engine == "deepspeed":
+        _check_deepspeed(config, strategy)
+    else:
+        _check_microbatches(config, rule, topology.pp)
+    num_stages = topology.pp * rule.stages_per_rank
+    if num_stages > size.num_layers:
+        most = size.num_layers // rule.stages_per_rank
+        fitting = [n for n in range(1, most + 1) if topology.world_size % n == 0]
+        raise UserError(
+            f"pp={topology.pp} needs {num_stages} stages but {config.model} has "
+            f"{size.num_layers} blocks",
+            f"pipeline_schedule={config.pipeline_schedule!r} has {rule.stages_per_rank} a process",
+            f"set pp to {' or '.join(map(str, fitting[::-1][:3]))} or take a larger model",
+        )
+    counts = _given_cut(config, size, num_stages) or balanced_cut(size, config.seq_len, num_stages)
+    ends = [sum(counts[: i + 1]) for i in range(num_stages)]
+    stages = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    ranks = tuple(_rank_of(stage, topology.pp, rule.v_shaped) for stage in range(num_stages))
+    held = [0] * topology.pp
+    for stage, rank in enumerate(ranks):
+        held[rank] += stage_parameters(size, stages, stage)
+    return Layout(stages=stages, ranks=ranks, num_parameters=-(-max(held) // topology.tp))
+
+
+def balanced_cut(size: ModelSize, seq_len: int, num_stages: int) -> list[int]:
+    """Blocks of each stage (at least one) so that the costliest stage costs least.
+
+    The cost is FLOPs a token; the output layer counts, looking embeddings up does not. Among
+    equals the later stages get fewer blocks, as the first ones hold more micro-batches.
+    """
+    head = Fraction(output_flops(size), block_flops(size, seq_len))  # in blocks
+    best = None
+    # The last stage's blocks decide what is left to spread evenly over the others.
+    for last in range(1, size.num_layers - num_stages + 2):
+        others, stages = size.num_layers - last, num_stages - 1
+        most = -(-others // stages) if stages else 0
+        cost = max(Fraction(most), last + head)
+        if best is None or cost < best[0]:
+            longer = others - stages * (others // stages) if stages else 0
+            counts = [others // stages + (i < longer) for i in range(stages)]
+            best = (cost, [*counts, last])
+    assert best is not None
+    return best[1]
+
+
+def block_flops(size: ModelSize, seq_len: int) -> int:
+    """FLOPs of one block for one token, forward and backward."""
+    d = size.hidden_size
+    return 6 * 12 * d * d + 12 * d * seq_len
+
+
+def output_flops(size: ModelSize) -> int:
+    """FLOPs of the output layer for one token, forward and backward."""
+    return 6 * size.padded_vocab_size * size.hidden_size
+
+
+def stage_parameters(size: ModelSize, stages: tuple[range, ...], stage: int) -> int:
+    """Parameters of one stage, padding not counted; both ends hold the tied embedding."""
+    d = size.hidden_size
+    count = len(stages[stage]) * (12 * d * d + 13 * d)
+    if stage == 0:
+        count += (size.vocab_size + size.num_positions) * d
+    if stage == len(stages) - 1:
+        count += 2 * d + (size.vocab_size * d if stage else 0)
+    return count
+
+
+def _rank_of(stage: int, pp: int, v_shaped: bool) -> int:
+    return min(stage, 2 * pp - 1 - stage) if v_shaped else stage % pp
+
+
+def _check_tp(config: RunConfig, size: ModelSize, topology: Topology) -> None:
+    tp = topology.tp
+    if tp > 1 and size.num_heads % tp:
+        fitting = [n for n in range(1, size.num_heads + 1) if size.num_heads % n == 0]
+        raise UserError(
+            f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}",
+            "attention is split by heads",
+            f"use {', '.join(map(str, fitting[1:]))}",
+        )
+    if tp > 1 and config.sequence_parallel and config.seq_len % tp:
+        near = config.seq_len - config.seq_len % tp
+        raise UserError(
+            f"max_length={config.seq_len} is not a multiple of tp={tp}",
+            "sequence_parallel splits the tokens of a sample evenly",
+            f"set max_length to {near or tp}, or sequence_parallel to False",
+        )
+
+
+def _check_microbatches(config: RunConfig, rule: ScheduleRule, pp: int) -> None:
+    m = config.grad_accum_steps
+    least = rule.minimum(pp)
+    if m < least:
+        raise UserError(
+            f"pipeline_schedule={config.pipeline_schedule!r} over pp={pp} needs {least} "
+            f"micro-batches or more, and grad_accum_steps={m}",
+            "the micro-batches of one step are what fills the pipeline",
+            f"set grad_accum_steps to {least} or more (4 x pp = {4 * pp} keeps stages busy), "
+            "or pipeline_schedule to gpipe",
+        )
+    rounds = max(1, m // pp)
+    if rule.equal_rounds and m % rounds:
+        raise UserError(
+            f"pipeline_schedule={config.pipeline_schedule!r} cannot cut grad_accum_steps={m} into "
+            f"{rounds} equal rounds",
+            f"over pp={pp} it works in rounds of about {pp} micro-batches",
+            f"set grad_accum_steps to {rounds * pp} or {(rounds + 1) * pp}",
+        )
+
+
+def _check_deepspeed(config: RunConfig, strategy: Strategy) -> None:
+    if config.pipeline_schedule != "1f1b":
+        raise UserError(
+            f"pipeline_schedule={config.pipeline_schedule!r} cannot be set with "
+            f"strategy={strategy.name!r}",
+            "DeepSpeed's pipeline engine has 1F1B only",
+            "set it to 1f1b, or strategy to pp or 3d",
+        )
+
+
+def _given_cut(config: RunConfig, size: ModelSize, num_stages: int) -> list[int] | None:
+    if config.pipeline_cut is None:
+        return None
+    words = config.pipeline_cut.split(",")
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != size.num_layers:
+        example = balanced_cut(size, config.seq_len, num_stages)
+        raise UserError(
+            f"pipeline_cut={config.pipeline_cut!r} is not {num_stages} numbers that add up to "
+            f"the {size.num_layers} blocks of {config.model}",
+            fix=f"write {','.join(map(str, example))}, for example, or None",
+        )
+    return counts
