@@ -121,6 +121,8 @@ class NativeEngine:
             loss_sum = self.pipeline.forward_backward(
                 self._to_device(inputs), self._to_device(targets), scale
             )
+        settle_gradients(self._parameters())
+        if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
         grad_norm, skipped = self._update()
         return StepResult(self._counted_once(loss_sum), batch.num_targets, grad_norm, skipped)
@@ -263,7 +265,6 @@ class NativeEngine:
     def _update(self) -> tuple[torch.Tensor | None, bool]:
         """Unscale, clip, step; skip the step when fp16 gradients overflowed on any rank."""
         parameters = self._parameters()
-        settle_gradients(parameters)
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
