@@ -88,13 +88,15 @@ def start(arguments, launch, script) -> int:
     from distributed_training.corpus import read_corpus
     from distributed_training.machine import detect_machine
     from distributed_training.plan import load_plan_data, make_plan, reserve_run_dir
+    from distributed_training.strategy import load_strategy
 
     # Folders in CONFIG are relative to this file, those of the command line to where one stands.
     here = {**CONFIG, "output_dir": str(script.parent / str(CONFIG["output_dir"]))}
     config = build_config(here, preset=arguments.preset, overrides=launch.overrides(arguments))
     machine = detect_machine()
     process = launch.current_process(os.environ)
-    requested = launch.requested_processes(arguments.num_gpus, machine)
+    mesh = load_strategy(config).mesh
+    requested = launch.requested_processes(arguments.num_gpus, machine, mesh)
     if process is not None:
         launch.check_world_size(requested, process, machine)
         launch.prepare_environment(machine, process.local_world_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -29,7 +30,7 @@ from distributed_training.strategy import list_strategies
 from distributed_training.topology import show_axes
 
 MAX_DIGITS = 9  # of --num_gpus: Python reads no number of thousands of digits
-CPU_PROCESSES = 2  # what "--num_gpus all" means on a machine without GPUs
+CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,12 +122,15 @@ def current_process(environment: Mapping[str, str]) -> Process | None:
     )
 
 
-def requested_processes(num_gpus: str | None, machine: Machine) -> int | None:
+def requested_processes(
+    num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]
+) -> int | None:
     """The number that `--num_gpus` asks for; None when it was not given."""
     if num_gpus is None:
         return None
     if num_gpus == "all":
-        return machine.num_gpus or CPU_PROCESSES
+        fixed = math.prod(size for size in mesh.values() if size > 0)
+        return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
     if not num_gpus.isdecimal() or len(num_gpus) > MAX_DIGITS or int(num_gpus) < 1:
         raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
     return int(num_gpus)

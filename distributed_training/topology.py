@@ -107,7 +107,8 @@ def build_topology(
         near = " or ".join(show_axes(other) for other in nearest_axes(axes, world_size))
         raise UserError(
             f"mesh {show_axes(axes)} does not make {world_size} processes",
-            fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes, or set {near}",
+            fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes, or set {near} "
+            f"in CONFIG (the mesh is that of {strategy.source})",
         )
     return Topology(
         world_size=world_size, rank=rank, local_rank=local_rank, device_type=device_type, **axes

@@ -196,16 +196,18 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
             truncate_metrics(plan.run_dir, trainer.step)
         display.say(f"resumed from {plan.checkpoint}")
     else:
-        torch.manual_seed(config.seed + 1000 + dropout_stream(config, topology))
+        seed_dropout(config, topology)
     return trainer, tokenizer
 
 
-def dropout_stream(config: RunConfig, topology: Topology) -> int:
-    """Ranks of equal number draw the same dropout masks: those along tp, where each computes all
-    of what lies between the split layers. Other ranks hold other samples, tokens or layers.
+def seed_dropout(config: RunConfig, topology: Topology) -> None:
+    """Start this rank's stream of random numbers: ranks that compute the same draw the same masks.
+
+    Those are the ranks along tp without sequence parallelism, outside of attention. All others
+    hold other samples, tokens or layers, and other masks.
     """
     alike = 1 if config.sequence_parallel else topology.tp
-    return topology.rank // alike
+    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
@@ -219,6 +221,12 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.compute_dtype).float()
+    if plan.deepspeed_json is not None and topology.pp > 1:
+        from distributed_training.engines.deepspeed_pipeline import DeepSpeedPipelineEngine
+
+        return DeepSpeedPipelineEngine(
+            model, config, plan.strategy, topology, plan.deepspeed_json, plan.layout
+        )
     if plan.deepspeed_json is not None:
         from distributed_training.engines.deepspeed import DeepSpeedEngine
 

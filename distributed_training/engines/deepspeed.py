@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 from distributed_training.config import RunConfig
 from distributed_training.data import StepBatch
@@ -48,9 +50,10 @@ class DeepSpeedEngine:
             # Fetch a block's parameters at once: fewer, larger all-gathers, and no hooks inside
             # the block, so that it can be compiled.
             deepspeed.utils.set_z3_leaf_modules(model, [Block])
+        module = self._build_module(model)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=self._build_optimizer(model, config),
+            model=module,
+            optimizer=self._build_optimizer(module, config),
             config=document,
             dist_init_required=False,
         )
@@ -63,8 +66,12 @@ class DeepSpeedEngine:
                 self.model, self.model.token_embedding.weight
             )
 
-    def _build_optimizer(self, model: GPT2, config: RunConfig) -> torch.optim.Optimizer:
-        groups = parameter_groups(model, config.weight_decay)
+    def _build_module(self, model: GPT2) -> nn.Module:
+        """What DeepSpeed is given to train: with no layers split off, the model itself."""
+        return model
+
+    def _build_optimizer(self, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+        groups = parameter_groups(module, config.weight_decay)
         rate = float(config.learning_rate)
         if self.strategy.needs_cpu_adam:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -76,17 +83,22 @@ class DeepSpeedEngine:
     def train_step(self, batch: StepBatch) -> StepResult:
         # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
         scale = self.grad_accum_steps * self.topology.dp_size / batch.num_targets
+        skipped_before = self.engine.skipped_steps
+        loss_sum = self._run(batch, scale)
+        skipped = self.engine.skipped_steps > skipped_before
+        norm = None if skipped else self.engine.get_global_grad_norm()
+        return StepResult(loss_sum, batch.num_targets, norm, skipped)
+
+    def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
+        """All micro-batches and the update, for `scale` times the loss; this rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
-        skipped_before = self.engine.skipped_steps
         for inputs, targets in batch.micro_batches:
             loss = self._loss(inputs, targets)
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += loss.detach()
-        skipped = self.engine.skipped_steps > skipped_before
-        norm = None if skipped else self.engine.get_global_grad_norm()
-        return StepResult(loss_sum, batch.num_targets, norm, skipped)
+        return loss_sum
 
     @torch.no_grad()
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
@@ -135,15 +147,24 @@ class DeepSpeedEngine:
             )
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
+        state = self._gather(self.model.named_parameters(), keep=self.topology.rank == 0)
+        return state if self.topology.rank == 0 else None
+
+    def _gather(
+        self, named: Iterable[tuple[str, nn.Parameter]], *, keep: bool
+    ) -> dict[str, torch.Tensor]:
+        """Whole fp32 parameters on the CPU, of which this process's share of ZeRO may be a part;
+        empty unless `keep`. Collective over the processes that hold the same parameters.
+        """
         from deepspeed.utils import safe_get_full_fp32_param
 
         state = {}
-        for name, parameter in self.model.named_parameters():
-            master = safe_get_full_fp32_param(parameter)  # collective: every rank asks
-            if self.topology.rank == 0:
+        for name, parameter in named:
+            master = safe_get_full_fp32_param(parameter)
+            if keep:
                 full = parameter.detach() if master is None else master
                 state[name] = full.float().cpu().clone().view(_full_shape(parameter))
-        return state if self.topology.rank == 0 else None
+        return state
 
     def close(self) -> None:
         self.engine.destroy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 
 import pytest
@@ -26,6 +27,7 @@ FAULTY_SCRIPT = """
 import os, sys
 sys.path.insert(0, {root!r})
 import real_model_example
+real_model_example.__file__ = __file__  # --num_gpus starts this script
 from distributed_training.engines import native
 
 right, steps = native.NativeEngine.train_step, []
@@ -41,11 +43,16 @@ raise SystemExit(real_model_example.main())
 """
 
 
-def test_exception_on_one_rank_ends_all_and_is_recorded(tmp_path):
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
+def test_exception_on_one_rank_ends_all_and_is_recorded(strategy, tmp_path):
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY_SCRIPT.format(root=str(ROOT)))
-    values = {**LONG, "strategy": "dp", "output_dir": tmp_path / "runs"}
-    command = ["torchrun", "--standalone", "--nproc_per_node=2", script, *settings(values)]
+    values = {**LONG, "strategy": strategy, "output_dir": tmp_path / "runs"}
+    start = ["torchrun", "--standalone", "--nproc_per_node=2", script]
+    if strategy == "pp":
+        values["grad_accum_steps"] = 4
+        start = [sys.executable, script, "--num_gpus", "2"]
+    command = [*start, *settings(values)]
     begin = time.monotonic()
     result = run_command(command, timeout_s=2 * LIMIT_S)
     assert time.monotonic() - begin < LIMIT_S
@@ -55,16 +62,20 @@ def test_exception_on_one_rank_ends_all_and_is_recorded(tmp_path):
     assert record["error"] == "rank 1: RuntimeError: a fault made on purpose"
     assert record["finished_at"]
     assert "RuntimeError: a fault made on purpose" in result.stderr
+    if strategy == "pp":
+        assert result.stderr.splitlines()[-1] == f"failed: {record['error']}", "said last"
     assert left_over(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("fsdp", ["1"]), ("zero2", ["0", "1"])], ids=["one rank", "all ranks"]
+    ("strategy", "ranks"),
+    [("fsdp", ["1"]), ("zero2", ["0", "1"]), ("pp", ["1"])],
+    ids=["one rank", "all ranks", "a stage"],
 )
 def test_killed_rank_is_recorded_by_the_parent(strategy, ranks, tmp_path):
     """Under both launchers that --num_gpus uses: torchrun and deepspeed."""
     log, output_dir = tmp_path / "log", tmp_path / "runs"
-    values = {**LONG, "strategy": strategy, "output_dir": output_dir}
+    values = {**LONG, "strategy": strategy, "grad_accum_steps": 2, "output_dir": output_dir}
     with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
         wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
         workers = {

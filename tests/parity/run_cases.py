@@ -29,7 +29,7 @@ from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
 from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.topology import build_topology, process_group  # noqa: E402
 from distributed_training.train import learning_rate  # noqa: E402
-from distributed_training.worker import build_engine  # noqa: E402
+from distributed_training.worker import build_engine, seed_dropout  # noqa: E402
 
 NUM_STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 
@@ -48,6 +48,7 @@ def run_case(config, machine, topology):
         seed=config.seed,
     )
     engine = build_engine(plan, topology)
+    seed_dropout(config, topology)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         engine.set_learning_rate(learning_rate(plan.config, step, NUM_STEPS))

@@ -26,7 +26,9 @@ GLOBAL_BATCH = 8
 LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-4, 1e-3
 
 
-def run_cases(cases: dict, num_processes: int, folder: Path, **environment: str) -> dict:
+def run_cases(
+    cases: dict, num_processes: int, folder: Path, script: Path = CASES, **environment: str
+) -> dict:
     """Run cases on `num_processes` processes and return what they saved."""
     (folder / "cases.json").write_text(json.dumps(cases))
     out = folder / f"out{num_processes}.pt"
@@ -34,7 +36,7 @@ def run_cases(cases: dict, num_processes: int, folder: Path, **environment: str)
         run_command(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc_per_node={num_processes}", CASES, folder / "cases.json", out,
+                f"--nproc_per_node={num_processes}", script, folder / "cases.json", out,
             ],
             timeout_s=500,
             **environment,

@@ -76,6 +76,8 @@ _START = {
     "work": {"model": "gpt2-medium", "seed": 42, "global_batch_size": 32},
     "run_dir": "runs/x",
     "world_size": 4,
+    "topology": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
+    "pipeline": None,
     "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
     "num_parameters": 354_823_168,
     "dtypes": {

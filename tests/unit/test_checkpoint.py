@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.checkpoint import (
+    FORMAT,
     check_same_data,
     find_resume,
     list_checkpoints,
@@ -167,7 +168,8 @@ def test_damage_is_named_with_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "{}", '{"step": 1, "files": {}}', '{"format": 1, "step": 1}']
+    "text",
+    ["", "{", "[]", "null", "{}", '{"step": 1, "files": {}}', f'{{"format": {FORMAT}, "step": 1}}'],
 )
 def test_a_corrupt_meta_is_no_checkpoint(text, tmp_path):
     folder = save(tmp_path, 1)
@@ -185,8 +187,8 @@ def test_a_meta_that_is_not_text(tmp_path):
 
 def test_another_format_is_refused(tmp_path):
     folder = save(tmp_path, 1)
-    edit_meta(folder, format=2)
-    with refused("checkpoint format 2"):
+    edit_meta(folder, format=FORMAT + 1)
+    with refused(f"checkpoint format {FORMAT + 1}"):
         read_meta(folder)
 
 

@@ -46,7 +46,7 @@ def test_header_says_what_runs():
     rows = header()
     assert rows["model"] == "gpt2-medium, 354,823,168 parameters, pretrained weights"
     assert rows["strategy"] == "zero2: divides optimizer state, gradients"
-    assert rows["processes"] == "4 on NVIDIA H200"
+    assert rows["processes"] == "4 on NVIDIA H200: dp_shard 4"
     assert rows["precision"] == "parameters bf16, fp32 master copy; arithmetic bf16"
     assert rows[""] == "gradients bf16; reduction bf16; optimizer state fp32"
     assert rows["batch"] == (
@@ -65,7 +65,7 @@ def test_header_leaves_out_state_that_is_nowhere():
 
 def test_header_of_a_machine_without_gpus():
     rows = header(machine__gpu_name=None, machine__num_cpus=2, config__compile=False)
-    assert rows["processes"] == "4 on CPU (2 cores)"
+    assert rows["processes"] == "4 on CPU (2 cores): dp_shard 4"
     assert rows["compile"] == "no"
 
 

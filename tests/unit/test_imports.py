@@ -17,7 +17,8 @@ ORDER = (
     ("config", "hub"),
     ("strategy", "corpus", "hf_format", "model"),
     ("topology", "deepspeed_json", "tokenizer", "record", "preflight", "hf_checkpoint"),
-    ("data", "resolve", "report", "parallel"),
+    ("data", "resolve", "report", "layout", "gradients"),
+    ("parallel",),
     ("engines.base",),
     ("engines",),
     ("checkpoint",),
@@ -30,7 +31,7 @@ ORDER = (
 TORCH_FREE = (
     "errors", "sizes", "machine", "files", "config", "hub", "strategy", "deepspeed_json",
     "corpus", "hf_format", "topology", "tokenizer", "record", "preflight", "data", "resolve",
-    "display", "trackers", "checkpoint", "plan", "launch",
+    "layout", "display", "trackers", "checkpoint", "plan", "launch",
 )  # fmt: skip
 
 
@@ -92,7 +93,16 @@ def f():
 
 def test_the_principle_of_the_design():
     """CONFIG -> Topology -> Engine -> train: the rows of ORDER may be refined, not turned."""
-    chain = ["config", "strategy", "topology", "engines.base", "engines", "train", "worker"]
+    chain = [
+        "config",
+        "strategy",
+        "topology",
+        "layout",
+        "engines.base",
+        "engines",
+        "train",
+        "worker",
+    ]
     rows = [row_of(module) for module in chain]
     assert rows == sorted(set(rows))
 

@@ -64,22 +64,24 @@ def test_half_an_environment_is_refused(environment):
 
 
 @pytest.mark.parametrize(
-    ("text", "machine", "count"),
+    ("text", "machine", "mesh", "count"),
     [
-        (None, GPU_MACHINE, None),
-        ("3", CPU_MACHINE, 3),
-        ("all", GPU_MACHINE, 4),
-        ("all", CPU_MACHINE, 2),
+        (None, GPU_MACHINE, {}, None),
+        ("3", CPU_MACHINE, {}, 3),
+        ("all", GPU_MACHINE, {}, 4),
+        ("all", CPU_MACHINE, {"dp_shard": -1}, 2),
+        ("all", CPU_MACHINE, {"pp": 2, "dp_shard": -1, "tp": 2}, 4),
+        ("all", CPU_MACHINE, {"tp": 3, "dp_shard": -1}, 3),
     ],
 )
-def test_number_of_processes(text, machine, count):
-    assert launch.requested_processes(text, machine) == count
+def test_number_of_processes(text, machine, mesh, count):
+    assert launch.requested_processes(text, machine, mesh) == count
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5", "²"])
 def test_a_number_of_processes_that_is_none(text):
     with refused(f"--num_gpus {text!r}", "positive number or all"):
-        launch.requested_processes(text, CPU_MACHINE)
+        launch.requested_processes(text, CPU_MACHINE, {})
 
 
 def test_the_launcher_must_deliver():
@@ -116,7 +118,7 @@ def test_described_plan_shows_what_was_resolved(tmp_path):
     assert '"train_micro_batch_size_per_gpu": 3' in text
     native = launch.describe_plan(plan_for(tmp_path, strategy="fsdp"), "c")
     assert "DeepSpeed JSON" not in native
-    assert "{'dp_replicate': 1, 'dp_shard': -1}" in native
+    assert "mesh (from strategies/7_fsdp/config.json): dp_shard 2" in native
 
 
 @pytest.fixture
@@ -218,7 +220,7 @@ def test_a_free_port_can_be_bound():
 
 def test_a_number_of_processes_that_python_cannot_read():
     with refused("--num_gpus"):
-        launch.requested_processes("9" * 5000, CPU_MACHINE)
+        launch.requested_processes("9" * 5000, CPU_MACHINE, {})
     with refused("--num_gpus"):
-        launch.requested_processes("1" * 10, CPU_MACHINE)
-    assert launch.requested_processes("1" * 9, CPU_MACHINE) == 111_111_111
+        launch.requested_processes("1" * 10, CPU_MACHINE, {})
+    assert launch.requested_processes("1" * 9, CPU_MACHINE, {}) == 111_111_111

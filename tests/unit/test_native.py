@@ -9,6 +9,7 @@ import torch.distributed as dist
 from distributed_training.config import build_config
 from distributed_training.data import StepBatch
 from distributed_training.engines.native import NativeEngine
+from distributed_training.layout import build_layout
 from distributed_training.model import build_model
 from distributed_training.sizes import SIZES
 from distributed_training.strategy import load_strategy
@@ -27,7 +28,8 @@ def build_engine(keep_gradients):
     strategy = load_strategy(config)
     topology = build_topology(strategy, world_size=1, rank=0, local_rank=0, device_type="cpu")
     model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
-    engine = NativeEngine(model, config, strategy, topology)
+    layout = build_layout(config, strategy, SIZES["gpt2-tiny"], topology)
+    engine = NativeEngine(model, config, topology, layout)
     engine.keep_gradients = keep_gradients
     engine._prepare_gradients()
     return engine
@@ -49,7 +51,9 @@ def test_resuming_restores_adams_moments(keep_gradients, tmp_path):
     resumed.load(tmp_path)
     for one in (engine, resumed):
         one.train_step(batch(2))
-    for ours, theirs in zip(engine.model.parameters(), resumed.model.parameters(), strict=True):
+    for ours, theirs in zip(
+        engine.parts[0].parameters(), resumed.parts[0].parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -58,5 +62,5 @@ def test_gradients_kept_in_place_train_the_same():
     for engine in engines:
         for seed in range(3):
             engine.train_step(batch(seed))
-    for ours, theirs in zip(*(engine.model.parameters() for engine in engines), strict=True):
+    for ours, theirs in zip(*(engine.parts[0].parameters() for engine in engines), strict=True):
         assert torch.equal(ours, theirs)

@@ -33,7 +33,8 @@ def applied(dp_replicate, dp_shard):
         dp_shard=dp_shard,
         device_type="cpu",
     )
-    apply_fsdp(model, topology, torch.bfloat16)
+    axes = ("dp_replicate", "dp_shard") if dp_replicate > 1 else ("dp_shard",)
+    apply_fsdp(model, topology.build_mesh()[axes], torch.bfloat16)
     return model
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from distributed_training import preflight
 from distributed_training.checkpoint import CHECKPOINTS, FORMAT
-from distributed_training.config import KEYS, build_config
+from distributed_training.config import KEYS, PIPELINE_SCHEDULES, build_config
 from distributed_training.errors import UserError
 from distributed_training.plan import Plan, load_plan_data, make_plan, reserve_run_dir
 from distributed_training.record import start_record
@@ -16,6 +16,7 @@ from tests.unit.conftest import CPU_MACHINE, GPU_MACHINE, named_strategy, refuse
 
 GIB = 2**30
 NAMES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
+SPLIT = ["tp", "pp", "3d", "hybrid"]
 TEXT = "\n".join(f"line {number} of a text that is not very long" for number in range(400))
 
 
@@ -58,7 +59,11 @@ def test_a_plan_holds_what_follows_from_config(name, tmp_path):
     )
     assert plan.work["global_batch_size"] == 3 * 5 * 4
     assert plan.work["seed"] == 9
-    assert plan.identity == {**plan.work, "strategy": name, "num_processes": 4}
+    axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1}
+    if name == "dp":
+        axes.update(dp_replicate=4, dp_shard=1)
+    layout = {"mesh": axes, "stages": [[0, 2]], "sequence_parallel": False}
+    assert plan.identity == {**plan.work, "strategy": name, **layout}
     assert plan.size == SIZES["gpt2-tiny"]
     assert plan.run_dir.parent == tmp_path / "runs"
     assert plan.run_dir.name.endswith(f"-{name}-gpt2-tiny-x4")
@@ -172,7 +177,8 @@ machines = st.one_of(
     ),
 )
 # For each key, values that are mostly possible.
-STRATEGIES = st.sampled_from([*NAMES, *NAMES, *NAMES, "zero", "ZeRO2"])
+STRATEGIES = st.sampled_from([*NAMES, *NAMES, *NAMES, *SPLIT, "zero", "ZeRO2"])
+AXIS = st.sampled_from([None, None, None, None, 1, 2, 4, -1])
 OPTIONS = {
     "model": st.sampled_from(["auto", *SIZES]),
     "batch_size": st.integers(1, 64),
@@ -194,6 +200,13 @@ OPTIONS = {
     "weight_decay": st.floats(0, 10),
     "max_grad_norm": st.none() | st.sampled_from([1.0, 0.5]) | st.floats(1e-9, 1e9),
     "dropout": st.floats(0, 0.99),
+    "dp_replicate": AXIS,
+    "dp_shard": AXIS,
+    "tp": AXIS,
+    "pp": AXIS,
+    "sequence_parallel": st.booleans(),
+    "pipeline_schedule": st.sampled_from(PIPELINE_SCHEDULES),
+    "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "compile": st.sampled_from(["auto", True, False]),
     "pack": st.booleans(),

@@ -55,7 +55,8 @@ def situation(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, 
         strategy=named_strategy(strategy),
         machine=machine,
         size=SIZES[built.model],
-        num_processes=num_processes,
+        num_parameters_here=SIZES[built.model].num_parameters,
+        dp_size=num_processes,
         processes_here=num_processes,
         offload_dir=tmp_path / "offload",
     )
@@ -142,7 +143,7 @@ def test_state_must_fit_the_gpu(tmp_path):
     """gpt2-xl: 1.5576e9 parameters at 16 bytes are 23.2 GiB; over 4 GPUs zero3 needs 5.8."""
     small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
     xl = {"model": "gpt2-xl", "precision": "bf16", "machine": small, "num_processes": 4}
-    with refused("gpt2-xl under dp needs 23.2 GiB", "Small has 16.0 GiB", "zero3 or fsdp"):
+    with refused("gpt2-xl under dp needs 23.2 GiB", "Small has 16.0 GiB", "zero3, fsdp, tp or pp"):
         check_gpu_memory(situation(tmp_path, "dp", **xl))
     check_gpu_memory(situation(tmp_path, "zero3", **xl))
     check_gpu_memory(situation(tmp_path, "offload", **xl))

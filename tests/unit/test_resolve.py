@@ -9,6 +9,7 @@ from distributed_training.config import build_config
 from distributed_training.resolve import resolve
 from distributed_training.strategy import load_strategy
 from distributed_training.tokenizer import EMBEDDED_DIR
+from distributed_training.topology import build_topology
 from tests.unit.conftest import CPU_MACHINE, GPU_MACHINE, refused
 
 GIB = 2**30
@@ -20,7 +21,9 @@ def gpu(**changes):
 
 def decide(machine=CPU_MACHINE, **config):
     built = build_config(config)
-    return resolve(built, machine, load_strategy(built))
+    strategy = load_strategy(built)
+    topology = build_topology(strategy, world_size=1, rank=0, local_rank=0, device_type="cpu")
+    return resolve(built, machine, strategy, topology)
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ from distributed_training.strategy import (
 )
 from tests.unit.conftest import named_strategy, refused
 
-NAMES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
-DEEPSPEED = ["zero1", "zero2", "zero3", "offload", "infinity"]
+SPLIT = ["tp", "pp", "3d", "hybrid"]
+NAMES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp", *SPLIT]
+DEEPSPEED = ["zero1", "zero2", "zero3", "offload", "infinity", "hybrid"]
 # What the strategies mean, by DeepSpeed's words.
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "hybrid": 1}
 DEVICES = {"offload": ("cpu", "none"), "infinity": ("nvme", "nvme")}
 # CONFIG of the tests below, and what the JSON must hold for it.
 CONFIG = {
@@ -70,11 +71,10 @@ def value_at(document, path):
     return document
 
 
-def test_seven_strategies_in_the_folders_order():
+def test_strategies_in_the_folders_order():
     assert list(list_strategies()) == NAMES
-    assert [path.parent.name[:2] for path in list_strategies().values()] == [
-        f"{number}_" for number in range(1, 8)
-    ]
+    numbers = [path.parent.name.partition("_")[0] for path in list_strategies().values()]
+    assert numbers == [str(number) for number in range(1, 12)]
 
 
 def test_a_deepspeed_strategy_is_a_link_into_configs():
@@ -100,9 +100,16 @@ def test_engine_follows_from_the_file(name):
 
 
 def test_meshes_and_what_is_divided():
-    replicas, sharded = {"dp_replicate": -1, "dp_shard": 1}, {"dp_replicate": 1, "dp_shard": -1}
+    own = {
+        "dp": {"dp_replicate": -1},
+        "tp": {"tp": -1},
+        "pp": {"pp": -1},
+        "3d": {"pp": 2, "dp_shard": -1, "tp": 2},
+        "hybrid": {"pp": 2, "dp_shard": -1},
+    }
+    whole = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
     assert {name: named_strategy(name).mesh for name in NAMES} == {
-        name: replicas if name == "dp" else sharded for name in NAMES
+        name: {**whole, **own.get(name, {"dp_shard": -1})} for name in NAMES
     }
     phrases = {name: named_strategy(name).describe_sharding() for name in NAMES}
     for name, parts in {
@@ -111,11 +118,15 @@ def test_meshes_and_what_is_divided():
         "zero2": ("optimizer state", "gradients"),
         "zero3": ("optimizer state", "gradients", "parameters"),
         "fsdp": ("optimizer state", "gradients", "parameters"),
+        "tp": ("each layer over tp",),
+        "pp": ("layers over pp",),
+        "hybrid": ("layers over pp", "optimizer state"),
     }.items():
-        for part in ("optimizer state", "gradients", "parameters"):
+        words = ("optimizer state", "gradients", "parameters", "layers over pp")
+        for part in (*words, "each layer over tp"):
             assert (part in phrases[name]) == (part in parts)
     divided = {name for name in NAMES if named_strategy(name).divides_parameters}
-    assert divided == {"zero3", "infinity", "fsdp"}
+    assert divided == {"zero3", "infinity", "fsdp", *SPLIT}
     assert "kept on cpu" in phrases["offload"]
     assert phrases["infinity"].count("kept on nvme") == 2
 
@@ -127,9 +138,11 @@ def test_meshes_and_what_is_divided():
         ({"dp_replicate": 4}, False),
         ({"dp_shard": -1}, True),
         ({"dp_replicate": -1, "dp_shard": 2}, True),
+        ({"dp_replicate": -1, "tp": 2}, True),
+        ({"pp": 4}, True),
     ],
 )
-def test_a_mesh_divides_parameters_along_dp_shard(mesh, divided):
+def test_a_mesh_divides_parameters_along_all_axes_but_dp_replicate(mesh, divided):
     strategy = Strategy(name="x", source=Path("x.json"), document={"mesh": mesh})
     assert strategy.divides_parameters == divided
 
@@ -406,7 +419,7 @@ def test_a_deepspeed_json_below_home(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ({"tp": 2}, ("'tp' of size 2", "dp_replicate, dp_shard")),
+        ({"cp": 2}, ("'cp' of size 2", "pp, dp_replicate, dp_shard, tp")),
         ({"dp_shards": -1}, ("'dp_shards'",)),
         ({"dp_shard": "all"}, ("'dp_shard' of size 'all'", "whole number")),
         ({"dp_shard": 2.0}, ("size 2.0",)),
@@ -469,7 +482,7 @@ def test_one_process_shards_nothing(name):
     on_host = name in ("offload", "infinity")  # gradients wait there in fp32: 4 bytes, not 2
     assert sum(one.values()) == (18_000 if on_host else 16_000)
     assert sum(eight.values()) <= sum(one.values())
-    assert (sum(eight.values()) == sum(one.values())) == (name == "dp")
+    assert (sum(eight.values()) == sum(one.values())) == (name in ("dp", "tp", "pp"))
 
 
 def test_a_folder_of_ones_own_is_a_strategy(tmp_path, monkeypatch):

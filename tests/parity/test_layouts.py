@@ -1,0 +1,133 @@
+"""Layers split over tp, dealt out over pp, and both with data parallelism: the same training."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.parity.test_strategies import BASE, GLOBAL_BATCH, assert_equal_runs, run_cases
+
+# Six blocks, so that stages can have unequal lengths. With this seed no gradient that Adam
+# divides by lies at the level of rounding, which sums in another order would make visible.
+DEEP = {**BASE, "model": "six-layers", "tokenizer": "embedded", "seed": 7}
+
+
+def accumulated(count, dp_size=1):
+    """CONFIG of the global batch in `count` micro-batches."""
+    return {"grad_accum_steps": count, "batch_size": GLOBAL_BATCH // (count * dp_size)}
+
+
+def split(**axes):
+    """The strategy with all axes, those that are not given being 1."""
+    return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
+
+
+# The word before the slash names the data.
+CASES = {
+    2: {
+        "packed/tp2": {**split(tp=2), **accumulated(1)},
+        "padded/tp2": {**split(tp=2), **accumulated(2)},
+        "packed/tp2-whole-norms": {**split(tp=2), **accumulated(2), "sequence_parallel": False},
+        "packed/pp2-gpipe-1": {**split(pp=2), **accumulated(1), "pipeline_schedule": "gpipe"},
+        "padded/pp2-1f1b-2": {**split(pp=2), **accumulated(2), "pipeline_cut": "5,1"},
+        "packed/pp2-interleaved-4": {
+            **split(pp=2), **accumulated(4), "pipeline_schedule": "interleaved",
+        },
+        "packed/pp2-zb-v-8": {**split(pp=2), **accumulated(8), "pipeline_schedule": "zb-v"},
+    },
+    4: {
+        "packed/tp4": {**split(tp=4), **accumulated(1)},
+        "packed/shard2-tp2": {**split(dp_shard=2, tp=2), **accumulated(2, 2)},
+        "padded/copies2-tp2": {**split(dp_replicate=2, tp=2), **accumulated(1, 2)},
+        "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **accumulated(2, 4)},
+        "packed/pp4-gpipe": {**split(pp=4), **accumulated(2), "pipeline_schedule": "gpipe"},
+        "packed/pp4-1f1b": {**split(pp=4), **accumulated(8)},
+        "padded/pp4-zb-h1": {**split(pp=4), **accumulated(8), "pipeline_schedule": "zb-h1"},
+        "packed/tp2-pp2": {**split(tp=2, pp=2), **accumulated(4)},
+        "padded/tp2-pp2-zb-v": {
+            **split(tp=2, pp=2), **accumulated(4), "pipeline_schedule": "zb-v",
+            "sequence_parallel": False,
+        },
+        "packed/shard2-pp2-interleaved": {
+            **split(dp_shard=2, pp=2), **accumulated(4, 2), "pipeline_schedule": "interleaved",
+        },
+        "packed/copies2-pp2-zb-h1": {
+            **split(dp_replicate=2, pp=2), **accumulated(4, 2), "pipeline_schedule": "zb-h1",
+            "pipeline_cut": "2,4",
+        },
+        "packed/shard2-pp2-recomputed": {
+            **split(dp_shard=2, pp=2), **accumulated(4, 2), "activation_checkpointing": "full",
+        },
+    },
+    8: {
+        "packed/shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **accumulated(4, 2)},
+        "padded/copies2-tp2-pp2-zb-v": {
+            **split(dp_replicate=2, tp=2, pp=2), **accumulated(2, 2), "pipeline_schedule": "zb-v",
+        },
+    },
+}  # fmt: skip
+NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    cases = {
+        "packed": {**DEEP, "strategy": "dp", "batch_size": GLOBAL_BATCH},
+        "padded": {**DEEP, "strategy": "dp", "batch_size": GLOBAL_BATCH, "pack": False},
+    }
+    return run_cases(cases, 1, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """number of processes -> what its cases computed, run when first asked for."""
+    found = {}
+
+    def run(count):
+        if count not in found:
+            cases = {
+                name: {**DEEP, "pack": name.startswith("packed/"), **values}
+                for name, values in CASES[count].items()
+            }
+            found[count] = run_cases(cases, count, tmp_path_factory.mktemp(f"on{count}"))
+        return found[count]
+
+    return run
+
+
+@pytest.mark.parametrize(("count", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_layout_equals_one_process(count, name, results, reference):
+    assert_equal_runs(results(count)[name], reference[name.split("/")[0]])
+
+
+STREAMS = Path(__file__).parent / "dropout_streams.py"
+
+
+def test_dropout_masks_agree_where_they_must_and_differ_where_they_must(tmp_path):
+    noisy = {**DEEP, "dropout": 0.3}
+    cases = {
+        "split": {**noisy, **split(dp_shard=2, tp=2), **accumulated(1, 2)},
+        "whole": {
+            **noisy, **split(dp_shard=2, tp=2), **accumulated(1, 2), "sequence_parallel": False,
+            "activation_checkpointing": "full",
+        },
+        "stages": {**noisy, **split(pp=2, tp=2), **accumulated(2), "sequence_parallel": False},
+    }  # fmt: skip
+    out = run_cases(cases, 4, tmp_path, STREAMS)
+    for name, alike in [("split", []), ("whole", [(0, 1), (2, 3)]), ("stages", [(0, 1), (2, 3)])]:
+        streams = out[name]["streams"]
+        for kind in ("residual", "attention"):
+            drawn = [set(rank[kind]) for rank in streams]
+            assert all(drawn)
+            for one, other in itertools.combinations(range(4), 2):
+                if kind == "residual" and (one, other) in alike:
+                    assert streams[one][kind] == streams[other][kind], f"{name}: {one}, {other}"
+                else:
+                    assert not drawn[one] & drawn[other], f"{name}, {kind}: {one}, {other}"
+    # What is computed again in the backward pass draws the masks of the forward pass.
+    assert all(
+        len(rank["attention"]) == 2 * len(set(rank["attention"]))
+        for rank in out["whole"]["streams"]
+    )

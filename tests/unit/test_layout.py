@@ -1,0 +1,189 @@
+"""Cuts of a model into stages against brute force, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from distributed_training.config import build_config
+from distributed_training.layout import (
+    balanced_cut,
+    block_flops,
+    build_layout,
+    output_flops,
+    stage_parameters,
+)
+from distributed_training.model import build_model
+from distributed_training.parallel.pipeline import build_stages
+from distributed_training.sizes import SIZES, ModelSize
+from distributed_training.strategy import load_strategy
+from distributed_training.topology import build_topology, nearest_axes
+from tests.unit.conftest import refused
+
+DEEP = ModelSize(vocab_size=2048, num_positions=64, num_layers=7, num_heads=4, hidden_size=32)
+
+
+def layout_for(world_size, size=SIZES["gpt2-medium"], **config):
+    built = build_config({"model": "gpt2-medium", "max_length": 1024, **config})
+    strategy = load_strategy(built)
+    topology = build_topology(
+        strategy, world_size=world_size, rank=0, local_rank=0, device_type="cpu"
+    )
+    return build_layout(built, strategy, size, topology)
+
+
+def all_cuts(num_layers, num_stages):
+    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
+        bounds = (0, *ends, num_layers)
+        yield [b - a for a, b in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2", "deep"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("seq_len", [32, 1024])
+def test_no_cut_has_a_cheaper_costliest_stage(name, num_stages, seq_len):
+    size = DEEP if name == "deep" else SIZES[name]
+    if num_stages > size.num_layers:
+        pytest.skip("more stages than blocks")
+    block, head = block_flops(size, seq_len), output_flops(size)
+
+    def costliest(counts):
+        return max(*(block * n for n in counts[:-1]), block * counts[-1] + head)
+
+    ours = balanced_cut(size, seq_len, num_stages)
+    assert sum(ours) == size.num_layers
+    assert min(ours) >= 1
+    assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, num_stages))
+
+
+def test_the_output_layer_counts_as_blocks():
+    """gpt2-medium's is worth 3.5 of its 24 blocks."""
+    stages = layout_for(4, strategy="pp", grad_accum_steps=8).stages
+    assert [len(blocks) for blocks in stages] == [7, 7, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("gpipe", (0, 1, 2, 3)),
+        ("interleaved", (0, 1, 2, 3, 0, 1, 2, 3)),
+        ("zb-v", (0, 1, 2, 3, 3, 2, 1, 0)),
+    ],
+)
+def test_where_stages_lie(schedule, ranks):
+    layout = layout_for(4, strategy="pp", grad_accum_steps=8, pipeline_schedule=schedule)
+    assert layout.ranks == ranks
+    assert [block for blocks in layout.stages for block in blocks] == list(range(24))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 7])
+def test_parameters_of_a_stage_are_those_of_its_module(num_stages):
+    counts = [1] * (num_stages - 1) + [DEEP.num_layers - num_stages + 1]
+    ends = [sum(counts[: i + 1]) for i in range(num_stages)]
+    stages = tuple(range(end - n, end) for end, n in zip(ends, counts, strict=True))
+    for index in range(num_stages):
+        model = build_model(DEEP, dropout=0.0, seed=0)
+        (stage,) = build_stages(model, stages, tuple(range(num_stages)), index)
+        held = sum(parameter.numel() for parameter in stage.parameters())
+        assert held == stage_parameters(DEEP, stages, index)  # its vocabulary has no padding
+
+
+def test_every_name_of_the_model_is_in_a_stage():
+    whole = dict(build_model(DEEP, dropout=0.0, seed=0).named_parameters())
+    layout = (range(0, 3), range(3, 7))
+    found = {}
+    for place in (0, 1):
+        model = build_model(DEEP, dropout=0.0, seed=0)
+        for stage in build_stages(model, layout, (0, 1), place):
+            found.update(stage.named_parameters())
+    assert found.keys() == whole.keys()
+    assert all((found[name] == whole[name]).all() for name in whole)
+
+
+def test_a_cut_of_ones_own():
+    layout = layout_for(2, strategy="pp", grad_accum_steps=4, pipeline_cut="20, 4")
+    assert layout.stages == (range(0, 20), range(20, 24))
+    for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
+        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "write 14,10"):
+            layout_for(2, strategy="pp", grad_accum_steps=4, pipeline_cut=cut)
+    with refused("there is no pipeline"):
+        layout_for(2, strategy="dp", pipeline_cut="12,12")
+
+
+def test_heads_that_tp_does_not_divide():
+    with refused("tp=8 does not divide num_heads=25 of gpt2-medium", "use 5, 25"):
+        layout_for(8, SIZES["gpt2-xl"], strategy="tp")
+    with refused("tp=3", "use 2, 4, 8, 16"):
+        layout_for(3, strategy="tp")
+
+
+def test_tokens_that_tp_does_not_divide():
+    with refused("max_length=1023", "tp=2", "max_length to 1022", "sequence_parallel to False"):
+        layout_for(2, strategy="tp", max_length=1023)
+    layout_for(2, strategy="tp", max_length=1023, sequence_parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "too_few", "enough"),
+    [
+        ("1f1b", 3, 4),
+        ("gpipe", None, 1),
+        ("interleaved", 9, 8),
+        ("zb-h1", 11, 12),
+        ("zb-v", None, 1),
+    ],
+)
+def test_micro_batches_that_a_schedule_needs(schedule, too_few, enough):
+    def build(count):
+        layout_for(4, strategy="pp", grad_accum_steps=count, pipeline_schedule=schedule)
+
+    build(enough)
+    if too_few is not None:
+        with refused(f"pipeline_schedule='{schedule}'", "set grad_accum_steps to"):
+            build(too_few)
+
+
+def test_what_is_not_a_multiple_of_pp_and_allowed():
+    for schedule in ("1f1b", "gpipe", "zb-v"):
+        layout_for(4, strategy="pp", grad_accum_steps=7, pipeline_schedule=schedule)
+
+
+def test_more_stages_than_blocks():
+    with refused("pp=16 needs 32 stages", "24 blocks", "set pp to 8 or 4 or 2"):
+        layout_for(16, strategy="pp", grad_accum_steps=32, pipeline_schedule="interleaved")
+
+
+def test_a_product_that_is_not_the_world_size_names_what_would_be():
+    with refused("pp 2 x dp_shard 3 x tp 2", "8 processes", "set pp 2 x dp_shard 2 x tp 2"):
+        layout_for(8, strategy="3d", dp_shard=3)
+
+
+def test_nearest_axes_are_complete_and_ordered():
+    axes = {"pp": 3, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
+    found = nearest_axes(axes, 8, count=100)
+    assert {(a["pp"], a["tp"]) for a in found} == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    assert (found[0]["pp"], found[0]["tp"]) == (4, 2)
+    assert all(a["dp_shard"] == a["dp_replicate"] == 1 for a in found)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "axes"),
+    [(8, {}), (8, {"dp_replicate": 2, "dp_shard": 1}), (16, {"tp": 4}), (12, {"pp": 3})],
+)
+def test_tp_is_innermost_and_every_place_is_taken_once(world_size, axes):
+    built = build_config({"strategy": "3d", **axes})
+    strategy = load_strategy(built)
+    places = []
+    for rank in range(world_size):
+        topology = build_topology(
+            strategy, world_size=world_size, rank=rank, local_rank=rank, device_type="cpu"
+        )
+        places.append((topology.pp_rank, topology.dp_rank, topology.tp_rank))
+    assert places == sorted(set(places)), "rank order is (pp, dp, tp), tp fastest"
+    assert len(places) == world_size
+
+
+def test_axes_of_strategies_that_have_none():
+    with refused("tp=2 cannot be set with strategy='zero2'", "3d"):
+        layout_for(2, strategy="zero2", tp=2)
