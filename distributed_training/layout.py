@@ -24,6 +24,8 @@ class ScheduleRule:
     stages_per_rank: int = 1
     v_shaped: bool = False
     """Rank r holds stages r and 2 pp - 1 - r instead of r and pp + r."""
+    splits_backward: bool = False
+    """Whether the gradients of inputs and of weights are computed at different times."""
     minimum: Callable[[int], int] = lambda pp: 1
     """pp -> fewest micro-batches."""
     equal_rounds: bool = False
@@ -35,8 +37,8 @@ SCHEDULE_RULES: dict[str, ScheduleRule] = {
     "gpipe": ScheduleRule(),
     "1f1b": ScheduleRule(minimum=lambda pp: pp),
     "interleaved": ScheduleRule(stages_per_rank=2, equal_rounds=True),
-    "zb-h1": ScheduleRule(equal_rounds=True),
-    "zb-v": ScheduleRule(stages_per_rank=2, v_shaped=True),
+    "zb-h1": ScheduleRule(splits_backward=True, equal_rounds=True),
+    "zb-v": ScheduleRule(stages_per_rank=2, v_shaped=True, splits_backward=True),
 }
 
 
@@ -70,6 +72,7 @@ def build_layout(
         _check_deepspeed(config, strategy)
     else:
         _check_microbatches(config, rule, topology.pp)
+        _check_recomputation(config, rule)
     num_stages = topology.pp * rule.stages_per_rank
     if num_stages > size.num_layers:
         most = size.num_layers // rule.stages_per_rank
@@ -173,6 +176,16 @@ def _check_microbatches(config: RunConfig, rule: ScheduleRule, pp: int) -> None:
             f"{rounds} equal rounds",
             f"over pp={pp} it works in rounds of about {pp} micro-batches",
             f"set grad_accum_steps to {rounds * pp} or {(rounds + 1) * pp}",
+        )
+
+
+def _check_recomputation(config: RunConfig, rule: ScheduleRule) -> None:
+    if rule.splits_backward and config.activation_checkpointing == "selective":
+        raise UserError(
+            f"activation_checkpointing='selective' does not work with "
+            f"pipeline_schedule={config.pipeline_schedule!r}",
+            "it goes backward through a block once, and the schedule does so twice",
+            "set it to full or none, or pipeline_schedule to 1f1b",
         )
 
 

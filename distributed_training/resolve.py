@@ -11,13 +11,13 @@ from distributed_training.config import AUTO, RunConfig
 from distributed_training.corpus import EMBEDDED, WIKITEXT
 from distributed_training.errors import UserError
 from distributed_training.files import check_unicode, user_path
+from distributed_training.layout import SCHEDULE_RULES
 from distributed_training.machine import Machine
 from distributed_training.sizes import SIZES
 from distributed_training.strategy import Strategy
 from distributed_training.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.topology import Topology
 
-SPLIT_BACKWARD = ("zb-h1", "zb-v")
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 
@@ -164,7 +164,7 @@ def _obstacle_to_compile(
             "fetches parameters from offload while a block runs, which a graph cannot hold",
         )
     pipelined = strategy.engine == "native" and topology.pp > 1
-    if pipelined and config.pipeline_schedule in SPLIT_BACKWARD:
+    if pipelined and SCHEDULE_RULES[config.pipeline_schedule].splits_backward:
         return (
             f"pipeline_schedule={config.pipeline_schedule!r}",
             "computes the two halves of a backward pass apart, and a compiled one is whole",

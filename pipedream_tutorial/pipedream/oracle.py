@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,8 @@ def schedule_for_training(
 ) -> tuple[Schedule, Policy]:
     """Orders over all batches: flushing schedules again and again, the others without a pause.
 
-    Raises UserError for schedules with more than one stage a rank, which are simulated only.
+    Raises UserError for schedules with more than one stage a rank, which are simulated only, and
+    for 2BW with fewer than p - 1 microbatches a batch.
     """
     entry = SCHEDULES.get(name)
     policy = POLICIES[entry.policy] if entry else POLICIES["flush"]
@@ -52,6 +53,12 @@ def schedule_for_training(
             able = [n for n, e in SCHEDULES.items() if n not in _SIMULATED_ONLY]
             raise UserError(f"{name} is simulated only", f"train with one of {', '.join(able)}")
         return repeat(batch, num_batches), policy
+    if entry.policy == "2bw" and num_microbatches < num_stages - 1:
+        raise UserError(
+            f"{name} cannot run {num_microbatches} microbatches a batch over {num_stages} stages: "
+            "the weights one batch behind would not be there in time",
+            f"set num_microbatches to {num_stages - 1} or more",
+        )
     return build_schedule(name, num_stages, num_microbatches * num_batches), policy
 
 
@@ -65,11 +72,12 @@ def build_trainers(
     batch_size: int,
     num_microbatches: int,
     learning_rate: float,
+    trainer_class: type[StageTrainer] = StageTrainer,
 ) -> list[StageTrainer]:
-    """One StageTrainer a stage; the last one has the loss."""
+    """One trainer a stage; the last one has the loss."""
     last = len(stages) - 1
     return [
-        StageTrainer(
+        trainer_class(
             module,
             policy,
             stage=stage,
@@ -84,16 +92,21 @@ def build_trainers(
 
 
 def run_schedule(
-    schedule: Schedule, trainers: list[StageTrainer], task: Task, watch: Watcher | None = None
+    schedule: Schedule,
+    trainers: list[StageTrainer],
+    task: Task,
+    watch: Watcher | None = None,
+    order: Iterable[Op] | None = None,
 ) -> None:
     """Run every operation once, in an order that the schedule's orders and the data allow.
 
     `watch` is called after each operation. Which of the allowed orders it is cannot matter: a
-    stage sees its own operations in its rank's order, whatever the others do meanwhile.
+    stage sees its own operations in its rank's order, whatever the others do meanwhile. `order`
+    is one of them; by default that of the simulator's clock, all operations equally long.
     """
     tensors: dict[Op, torch.Tensor | None] = {}
     last = len(trainers) - 1
-    for op in _in_time_order(schedule):
+    for op in _in_time_order(schedule) if order is None else order:
         kind, stage, i = op
         trainer = trainers[stage]
         inputs, target = task.microbatch(i)
@@ -126,6 +139,7 @@ def train(
     num_batches: int,
     seed: int,
     watch: Watcher | None = None,
+    trainer_class: type[StageTrainer] = StageTrainer,
 ) -> TrainResult:
     """Train the small model under a schedule of SCHEDULES for `num_batches` batches."""
     schedule, policy = schedule_for_training(name, num_stages, num_microbatches, num_batches)
@@ -135,6 +149,7 @@ def train(
         batch_size=num_microbatches,
         num_microbatches=num_microbatches * num_batches,
         learning_rate=learning_rate,
+        trainer_class=trainer_class,
     )
     run_schedule(schedule, trainers, build_task(seed=seed), watch)
     by_microbatch = trainers[-1].losses

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipedream.errors import UserError
 from pipedream.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 
 
@@ -30,7 +31,7 @@ POLICIES: dict[str, Policy] = {
     "flush": Policy(
         per_microbatch=False,
         forward_version=lambda updates, i, m, p: updates,
-        text="one update a batch, the pipeline is empty when it happens",
+        text="one update a batch, when the stage has no microbatch in flight",
     ),
     "stash": Policy(
         per_microbatch=True,
@@ -46,7 +47,8 @@ POLICIES: dict[str, Policy] = {
         per_microbatch=True,
         forward_version=lambda updates, i, m, p: updates,
         stashed=False,
-        text="an update a microbatch into the same memory; the backward pass is wrong",
+        text="an update a microbatch into the same memory; a backward pass may see newer weights "
+        "than its forward pass did",
     ),
     "2bw": Policy(
         per_microbatch=False,
@@ -103,6 +105,11 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
         i = op.microbatch
         if op.kind == FORWARD:
             forward[i] = policy.forward_version(updates, i, m, p)
+            if forward[i] > updates:
+                raise UserError(
+                    f"microbatch {i} would run with version {forward[i]} before there is one",
+                    f"take {p - 1} microbatches a batch or more",
+                )
             in_flight.add(i)
             upcoming.pop(0)
         elif op.kind in (BACKWARD, INPUT_GRADIENT):

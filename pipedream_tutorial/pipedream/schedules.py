@@ -303,4 +303,6 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
+    if min(p, m, v) < 1:
+        raise UserError(f"{p} ranks, {m} microbatches, {v} chunks", "each has to be 1 or more")
     return entry.build(p, m, v) if entry.chunks else entry.build(p, m)

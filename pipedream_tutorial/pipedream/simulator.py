@@ -218,10 +218,26 @@ def _check_complete(schedule: Schedule, wanted: _Needs, ranks: dict[Op, int]) ->
         if op in seen:
             raise ValueError(f"{op} is in the orders twice")
         seen.add(op)
-    for op in seen:
+    _check_backward(schedule, seen)
+    for op in schedule.ops():
         for need in wanted.of(op):
             if need not in ranks:
                 raise ValueError(f"{op} needs {need}, which no rank runs")
+
+
+def _check_backward(schedule: Schedule, seen: set[Op]) -> None:
+    """What nothing waits for can be missing too; forward passes alone are a schedule."""
+    if all(op.kind == FORWARD for op in seen):
+        return
+    for _, stage, microbatch in schedule.ops():
+        whole = Op(BACKWARD, stage, microbatch)
+        halves = [Op(kind, stage, microbatch) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
+        there = [half for half in halves if half in seen]
+        if len(there) != (0 if whole in seen else 2):
+            raise ValueError(
+                f"stage {stage} needs either {whole} or both {halves[0]} and {halves[1]} "
+                f"for microbatch {microbatch}"
+            )
 
 
 def _deadlock(

@@ -144,6 +144,14 @@ def test_micro_batches_that_a_schedule_needs(schedule, too_few, enough):
             build(too_few)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_selective_recomputation_and_two_halves_of_a_backward_pass(schedule):
+    words = {"strategy": "pp", "grad_accum_steps": 4, "pipeline_schedule": schedule}
+    with refused("'selective' does not work", schedule, "set it to full or none"):
+        layout_for(2, activation_checkpointing="selective", **words)
+    layout_for(2, activation_checkpointing="full", **words)
+
+
 def test_what_is_not_a_multiple_of_pp_and_allowed():
     for schedule in ("1f1b", "gpipe", "zb-v"):
         layout_for(4, strategy="pp", grad_accum_steps=7, pipeline_schedule=schedule)

@@ -1,0 +1,310 @@
+"""What can be said of a schedule without running it: idle time, memory, versions, staleness.
+
+Stages are even and communication takes no time, unless a function says otherwise. Every form here
+equals the simulator's result as a fraction (tests/test_closed_forms.py), often in a wider range of
+durations than its paper gives; where it does not hold, `idle_holds` says so.
+
+Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 2104.04473; PipeDream 1806.03377, 2BW
+2006.09503; zero bubble 2401.10241; Chimera 2107.06925; DualPipe 2412.19437 and the table in
+github.com/deepseek-ai/DualPipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+    """Sizes and durations; those are of one microbatch on a rank's whole share of the layers."""
+
+    p: int
+    m: int
+    v: int
+    """Stages a rank, in the interleaved schedule; the V schedules have 2, whatever this says."""
+    f: Fraction
+    """Forward pass."""
+    i: Fraction
+    """Input gradient. The whole backward pass B is I + W."""
+    w: Fraction
+    """Weight gradient."""
+
+    @property
+    def total(self) -> Fraction:
+        """T: the work that one microbatch is for a rank."""
+        return self.f + self.i + self.w
+
+    @property
+    def backward(self) -> Fraction:
+        return self.i + self.w
+
+    @property
+    def per_round(self) -> int:
+        """Microbatches that go through one stage before an interleaved rank turns to its next."""
+        return self.m // max(1, self.m // self.p)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedForm:
+    """One schedule's row of the table."""
+
+    makespan_idle: Callable[[Case], Fraction]
+    """X: from time 0 to the last rank's end, less a rank's work; the same on every rank."""
+    span_idle: Callable[[Case, int], Fraction]
+    """Rank r's idle time between its own first start and its own last end."""
+    idle_holds: Callable[[Case], bool]
+    """Whether both are exact, among sizes that the schedule takes."""
+    peak_activations: Callable[[Case, int], Fraction]
+    """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes."""
+    peak_versions: Callable[[Case, int], int] = lambda c, s: 1
+    """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
+    staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
+    """Updates of stage s that the microbatch's gradient does not know of; m: a batch."""
+    idle_text: str
+    range_text: str = "always"
+    published: str
+    """The form and the range that the source gives, where it differs from ours."""
+    activations_text: str
+    versions_text: str = "1"
+    staleness_text: str = "0"
+    source: str
+
+
+def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
+    """Share of a rank's time, 0 to 1: X / (m T + X)."""
+    return idle_time / (c.m * c.total + idle_time)
+
+
+def _even_fill(c: Case) -> Fraction:
+    return (c.p - 1) * c.total
+
+
+def _even_fill_span(c: Case, r: int) -> Fraction:
+    return (c.p - 1 - r) * c.total
+
+
+def _interleaved_idle(c: Case) -> Fraction:
+    """With fewer microbatches than ranks a rank waits for the first one to come round, v times."""
+    missing = max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1
+    return missing * c.total / c.v
+
+
+def _interleaved_activations(c: Case, r: int) -> Fraction:
+    return Fraction(min(c.m * c.v, (c.v - 1) * c.per_round + 2 * (c.p - 1 - r) + 1), c.v)
+
+
+def _zb_h1_idle(c: Case) -> Fraction:
+    hidden = (min(c.m, c.p) - 1) * min(c.f, c.i, c.w)
+    return (c.p - 1) * (c.f + c.i) - hidden
+
+
+def _zb_h1_span(c: Case, r: int) -> Fraction:
+    hidden = max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
+    return (c.p - 1 - r) * (c.f + c.i) - hidden
+
+
+def _zb_h2_step(c: Case) -> Fraction:
+    """What is left to wait for between two neighbours: nothing while I <= 2 min(F, W) - F."""
+    return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
+
+
+def _zb_v_span(c: Case, r: int) -> Fraction:
+    return (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w)
+
+
+def _dualpipe_v_span(c: Case, r: int) -> Fraction:
+    exposed = c.i - min(c.i, c.w)
+    return ((2 * c.p - 2 - r) * c.f + (c.p - 1 - r) * exposed) / 2
+
+
+def _chimera_idle(c: Case) -> Fraction:
+    """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
+    units = c.m // c.p
+    longer, apart = max(c.f, c.backward), abs(c.f - c.backward)
+    return (c.p - 2) * (longer + (units - 1) * apart)
+
+
+def _from_edge(c: Case, r: int) -> int:
+    return min(r, c.p - 1 - r)
+
+
+def _asynchronous(
+    versions: Callable[[Case, int], int],
+    staleness: Callable[[Case, int, int], int],
+    versions_text: str,
+    staleness_text: str,
+    source: str = "1806.03377",
+) -> ClosedForm:
+    """1F1B's order without flushes, in a run of p microbatches or more."""
+    return ClosedForm(
+        makespan_idle=_even_fill,
+        span_idle=_even_fill_span,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, s: Fraction(c.p - s),
+        peak_versions=versions,
+        staleness=staleness,
+        idle_text="(p-1) (F+B), once a run",
+        published="the same",
+        activations_text="p-s",
+        versions_text=versions_text,
+        staleness_text=staleness_text,
+        source=source,
+    )
+
+
+CLOSED_FORMS: dict[str, ClosedForm] = {
+    "naive": ClosedForm(
+        makespan_idle=lambda c: (c.p - 1) * c.m * c.total,
+        span_idle=lambda c, r: ((c.p - 1) * c.m - r) * c.total,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, r: Fraction(1),
+        idle_text="(p-1) m (F+B)",
+        published="the same",
+        activations_text="1",
+        source="1811.06965",
+    ),
+    "gpipe": ClosedForm(
+        makespan_idle=_even_fill,
+        span_idle=_even_fill_span,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, r: Fraction(c.m),
+        idle_text="(p-1) (F+B)",
+        published="the same",
+        activations_text="m",
+        source="1811.06965",
+    ),
+    "1f1b": ClosedForm(
+        makespan_idle=_even_fill,
+        span_idle=_even_fill_span,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)),
+        idle_text="(p-1) (F+B)",
+        published="the same",
+        activations_text="min(m, p-r)",
+        source="2104.04473",
+    ),
+    "pipedream": _asynchronous(
+        lambda c, s: c.p - s,
+        lambda c, s, microbatch: min(microbatch, c.p - 1 - s),
+        "p-s",
+        "p-1-s, first min(i, p-1-s)",
+    ),
+    "pipedream-vertical": _asynchronous(
+        lambda c, s: c.p,
+        lambda c, s, microbatch: min(microbatch, c.p - 1),
+        "p",
+        "p-1, first min(i, p-1)",
+    ),
+    "pipedream-no-stash": _asynchronous(
+        lambda c, s: 1,
+        lambda c, s, microbatch: min(microbatch, c.p - 1 - s),
+        "1",
+        "p-1-s, first min(i, p-1-s), and forward and backward differ",
+    ),
+    "pipedream-2bw": _asynchronous(
+        lambda c, s: 2,
+        lambda c, s, microbatch: min(microbatch // c.m, 1),
+        "2 (a batch has p-1 microbatches or more)",
+        "1 batch, 0 in the first",
+        "2006.09503",
+    ),
+    "interleaved": ClosedForm(
+        makespan_idle=_interleaved_idle,
+        span_idle=lambda c, r: _interleaved_idle(c) - r * c.total / c.v,
+        idle_holds=lambda c: True,
+        peak_activations=_interleaved_activations,
+        idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
+        published="(p-1) (F+B) / v if p divides m",
+        activations_text="min(m v, (v-1) q + 2 (p-1-r) + 1) / v, a round of q microbatches",
+        source="2104.04473",
+    ),
+    "zb-h1": ClosedForm(
+        makespan_idle=_zb_h1_idle,
+        span_idle=_zb_h1_span,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
+        idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's own span min(F,W)",
+        published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
+        activations_text="min(m, p)",
+        source="2401.10241",
+    ),
+    "zb-h2": ClosedForm(
+        makespan_idle=lambda c: (c.p - 1) * max(c.f, _zb_h2_step(c)),
+        span_idle=lambda c, r: (c.p - 1 - r) * _zb_h2_step(c),
+        idle_holds=lambda c: c.m >= 2 * c.p - 1,
+        peak_activations=lambda c, r: Fraction(min(c.m, 2 * c.p - 1)),
+        idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
+        range_text="m >= 2p-1",
+        published="own span (p-1) (F+I-2W): if W <= F and F+I >= 2W",
+        activations_text="min(m, 2p-1)",
+        source="2401.10241",
+    ),
+    "zb-v": ClosedForm(
+        makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
+        span_idle=_zb_v_span,
+        idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
+        peak_activations=lambda c, r: min(Fraction(min(c.m, c.p)), Fraction(c.m + 1 + r, 2)),
+        idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
+        range_text="I >= F, I >= W, m >= 2p-1",
+        published="own span 0 if F = I = W",
+        activations_text="min(p, m, (m+1+r)/2)",
+        source="2401.10241",
+    ),
+    "dualpipe-v": ClosedForm(
+        makespan_idle=lambda c: _dualpipe_v_span(c, 0),
+        span_idle=_dualpipe_v_span,
+        idle_holds=lambda c: c.f >= c.i,
+        peak_activations=lambda c, r: Fraction(2 * c.p + 1, 2),
+        idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
+        range_text="F >= I, m >= 2p",
+        published="(p-1) (F&B + B - 3W) / 2 for 2p stages on p ranks: equal if F = I >= W",
+        activations_text="p + 1/2 (2p+1 stages' worth)",
+        source="2412.19437",
+    ),
+    "chimera": ClosedForm(
+        makespan_idle=_chimera_idle,
+        span_idle=lambda c, r: _chimera_idle(c) - _from_edge(c, r) * c.total,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + _from_edge(c, r)),
+        idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
+        published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
+        activations_text="p/2 + 1 + min(r, p-1-r)",
+        versions_text="1, two copies of the parameters",
+        source="2107.06925",
+    ),
+}
+
+
+def gpipe_makespan(
+    forward: Sequence[Fraction], backward: Sequence[Fraction], m: int, communication: Fraction
+) -> Fraction:
+    """GPipe on uneven stages: each half fills once and then runs at its slowest stage's pace.
+
+    Durations by stage, of whole backward passes; every hop there and back is paid once.
+    """
+    fill = sum(forward, Fraction(0)) + sum(backward, Fraction(0))
+    paced = (m - 1) * (max(forward) + max(backward))
+    return fill + paced + 2 * (len(forward) - 1) * communication
+
+
+def one_f_one_b_makespan(c: Case, communication: Fraction) -> Fraction:
+    """1F1B on even stages with a time to send: p microbatches pay for one more round trip.
+
+    Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
+    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each.
+    """
+    hops = 2 * (c.p + c.m - 2 - -(-(c.m - 1) // c.p))
+    return (c.m + c.p - 1) * c.total + hops * communication
+
+
+def one_f_one_b_period(forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Fraction:
+    """Time a microbatch once 1F1B runs steadily on uneven stages: the slowest stage's F + B."""
+    return max(f + b for f, b in zip(forward, backward, strict=True))
+
+
+def short_run_versions(c: Case, s: int) -> int:
+    """Versions that weight stashing keeps on stage s in a run of m microbatches, however few."""
+    ahead = min(c.m, c.p - s)
+    return min(ahead, c.m - ahead + 2)

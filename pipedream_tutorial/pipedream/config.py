@@ -1,0 +1,302 @@
+"""A script's CONFIG, changed by `--set key=value`, and errors as one line. Imports no torch.
+
+A script holds CONFIG, a plain dict, and one Rule a key that says what the key means and accepts.
+The same rules check what was typed and what was edited in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NoReturn
+
+from pipedream.errors import UserError, nearest
+
+# Short enough that no exponent or digit string can make the arithmetic on it slow.
+_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?", re.ASCII | re.I)
+_QUOTIENT = re.compile(r"([+-]?\d{1,15})/(\d{1,15})", re.ASCII)
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    Fraction: "a number",
+    bool: "True or False",
+    str: "text",
+}
+_EXAMPLES: dict[type, str] = {int: "1,2", float: "2,0.5", Fraction: "2,0.5,1/3", str: "a,b"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What one CONFIG key means and accepts."""
+
+    text: str
+    """Shown by --help."""
+    kind: type
+    """int, float, bool, str, or Fraction for a duration: 2, 0.5 and 1/3 are kept exactly."""
+    many: bool = False
+    """A list of such values: [1, 2] in CONFIG, 1,2 on the command line."""
+    none: bool = False
+    """Whether None is accepted (none on the command line)."""
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    """The value has to be greater than this, not just equal to it."""
+
+    def check(self, key: str, value: object) -> Any:
+        """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            if self.none:
+                return None
+            raise self._error(key, value)
+        if not self.many:
+            return self._check_one(key, value)
+        parts: object = value
+        if isinstance(value, str):
+            inner = value.strip().removeprefix("[").removesuffix("]")
+            parts = [part.strip() for part in inner.split(",")]
+        if not isinstance(parts, (list, tuple)) or not parts:
+            raise self._error(key, value)
+        return [self._check_one(key, part) for part in parts]
+
+    def _check_one(self, key: str, value: object) -> Any:
+        found = _CONVERT[self.kind](value)
+        if found is None or (self.choices and found not in self.choices):
+            raise self._error(key, value)
+        if not isinstance(found, str) and not (
+            self.low <= found <= self.high and found > self.above
+        ):
+            raise self._error(key, value)
+        return found
+
+    def describe(self) -> str:
+        """What is accepted, in words."""
+        text = "one of " + ", ".join(self.choices) if self.choices else _KINDS[self.kind]
+        if math.isfinite(self.above):
+            text += f" above {self.above:.9g}"
+        if math.isfinite(self.low):
+            text += f" from {self.low:.9g}"
+        if math.isfinite(self.high):
+            text += (
+                f" to {self.high:.9g}" if math.isfinite(self.low) else f", {self.high:.9g} at most"
+            )
+        if self.many:
+            text = f"a list such as {_EXAMPLES[self.kind]}, each {text}"
+        elif self.kind is Fraction:
+            text += ", such as 2, 0.5 or 1/3"
+        return text + ", or None" * self.none
+
+    def _error(self, key: str, value: object) -> UserError:
+        hint = ""
+        if self.choices and isinstance(value, str):
+            hint = nearest(value, self.choices)
+        return UserError(
+            f"{key}={_shown(value)} is not accepted",
+            hint if hint.startswith("did") else f"{key} is {self.describe()}",
+        )
+
+
+def _to_number(value: object) -> Fraction | None:
+    """An exact number from a number or from text; None for what is none."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        value = repr(value) if abs(value) < 1e15 else ""
+    if isinstance(value, Fraction):
+        return value
+    if not isinstance(value, str):
+        return None
+    text = value.strip()
+    quotient = _QUOTIENT.fullmatch(text)
+    if quotient and int(quotient[2]):
+        return Fraction(int(quotient[1]), int(quotient[2]))
+    return Fraction(text) if _NUMBER.fullmatch(text) else None
+
+
+def _to_int(value: object) -> int | None:
+    number = _to_number(value)
+    return int(number) if number is not None and number.denominator == 1 else None
+
+
+def _to_float(value: object) -> float | None:
+    number = _to_number(value)
+    return None if number is None else float(number)
+
+
+def _to_bool(value: object) -> bool | None:
+    return _WORDS.get(str(value).strip().lower())
+
+
+def _to_str(value: object) -> str | None:
+    # Surrogates: bytes of the command line that are no text.
+    usable = isinstance(value, str) and value.strip() and value.isprintable()
+    return value.strip() if isinstance(value, str) and usable else None
+
+
+_CONVERT: dict[type, Callable[[object], Any]] = {
+    int: _to_int,
+    float: _to_float,
+    Fraction: _to_number,
+    bool: _to_bool,
+    str: _to_str,
+}
+
+# Keys that more than one script has.
+SHARED_RULES: dict[str, Rule] = {
+    "num_stages": Rule(kind=int, low=1, high=64, text="stages of the pipeline, one a rank"),
+    "num_microbatches": Rule(kind=int, low=1, high=512, text="microbatches a batch is cut into"),
+    "layers_per_stage": Rule(kind=int, low=1, high=64, text="blocks of the trained model a stage"),
+    "verbose": Rule(kind=bool, text="show every schedule; False: only the tables"),
+    "forward": Rule(
+        kind=Fraction, above=0, high=10**6, text="duration of one microbatch's forward on one rank"
+    ),
+    "backward": Rule(
+        kind=Fraction,
+        above=0,
+        high=10**6,
+        text="duration of the backward pass's half that gives the input's gradient",
+    ),
+    "weight_gradient": Rule(
+        kind=Fraction,
+        low=0,
+        high=10**6,
+        text="duration of the backward pass's half that gives the weights' gradients",
+    ),
+    "communication": Rule(
+        kind=Fraction, low=0, high=10**6, text="time from one rank to the next; occupies neither"
+    ),
+    "overlap_saving": Rule(
+        kind=Fraction,
+        low=0,
+        high=1,
+        text="share of a pair's shorter half hidden when F and B run together (DualPipeV)",
+    ),
+    "stage_scale": Rule(
+        kind=Fraction,
+        many=True,
+        none=True,
+        above=0,
+        high=1000,
+        text="factors on the durations, one a stage, for uneven stages",
+    ),
+    "chunks": Rule(kind=int, low=1, high=16, text="stages a rank under interleaved 1F1B"),
+    "learning_rate": Rule(kind=float, above=0, high=100, text="of plain SGD"),
+    "steps": Rule(kind=int, low=0, high=10000, text="batches to train on"),
+    "seed": Rule(kind=int, low=0, high=2**31 - 1, text="of the initial weights and the data"),
+}
+
+
+def parse_arguments(
+    config: Mapping[str, Any],
+    rules: Mapping[str, Rule],
+    description: str,
+    *,
+    extra: Mapping[str, str] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """CONFIG with what the command line changes, every value checked.
+
+    `--set key=value` may be repeated, and `--key value` is the same; the last one wins. `extra`
+    names further options, each with its help text ("trace": "write ..."): a text, None where it
+    is not given. `arguments` is sys.argv's by default. Raises UserError for an unknown key or a
+    value that its rule does not accept; --help prints all keys and exits with 0.
+    """
+    extra = extra or {}
+    _check_keys(config, rules)
+    parser = _Parser(
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_list_keys(config, rules),
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE",
+        help="change a key of CONFIG; may be repeated",
+    )  # fmt: skip
+    for name, text in extra.items():
+        parser.add_argument(f"--{name}", metavar="PATH", help=text)
+    for key in config:
+        parser.add_argument(
+            f"--{key}", action="append", dest="changes", help=argparse.SUPPRESS,
+            type=(key + "={}").format,
+        )  # fmt: skip
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise UserError(
+            f"unknown argument {_shown(name)}",
+            nearest(name, [f"--{name}" for name in ["set", *extra, *config]]),
+        )
+    merged = dict(config)
+    for change in given.changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise UserError(f"--set {_shown(change)} has no equals sign", "type --set key=value")
+        if key.strip() not in config:
+            raise UserError(
+                f"CONFIG has no key {_shown(key.strip())}", nearest(key.strip(), config)
+            )
+        merged[key.strip()] = value
+    values = {key: rules[key].check(key, value) for key, value in merged.items()}
+    return {**values, **{name: getattr(given, name) for name in extra}}
+
+
+def _check_keys(config: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    for key in config:
+        if key not in rules:
+            raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
+    for key in rules:
+        if key not in config:
+            raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, "--help lists what can be given")
+
+
+def _list_keys(config: Mapping[str, Any], rules: Mapping[str, Rule]) -> str:
+    lines = ["keys of CONFIG (--set key=value, or --key value):"]
+    for key, default in config.items():
+        text = f"{rules[key].text} ({rules[key].describe()}; default {_shown(default)})"
+        lines += [f"  {key}", *textwrap.wrap(text, 84, initial_indent=" " * 6,
+                                             subsequent_indent=" " * 6)]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    """A value as it would be typed, on one line and cut where it is long."""
+    text = str(value)
+    if not text.strip() or not text.isprintable():
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def main_with_errors(main: Callable[[], None]) -> NoReturn:
+    """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        message = str(error)
+    except BrokenPipeError:  # what reads our output has seen enough, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message = f"{error.filename}: {error.strerror}; give a path that can be read or written"
+    except KeyboardInterrupt:
+        sys.exit(130)
+    else:
+        sys.exit(0)
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,123 @@
+"""GPT-2 as a list of layers, to be profiled one by one and cut into stages anywhere between them.
+
+Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners":
+pre-LayerNorm blocks, learned positions, tanh-approximated GELU. Two things differ: there is no
+dropout, and the output projection has its own weights instead of the token embedding's, because
+in a pipeline the two lie on different ranks.
+
+Shapes: B microbatch, S sequence, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPT2Size:
+    """What fixes the shape of every weight."""
+
+    num_layers: int
+    """Transformer blocks."""
+    hidden: int
+    heads: int
+    """Attention heads; they divide `hidden`."""
+    vocabulary: int = 50257
+    seq_len: int = 1024
+    """Longest sequence, the number of learned positions."""
+
+
+GPT2_SIZES: dict[str, GPT2Size] = {
+    "gpt2": GPT2Size(num_layers=12, hidden=768, heads=12),
+    "gpt2-medium": GPT2Size(num_layers=24, hidden=1024, heads=16),
+}
+
+
+class Embedding(nn.Module):
+    """Token and position vectors: [B, S] int64 -> [B, S, H]."""
+
+    def __init__(self, size: GPT2Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.hidden)
+        self.positions = nn.Embedding(size.seq_len, size.hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(places)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, size: GPT2Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.hidden)
+        self.query_key_value = nn.Linear(size.hidden, 3 * size.hidden)
+        self.attention_out = nn.Linear(size.hidden, size.hidden)
+        self.mlp_norm = nn.LayerNorm(size.hidden)
+        self.mlp_in = nn.Linear(size.hidden, 4 * size.hidden)
+        self.mlp_out = nn.Linear(4 * size.hidden, size.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attention(self.attention_norm(x))
+        grown = functional.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        return x + self.mlp_out(grown)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        # [B, S, 3H] -> 3 x [B, heads, S, H / heads]
+        parts = self.query_key_value(x).view(batch, length, 3, self.heads, hidden // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+
+
+class Head(nn.Module):
+    """Final norm and output projection: [B, S, H] -> logits [B, S, V], or the loss."""
+
+    def __init__(self, size: GPT2Size) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.hidden)
+        self.project = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """With `targets` [B, S] int64: their mean cross-entropy in nats, a scalar."""
+        logits = self.project(self.norm(x))
+        if targets is None:
+            return logits
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt2_layers(size: GPT2Size) -> list[nn.Module]:
+    """Embedding, the blocks, Head, with GPT-2's initial weights from torch's global generator.
+
+    Raises ValueError if `heads` does not divide `hidden`.
+    """
+    if size.hidden % size.heads:
+        raise ValueError(f"{size.heads} heads do not divide a hidden size of {size.hidden}")
+    blocks = [Block(size) for _ in range(size.num_layers)]
+    layers: list[nn.Module] = [Embedding(size), *blocks, Head(size)]
+    for layer in layers:
+        layer.apply(_initialise)
+    # Each block adds twice to the residual stream; this keeps the sum's variance near one add's.
+    for block in blocks:
+        for last in (block.attention_out, block.mlp_out):
+            nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
+    return layers
+
+
+def gpt2_layer_names(size: GPT2Size) -> list[str]:
+    """Names for gpt2_layers(size), in the same order: embedding, block 0, ..., head."""
+    return ["embedding", *(f"block {i}" for i in range(size.num_layers)), "head"]
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,273 @@
+"""Starts one process a stage and watches over them. Imports torch only where processes meet.
+
+Whoever starts the processes also ends them: this module, or torchrun's agent. A stage that only
+lost its neighbour waits a moment before it exits, so that the one that failed is seen first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipedream.errors import UserError
+
+REPORTS = "PIPEDREAM_REPORTS"
+"""Environment: the folder where processes that launch() started say why they failed."""
+STORE_SOCKET = "PIPEDREAM_STORE_SOCKET"
+"""Environment of rank 0: the file descriptor of the socket on which it is to serve the store."""
+GRACE_S = 2.0
+_POLL_S = 0.02
+_LINGER_S = 0.3
+"""Until each has seen who else is there: they are told to end one after the other."""
+
+
+_pids: dict[int, int] = {}
+"""rank -> process id, once the processes have met."""
+
+
+class StageLostError(RuntimeError):
+    """Another stage's process is gone, or did not answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """Which of the processes this is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def this_process(environment: Mapping[str, str], num_stages: int) -> Process | None:
+    """What launch() or torchrun set for this process; None if neither started it.
+
+    Raises UserError when the number of processes is not `num_stages`, or when they are on more
+    than one machine: measured times need one clock.
+    """
+    if "RANK" not in environment:
+        return None
+    try:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment["LOCAL_RANK"])
+        local_size = int(environment["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise UserError(
+            "RANK is set, but WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number",
+            "start with torchrun, or unset RANK",
+        ) from None
+    if world_size != num_stages:
+        raise UserError(
+            f"{world_size} processes were started for num_stages={num_stages}",
+            f"type torchrun --nproc_per_node={num_stages}, or --set num_stages={world_size}",
+        )
+    if local_size != world_size:
+        raise UserError(
+            f"{world_size} processes on more than one machine",
+            "start all stages on one: their times are compared on its clock",
+        )
+    return Process(rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def launch(command: Sequence[str], num_stages: int) -> int:
+    """Run `command` once for each stage; the exit code for the whole.
+
+    0 if all ended well. At the first process that did not, the others are killed and the last
+    thing on stderr is one line that names the stage and says what happened: code 2 for what the
+    user can mend, 1 for the rest. The processes end, too, when this one is killed.
+    """
+    workers: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
+        try:
+            _start(command, num_stages, folder, workers)
+            failed = _wait(workers, folder)
+        finally:
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.wait()
+        return 0 if failed is None else _explain(failed, workers, folder)
+
+
+def _start(
+    command: Sequence[str], num_stages: int, folder: str, workers: list[subprocess.Popen[bytes]]
+) -> None:
+    """Rank 0 gets the listening socket itself: a port number alone could be taken meanwhile."""
+    with socket.create_server(("127.0.0.1", 0), backlog=num_stages) as listener:
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "WORLD_SIZE": str(num_stages),
+            "LOCAL_WORLD_SIZE": str(num_stages),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            REPORTS: folder,
+        }
+        for rank in range(num_stages):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank == 0:
+                own[STORE_SOCKET] = str(listener.fileno())
+            workers.append(
+                subprocess.Popen(
+                    command,
+                    env=environment | own,
+                    stdin=subprocess.PIPE,  # never written: its end tells that we are gone
+                    pass_fds=[listener.fileno()] if rank == 0 else [],
+                    start_new_session=True,  # Ctrl-C reaches us alone, and we end them
+                )
+            )
+
+
+def _wait(workers: Sequence[subprocess.Popen[bytes]], folder: str) -> int | None:
+    """The rank that failed first; None once all have ended well."""
+    while True:
+        codes = [worker.poll() for worker in workers]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return min(failed, key=lambda rank: _report(folder, rank).get("kind") == "lost")
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(_POLL_S)
+
+
+def _explain(rank: int, workers: Sequence[subprocess.Popen[bytes]], folder: str) -> int:
+    report, code = _report(folder, rank), workers[rank].returncode
+    if report.get("kind") == "user":
+        print("error:", report["text"], file=sys.stderr)
+        return 2
+    if "text" in report:
+        print(report["traceback"], end="", file=sys.stderr)
+        what = f"failed: {report['text']}"
+    elif code < 0:
+        name = signal.Signals(-code).name
+        what = f"(process {workers[rank].pid}) was killed by {name}"
+        if -code == signal.SIGKILL:
+            what += ", which is also what happens when memory runs out"
+    else:
+        what = f"ended with exit code {code} and said nothing"
+    print(
+        f"error: stage {rank} of {len(workers)} {what}; the other stages were ended",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _report(folder: str, rank: int) -> dict[str, str]:
+    try:
+        return json.loads(Path(folder, str(rank)).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # killed, perhaps while it wrote
+        return {}
+
+
+def run_worker(body: Callable[[Process], None], process: Process) -> NoReturn:
+    """Be one stage: run `body`, report what it raises to whoever started us, and exit.
+
+    To be called before torch is imported, so that the signals it blocks are so in all threads.
+    """
+    if REPORTS in os.environ:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told, args=(process,), daemon=True).start()
+    try:
+        body(process)
+    except UserError as error:
+        _tell(process, "user", error)
+        code = 2
+    except StageLostError as error:
+        _tell(process, "lost", error)
+        time.sleep(GRACE_S)
+        code = 1
+    except BaseException as error:
+        _tell(process, "failed", error)
+        code = 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after an error the backends' threads may hold it up for ever.
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """launch() holds the other end of our standard input, and so does nobody once it is killed."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _end_when_told(process: Process) -> None:
+    """torchrun tells all others to end when one is gone: say which, whatever we are waiting for.
+
+    A signal handler would not do: it runs only when the main thread is back from what it waits for.
+    """
+    signal.sigwait({signal.SIGTERM})
+    gone = [rank for rank, pid in sorted(_pids.items()) if not _is_alive(pid)]
+    if gone and process.rank == min(set(_pids) - set(gone)):
+        names = ", ".join(f"stage {rank} of {len(_pids)} (process {_pids[rank]})" for rank in gone)
+        print(f"error: {names} is gone; the other stages are ended", file=sys.stderr, flush=True)
+    time.sleep(_LINGER_S)
+    os._exit(128 + signal.SIGTERM)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _tell(process: Process, kind: str, error: BaseException) -> None:
+    text = str(error) if kind == "user" else f"{type(error).__name__}: {error}"
+    text = " ".join(text.split())
+    if REPORTS in os.environ:
+        report = {"kind": kind, "text": text, "traceback": traceback.format_exc()}
+        Path(os.environ[REPORTS], str(process.rank)).write_text(json.dumps(report))
+        return
+    name = f"stage {process.rank} of {process.world_size}"
+    if kind == "user":
+        if process.rank == 0:
+            print("error:", text, file=sys.stderr)
+    elif kind == "lost":
+        print(f"{name} stops: {error}", file=sys.stderr, flush=True)
+    else:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        traceback.print_exc()
+        print(f"error: {name} failed: {text}", file=sys.stderr, flush=True)
+        get_error_handler().record_exception(RuntimeError(f"{name} failed: {text}"))
+
+
+def meet(process: Process, timeout: datetime.timedelta) -> None:
+    """Make torch's default process group, of gloo: for barriers and results, on a GPU as well."""
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {}
+    if REPORTS in os.environ:
+        serves = process.rank == 0
+        options["store"] = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            process.world_size,
+            serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=int(os.environ[STORE_SOCKET]) if serves else None,
+        )
+        options |= {"rank": process.rank, "world_size": process.world_size}
+    dist.init_process_group("gloo", timeout=timeout, **options)
+    found: list[Any] = [None] * process.world_size
+    dist.all_gather_object(found, os.getpid())
+    _pids.update(enumerate(found))

@@ -1,0 +1,296 @@
+"""One stage in its own process: runs its rank's order, with messages in and out, and times it.
+
+The runtime knows no schedule by name. It takes operations one after the other, waits for what an
+operation needs from a neighbour, runs it on the StageTrainer and sends on what it gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipedream.channels import Inbox, Neighbours, Outbox, arriving_from, connection_to
+from pipedream.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.policies import POLICIES, Policy
+from pipedream.stages import Task
+from pipedream.trace import MeasuredEvent
+from pipedream.trainer import Loss, StageTrainer
+
+
+class Clock(Protocol):
+    """Marks points of a stage's work, and later tells when they were reached."""
+
+    def start(self) -> None:
+        """Called before a run."""
+
+    def mark(self) -> Any:
+        """The point that the device's work has come to."""
+
+    def finish(self) -> None:
+        """Wait until all work is done; marks can be read from here on."""
+
+    def read(self, mark: Any) -> int:
+        """Nanoseconds on the host's perf_counter, which all processes of a host share."""
+
+
+class HostClock:
+    """For work that is done when the call returns. The raw counter, with no zero of its own: zeros
+    taken by each process after a barrier differ by how long each took to leave it."""
+
+    def start(self) -> None: ...
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def finish(self) -> None: ...
+
+    def read(self, mark: int) -> int:
+        return mark
+
+
+class EventClock:
+    """For a GPU, which works after the call has returned: its own events, tied to the host's time.
+
+    Before each run the device is idle, an event is recorded and waited for, and the host's time
+    around it is taken: of `tries` the one in the tightest bracket, halfway.
+    """
+
+    def __init__(
+        self, new_event: Callable[[], Any], synchronize: Callable[[], None], tries: int = 20
+    ) -> None:
+        """`new_event` as torch.cuda.Event with timing: record(), synchronize(), elapsed_time()."""
+        self.new_event, self.synchronize, self.tries = new_event, synchronize, tries
+        self.zero: Any = None
+        self.zero_ns = 0
+
+    def start(self) -> None:
+        self.synchronize()
+        tightest = None
+        for _ in range(self.tries):
+            event = self.new_event()
+            before = time.perf_counter_ns()
+            event.record()
+            event.synchronize()
+            after = time.perf_counter_ns()
+            if tightest is None or after - before < tightest:
+                tightest = after - before
+                self.zero, self.zero_ns = event, (before + after) // 2
+
+    def mark(self) -> Any:
+        event = self.new_event()
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        self.synchronize()
+
+    def read(self, mark: Any) -> int:
+        return self.zero_ns + round(self.zero.elapsed_time(mark) * 1e6)
+
+
+def build_clock(device: torch.device) -> Clock:
+    """The clock for work on this device."""
+    if device.type == "cuda":
+        return EventClock(
+            lambda: torch.cuda.Event(enable_timing=True), lambda: torch.cuda.synchronize(device)
+        )
+    return HostClock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Station:
+    """All that one process needs to be a stage, whatever the schedule."""
+
+    stage: int
+    num_stages: int
+    module: nn.Module
+    """Initial weights; every run trains a copy."""
+    loss: Loss | None
+    """Of the last stage only."""
+    task: Task
+    neighbours: Neighbours
+    clock: Clock
+    receive_depth: int
+    """How many receives are posted before they are asked for."""
+    learning_rate: float
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRun:
+    """What one stage brings home from a run."""
+
+    events: list[MeasuredEvent]
+    trainer: StageTrainer
+    peak_memory_bytes: int | None
+
+
+Pace = Mapping[str, float]
+"""kind of operation -> seconds that are slept in it, to stand in for a device's work."""
+
+
+def pace_from_ms(forward_ms: float | Fraction, backward_ms: float | Fraction) -> Pace:
+    """Durations to sleep; I and W take half of a whole backward pass each."""
+    half = float(backward_ms) / 2000
+    return {
+        FORWARD: float(forward_ms) / 1000,
+        BACKWARD: 2 * half,
+        INPUT_GRADIENT: half,
+        WEIGHT_GRADIENT: half,
+    }
+
+
+def build_trainer(
+    station: Station, policy: Policy, *, num_microbatches: int, num_batches: int
+) -> StageTrainer:
+    """A trainer of the station's initial weights; `num_microbatches` counts those of a batch."""
+    return StageTrainer(
+        copy.deepcopy(station.module),
+        policy,
+        stage=station.stage,
+        num_stages=station.num_stages,
+        batch_size=num_microbatches,
+        num_microbatches=num_microbatches * num_batches,
+        learning_rate=station.learning_rate,
+        loss=station.loss,
+    )
+
+
+def warm_up_compute(station: Station) -> None:
+    """Run every kind of operation once by itself, with nothing sent.
+
+    The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU loads
+    each kernel on first use, which can wait for ever while a receive is pending.
+    """
+    trainer = build_trainer(station, POLICIES["flush"], num_microbatches=4, num_batches=1)
+    inputs, target = station.task.microbatch(0)
+    before = station.neighbours.before
+    if before is not None:
+        inputs = torch.zeros(before.shape, dtype=before.dtype, device=station.device)
+    for i in range(4):
+        out = trainer.forward(i, inputs, target if station.loss is not None else None)
+        gradient = None if station.loss is not None else torch.zeros_like(out)
+        if i % 2:
+            trainer.input_gradient(i, gradient)
+            trainer.weight_gradient(i)
+        else:
+            trainer.backward(i, gradient)
+
+
+def run_stage(
+    station: Station,
+    schedule: Schedule,
+    policy: Policy,
+    *,
+    num_microbatches: int,
+    num_batches: int,
+    pace: Pace,
+) -> StageRun:
+    """Train a copy of the initial weights under a schedule. All stages have to call this together.
+
+    Raises StageLostError when a neighbour is gone.
+    """
+    trainer = build_trainer(
+        station, policy, num_microbatches=num_microbatches, num_batches=num_batches
+    )
+    on_gpu = station.device.type == "cuda"
+    with _no_garbage_collection():
+        station.clock.start()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(station.device)
+        with connection_to("the other stages"):
+            dist.barrier()
+        spans = _run_order(station, schedule, trainer, pace)
+        station.clock.finish()
+    read = station.clock.read
+    return StageRun(
+        events=[
+            MeasuredEvent(
+                rank=station.stage,
+                kind=op.kind,
+                stage=op.stage,
+                microbatch=op.microbatch,
+                start_ns=read(start),
+                end_ns=read(end),
+                thread=thread,
+            )
+            for thread, op, start, end in spans
+        ],
+        trainer=trainer,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(station.device) if on_gpu else None,
+    )
+
+
+_Span = tuple[str, Op, Any, Any]
+
+
+def _run_order(
+    station: Station, schedule: Schedule, trainer: StageTrainer, pace: Pace
+) -> list[_Span]:
+    """Run the stage's operations; (thread, operation, mark at its start, mark at its end)."""
+    spans: list[_Span] = []
+    mark, before, after = station.clock.mark, station.neighbours.before, station.neighbours.after
+    inboxes, outboxes = {}, {}
+    for forward, source, target in ((True, before, after), (False, after, before)):
+        if source is not None:
+            arriving = arriving_from(_own_ops(schedule, source.rank), forward=forward)
+            inboxes[forward] = Inbox(source, arriving, station.receive_depth)
+        if target is not None:
+            outboxes[forward] = Outbox(target)
+    for op in _own_ops(schedule, station.stage):
+        forward, received = op.kind == FORWARD, None
+        if forward in inboxes and op.kind != WEIGHT_GRADIENT:
+            begun = mark()
+            sender, received = inboxes[forward].take(op.microbatch)
+            spans.append(("receive", sender, begun, mark()))
+        begun = mark()
+        result = _compute(op, station, trainer, received)
+        if pace[op.kind] > 0:
+            time.sleep(pace[op.kind])
+        spans.append(("compute", op, begun, mark()))
+        if result is not None and forward in outboxes:
+            begun = mark()
+            outboxes[forward].send(result)
+            spans.append(("send", op, begun, mark()))
+    for outbox in outboxes.values():
+        outbox.drain()
+    return spans
+
+
+def _own_ops(schedule: Schedule, stage: int) -> list[Op]:
+    """The operations of a stage, which is a rank's only one."""
+    return [op for item in schedule.orders[stage] for op in item.parts]
+
+
+def _compute(
+    op: Op, station: Station, trainer: StageTrainer, received: torch.Tensor | None
+) -> torch.Tensor | None:
+    if op.kind == FORWARD:
+        inputs, target = station.task.microbatch(op.microbatch)
+        x = inputs if received is None else received
+        return trainer.forward(op.microbatch, x, target if station.loss is not None else None)
+    if op.kind == WEIGHT_GRADIENT:
+        trainer.weight_gradient(op.microbatch)
+        return None
+    step = trainer.backward if op.kind == BACKWARD else trainer.input_gradient
+    return step(op.microbatch, received)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python's collector would stop a stage for milliseconds, anywhere."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,287 @@
+"""All runs of one start of the runtime, in one process of several: set up once, run every case."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipedream.channels import connect, connection_to, meet_neighbours
+from pipedream.errors import UserError
+from pipedream.launch import Process, meet
+from pipedream.ops import Schedule
+from pipedream.oracle import run_schedule, schedule_for_training
+from pipedream.policies import Policy
+from pipedream.prediction import MeasuredRun, makespan_ns
+from pipedream.profile import device_name
+from pipedream.runtime import (
+    Station,
+    build_clock,
+    pace_from_ms,
+    run_stage,
+    warm_up_compute,
+)
+from pipedream.trainer import StageTrainer, Weights
+from pipedream.workload import Workload, build_workload, count
+
+Config = Mapping[str, Any]
+Summary = dict[str, Any]
+"""What rank 0 needs to know of one repeat on one stage: plain data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One schedule at one number of microbatches."""
+
+    name: str
+    num_microbatches: int
+    schedule: Schedule
+    policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What rank 0 knows after all runs."""
+
+    runs: list[MeasuredRun]
+    weights: list[list[Weights]]
+    """By run, then by stage; empty unless they were asked for."""
+
+
+def build_cases(config: Config) -> list[Case]:
+    """Every schedule at every number of microbatches; UserError for what cannot be trained."""
+    return [
+        Case(name=name, num_microbatches=m, schedule=schedule, policy=policy)
+        for name in config["schedule"]
+        for m in config["num_microbatches"]
+        for schedule, policy in [
+            schedule_for_training(name, config["num_stages"], m, config["num_batches"])
+        ]
+    ]
+
+
+def choose_device(config: Config, process: Process) -> torch.device:
+    """This process's GPU, or the CPU; UserError when there are fewer GPUs than stages."""
+    wanted = config["device"]
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if torch.cuda.device_count() < process.world_size:
+        raise UserError(
+            f"{process.world_size} stages need as many GPUs, and this machine has "
+            f"{torch.cuda.device_count()}",
+            "set a smaller num_stages, or device=cpu",
+        )
+    return torch.device("cuda", process.local_rank)
+
+
+def emulated_ms(config: Config, device: torch.device) -> tuple[float, float]:
+    """Forward and backward durations that are slept: on a CPU as CONFIG says, on a GPU none."""
+    if device.type == "cuda":
+        return 0.0, 0.0
+    return float(config["forward_ms"]), float(config["backward_ms"])
+
+
+def run_session(
+    config: Config,
+    process: Process,
+    *,
+    keep_weights: bool,
+    say: Callable[[str], None],
+) -> Outcome | None:
+    """Run all cases; what came of them on rank 0, None on the others. `say` prints on rank 0."""
+    cases = build_cases(config)
+    device = choose_device(config, process)
+    torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    workload = build_workload(config, device)
+    timeout = datetime.timedelta(seconds=float(config["timeout_s"]))
+    meet(process, timeout)
+    station = _build_station(config, process, device, workload, timeout)
+    if process.rank == 0:
+        say(_describe(config, device, workload))
+    del workload
+    warm_up_compute(station)
+    runs, weights = [], []
+    wanted = keep_weights or config["check_weights"]
+    for case in cases:
+        gathered = _gather(_run_case(config, station, case, with_weights=wanted), process)
+        if gathered is None:
+            continue
+        summaries, stage_weights = zip(*gathered, strict=True)
+        equal = None
+        if config["check_weights"]:
+            equal = _equal(stage_weights, _train_alone(config, case, device))
+        run = _measured_run(config, case, summaries, equal)
+        say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(run.events) / 1e9:.3f} s")
+        runs.append(run)
+        if keep_weights:
+            weights.append(list(stage_weights))
+    with connection_to("the other stages"):
+        dist.barrier()
+    dist.destroy_process_group()
+    return Outcome(runs=runs, weights=weights) if process.rank == 0 else None
+
+
+def _build_station(
+    config: Config,
+    process: Process,
+    device: torch.device,
+    workload: Workload,
+    timeout: datetime.timedelta,
+) -> Station:
+    """Connect this stage to its neighbours; of the workload's stages it keeps only its own."""
+    stage, p = process.rank, process.world_size
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    groups = connect(stage, p, backend=backend, device=device, timeout=timeout)
+    module = workload.modules[stage]
+    example, _ = workload.task.microbatch(0)
+    return Station(
+        stage=stage,
+        num_stages=p,
+        module=module,
+        loss=workload.loss if stage == p - 1 else None,
+        task=workload.task,
+        neighbours=meet_neighbours(stage, p, groups, module, example),
+        clock=build_clock(device),
+        receive_depth=config["receive_depth"],
+        learning_rate=config["learning_rate"],
+        device=device,
+    )
+
+
+def _run_case(
+    config: Config, station: Station, case: Case, *, with_weights: bool
+) -> tuple[list[Summary], Weights]:
+    """Of each repeat what rank 0 needs to know, and the last one's weights if they are wanted.
+
+    Warm-up runs come first; nothing is slept in them.
+    """
+    sizes = {"num_microbatches": case.num_microbatches, "num_batches": config["num_batches"]}
+    for _ in range(config["warmups"]):
+        run_stage(station, case.schedule, case.policy, pace=pace_from_ms(0, 0), **sizes)
+    pace = pace_from_ms(*emulated_ms(config, station.device))
+    summaries, weights = [], {}
+    for repeat in range(config["repeats"]):
+        run = run_stage(station, case.schedule, case.policy, pace=pace, **sizes)
+        summaries.append(
+            {
+                "events": run.events,
+                "peak_versions": run.trainer.peak_versions,
+                "peak_memory_bytes": run.peak_memory_bytes,
+                "losses": {i: float(loss) for i, loss in run.trainer.losses.items()},
+            }
+        )
+        if with_weights and repeat == config["repeats"] - 1:
+            weights = _on_cpu(run.trainer.weights)
+    return summaries, weights
+
+
+def _measured_run(
+    config: Config, case: Case, summaries: tuple[list[Summary], ...], equal: bool | None
+) -> MeasuredRun:
+    """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
+    repeats = list(zip(*summaries, strict=True))  # [repeat][stage]
+    events = [tuple(e for stage in repeat for e in stage["events"]) for repeat in repeats]
+    spans = [makespan_ns(of_repeat) for of_repeat in events]
+    median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
+    chosen = repeats[median]
+    m, losses = case.num_microbatches, chosen[-1]["losses"]
+    memory = [stage["peak_memory_bytes"] for stage in chosen]
+    return MeasuredRun(
+        name=case.name,
+        schedule=case.schedule,
+        policy=case.policy,
+        num_microbatches=m,
+        num_batches=config["num_batches"],
+        events=events[median],
+        repeat_makespans_ns=tuple(spans),
+        peak_versions=tuple(stage["peak_versions"] for stage in chosen),
+        peak_memory_bytes=None if None in memory else tuple(memory),
+        losses=tuple(
+            sum(losses[b * m + i] for i in range(m)) / m for b in range(config["num_batches"])
+        ),
+        weights_equal=equal,
+    )
+
+
+def _train_alone(config: Config, case: Case, device: torch.device) -> list[Weights]:
+    """The same training by the one-process oracle."""
+    workload = build_workload(config, device)
+    last = len(workload.modules) - 1
+    trainers = [
+        StageTrainer(
+            module,
+            case.policy,
+            stage=stage,
+            num_stages=last + 1,
+            batch_size=case.num_microbatches,
+            num_microbatches=case.num_microbatches * config["num_batches"],
+            learning_rate=config["learning_rate"],
+            loss=workload.loss if stage == last else None,
+        )
+        for stage, module in enumerate(workload.modules)
+    ]
+    run_schedule(case.schedule, trainers, workload.task)
+    return [_on_cpu(trainer.weights) for trainer in trainers]
+
+
+def _on_cpu(weights: Weights) -> Weights:
+    return {name: tensor.detach().cpu() for name, tensor in weights.items()}
+
+
+def _equal(ours: tuple[Weights, ...], theirs: list[Weights]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _gather(item: Any, process: Process) -> list[Any] | None:
+    items: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
+    with connection_to("the other stages"):
+        dist.gather_object(item, items)
+    return items
+
+
+def _describe(config: Config, device: torch.device, workload: Workload) -> str:
+    forward, backward = emulated_ms(config, device)
+    where = "NCCL, a GPU each" if device.type == "cuda" else "gloo, on the CPU"
+    lines = [f"{count(config['num_stages'], 'stage')}, a process each ({where}): {workload.text}"]
+    if forward or backward:
+        lines.append(
+            f"emulated device: each forward sleeps {forward:g} ms and each backward "
+            f"{backward:g} ms on top of its small real computation"
+        )
+    return "\n".join(lines)
+
+
+def about(config: Config, arguments: list[str]) -> dict[str, Any]:
+    """What a record says of how it came about: command, versions, machine, CONFIG, emulation."""
+    on_gpu = config["device"] != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    forward, backward = emulated_ms(config, device)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if on_gpu:
+        versions |= {
+            "cuda": str(torch.version.cuda),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return {
+        "command": " ".join(["python pipedream_runtime.py", *arguments]),
+        "versions": versions,
+        "machine": {
+            "device": device_name(device),
+            "gpus": torch.cuda.device_count() if on_gpu else 0,
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "emulated_ms": {"forward": forward, "backward": backward},
+        "config": {key: config[key] for key in sorted(config)},
+    }

@@ -1,0 +1,104 @@
+"""What the runtime trains: a model cut into stages, its loss, and its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream.errors import UserError
+from pipedream.gpt2_layers import GPT2_SIZES, GPT2Size, gpt2_layers
+from pipedream.stages import Task, build_stages, build_task
+from pipedream.trainer import Loss
+
+# One token of vocabulary: embedding and head are not used.
+BLOCKS: dict[str, GPT2Size] = {
+    "gpt2-medium": replace(GPT2_SIZES["gpt2-medium"], vocabulary=1),
+    "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, vocabulary=1, seq_len=32),
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Every process builds the same one, from the seed, and takes its stage."""
+
+    modules: list[nn.Module]
+    """By stage."""
+    loss: Loss
+    task: Task
+    text: str
+    """Model, layers, microbatch and dtype in words."""
+
+
+def build_workload(config: Mapping[str, Any], device: torch.device) -> Workload:
+    """The model and data that CONFIG asks for, on a device.
+
+    Raises UserError when the model's layers cannot be cut evenly into the stages.
+    """
+    name, p, seed = config["model"], config["num_stages"], config["seed"]
+    if name == "mlp":
+        layers = config["layers_per_stage"] or 2
+        dtype = DTYPES[config["dtype"] or "float64"]
+        batch = config["microbatch_size"] or 8
+        return Workload(
+            modules=[m.to(device) for m in build_stages(p, layers, seed=seed, dtype=dtype)],
+            loss=nn.functional.cross_entropy,
+            task=_move(build_task(seed=seed, microbatch_size=batch, dtype=dtype), device),
+            text=f"mlp, {count(layers, 'layer')} a stage, {batch} samples a microbatch, "
+            f"{_short(dtype)}",
+        )
+    size = BLOCKS[name]
+    layers = config["layers_per_stage"] or _even_cut(name, size.num_layers, p)
+    dtype = DTYPES[config["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")]
+    batch = config["microbatch_size"] or 4
+    torch.manual_seed(seed)
+    with device:
+        blocks = gpt2_layers(replace(size, num_layers=layers * p))[1:-1]
+    parts = [nn.Sequential(*blocks[s * layers : (s + 1) * layers]) for s in range(p)]
+    return Workload(
+        modules=[part.to(dtype) for part in parts],
+        loss=nn.functional.mse_loss,
+        task=_block_task(size, batch, seed, dtype, device),
+        text=f"{name}, {count(layers, 'block')} a stage (no embedding, no head), {batch} "
+        f"sequences of {size.seq_len} a microbatch, {_short(dtype)}",
+    )
+
+
+def _even_cut(name: str, num_layers: int, num_stages: int) -> int:
+    if num_layers % num_stages:
+        able = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        raise UserError(
+            f"the {num_layers} blocks of {name} cannot be cut evenly into {num_stages} stages",
+            f"set num_stages to one of {', '.join(map(str, able))}, or set layers_per_stage",
+        )
+    return num_layers // num_stages
+
+
+def _block_task(
+    size: GPT2Size, batch: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> Task:
+    """Four microbatches of normal numbers, in place of embedded text, and others as the target."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4 * batch, size.seq_len, size.hidden)
+    return Task(
+        inputs=torch.randn(shape, generator=generator).to(device, dtype),
+        targets=torch.randn(shape, generator=generator).to(device, dtype),
+        microbatch_size=batch,
+    )
+
+
+def _move(task: Task, device: torch.device) -> Task:
+    return replace(task, inputs=task.inputs.to(device), targets=task.targets.to(device))
+
+
+def count(number: int, noun: str) -> str:
+    """'1 stage', '2 stages'."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,259 @@
+"""PipeDream's partitioner: how to cut a model into stages, and what the simulator makes of it.
+
+python pipedream_planner.py
+python pipedream_planner.py --set workers=16 --set bandwidth=1e9
+python pipedream_planner.py --set profile=gpt2 --set save_profile=profiles/mine.json
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from pipedream.config import Rule, main_with_errors, parse_arguments
+from pipedream.errors import UserError, nearest
+from pipedream.planner import Plan, make_plan, plan_pipeline
+from pipedream.profile import (
+    Layer,
+    Profile,
+    device_name,
+    load_profile,
+    measure_profile,
+    save_profile,
+)
+from pipedream.replicated import full_speed_in_flight, simulate_plan
+
+CONFIG: dict[str, Any] = {
+    # A profile's path (it ends in .json), or a model to measure here: gpt2, gpt2-medium.
+    "profile": "profiles/gpt2_cpu.json",
+    # Workers to spread the layers over.
+    "workers": 8,
+    # Bytes a second between any two workers: 1.25e8 is 1 Gbit/s. None: sending takes no time.
+    "bandwidth": 1.25e8,
+    # Several workers may run the same stage, each with its own microbatches.
+    "replication": True,
+    # False: leave workers idle where fewer are faster.
+    "use_all_workers": True,
+    # Synchronising m replicas sends this * (m - 1) / m of the weights' bytes. 2: ring all-reduce
+    # over links that send and receive at once; 4: PipeDream's constant, one way at a time.
+    "sync_factor": 2,
+    # Microbatches to simulate the plan with.
+    "num_microbatches": 128,
+    # The rest is for measuring: where, in which type, sequences a microbatch, tokens a sequence,
+    # CPU threads, counted runs of each layer (a third as many go before them), the JSON to write.
+    "device": "cpu",
+    "dtype": "float32",
+    "batch": 1,
+    "sequence": 256,
+    "threads": 1,
+    "repeats": 9,
+    "save_profile": None,
+}
+
+RULES: dict[str, Rule] = {
+    "profile": Rule(kind=str, text="a profile's .json, or gpt2 or gpt2-medium to measure it"),
+    "workers": Rule(kind=int, low=1, high=64, text="workers to spread the layers over"),
+    "bandwidth": Rule(
+        kind=Fraction, above=0, high=1e14, none=True,
+        text="bytes a second between any two workers; None: sending takes no time",
+    ),
+    "replication": Rule(kind=bool, text="several workers may run the same stage"),
+    "use_all_workers": Rule(kind=bool, text="False: leave workers idle where fewer are faster"),
+    "sync_factor": Rule(
+        kind=Fraction, low=0, high=100,
+        text="synchronising m replicas sends this * (m - 1) / m of the weights' bytes",
+    ),
+    "num_microbatches": Rule(kind=int, low=1, high=512, text="microbatches to simulate"),
+    "device": Rule(kind=str, choices=("cpu", "cuda"), text="where to measure"),
+    "dtype": Rule(kind=str, choices=("float32", "bfloat16"), text="type of what is measured"),
+    "batch": Rule(kind=int, low=1, high=1024, text="sequences a microbatch, to measure"),
+    "sequence": Rule(kind=int, low=1, high=1024, text="tokens a sequence, to measure"),
+    "threads": Rule(kind=int, low=1, high=256, text="CPU threads to measure with"),
+    "repeats": Rule(kind=int, low=1, high=1000, text="counted runs of each layer's passes"),
+    "save_profile": Rule(kind=str, none=True, text="JSON to write the measured profile to"),
+}  # fmt: skip
+
+
+def main() -> None:
+    config = parse_arguments(CONFIG, RULES, "PipeDream's partitioner.")
+    profile = get_profile(config)
+    layers = profile.layers
+    network = {
+        "bandwidth": inf if config["bandwidth"] is None else config["bandwidth"],
+        "sync_factor": config["sync_factor"],
+    }
+    workers = config["workers"]
+    plan = plan_pipeline(
+        layers,
+        num_workers=workers,
+        replication=config["replication"],
+        use_all_workers=config["use_all_workers"],
+        **network,
+    )
+    print_header(profile, config)
+    print_stages(plan, layers)
+    everything = len(layers) - 1
+    print_comparison(
+        {
+            "this plan": plan,
+            "data parallelism": make_plan(layers, [(everything, workers)], **network),
+            "straight pipeline": plan_pipeline(
+                layers, num_workers=workers, replication=False, use_all_workers=False, **network
+            ),
+            "one worker": make_plan(layers, [(everything, 1)], **network),
+        }
+    )
+    print_simulation(plan, config["num_microbatches"])
+
+
+def get_profile(config: dict[str, Any]) -> Profile:
+    """The profile that CONFIG names, loaded or measured (and then saved where CONFIG says)."""
+    path, target = Path(config["profile"]), config["save_profile"]
+    if path.suffix == ".json":
+        if target is not None:
+            raise UserError(
+                f"save_profile={target!r} saves what is measured, but {path} is loaded",
+                "set profile to gpt2 or gpt2-medium, or leave save_profile out",
+            )
+        return load_profile(path)
+    if target is not None and not Path(target).parent.is_dir():
+        raise UserError(f"save_profile={target!r}: no such folder", "make it, or name another")
+    profile = measure_gpt2(config)
+    if target is not None:
+        save_profile(profile, Path(target))
+    return profile
+
+
+def measure_gpt2(config: dict[str, Any]) -> Profile:
+    """Measure the model that config["profile"] names, with random weights and tokens."""
+    import torch
+    from pipedream.gpt2_layers import GPT2_SIZES, gpt2_layer_names, gpt2_layers
+
+    name, batch, sequence = config["profile"], config["batch"], config["sequence"]
+    if name not in GPT2_SIZES:
+        raise UserError(f"profile={name!r} is no .json and no model", nearest(name, GPT2_SIZES))
+    if config["device"] == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no GPU", "set device to cpu")
+    device, dtype = torch.device(config["device"]), getattr(torch, config["dtype"])
+    size = GPT2_SIZES[name]
+    torch.set_num_threads(config["threads"])
+    torch.manual_seed(0)
+    modules = [layer.to(device, dtype) for layer in gpt2_layers(size)]
+    text = torch.randint(size.vocabulary, (batch, sequence + 1), device=device)
+    layers = measure_profile(
+        list(zip(gpt2_layer_names(size), modules, strict=True)),
+        text[:, :-1],
+        targets=text[:, 1:],
+        repeats=config["repeats"],
+        warmup=-(-config["repeats"] // 3),
+    )
+    return Profile(
+        model=name,
+        device=device_name(device),
+        torch=torch.__version__,
+        dtype=config["dtype"],
+        batch=batch,
+        sequence=sequence,
+        threads=config["threads"],
+        command=shlex.join(["python", *sys.argv]),
+        layers=tuple(layers),
+    )
+
+
+def print_header(profile: Profile, config: dict[str, Any]) -> None:
+    """What is planned for, and on what it was measured."""
+    bandwidth = config["bandwidth"]
+    speed = "links of no time" if bandwidth is None else f"{float(bandwidth):g} bytes/s"
+    print(
+        f"{profile.model}, {len(profile.layers)} layers, microbatches of {profile.batch} x "
+        f"{profile.sequence} tokens, {profile.dtype}\n"
+        f"measured on {profile.device}, CPU threads: {profile.threads}, torch {profile.torch}\n"
+        f"{config['workers']} workers, {speed}, sync factor {config['sync_factor']}\n"
+    )
+
+
+def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
+    """A line a stage, then the bottleneck and NOAM."""
+    rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
+    for place, (stage, in_flight) in enumerate(
+        zip(plan.stages, full_speed_in_flight(plan.replicas), strict=True)
+    ):
+        first, last = layers[stage.first].name, layers[stage.last].name
+        rows.append(
+            [
+                str(place),
+                first if stage.first == stage.last else f"{first} .. {last}",
+                str(stage.replicas),
+                str(in_flight),
+                f"{float(stage.compute_s):.4f}",
+                f"{float(stage.weight_bytes) / 2**20:.1f}",
+                f"{float(stage.sent_bytes) / 2**20:.2f}",
+            ]
+        )
+    print_table(rows)
+    print(f"\nbottleneck: {plan.bottleneck}")
+    needed = full_speed_in_flight(plan.replicas)[0]
+    also = f"; this plan needs {needed} to run at full speed" if needed > plan.noam else ""
+    print(f"NOAM {plan.noam} (PipeDream's count in flight on an input worker{also})\n")
+
+
+def print_comparison(plans: dict[str, Plan]) -> None:
+    """Predicted period and throughput of each, and how often that of the last one it is."""
+    rows = [["predicted", "workers", "replicas", "period s", "microbatches/s", "speed-up"]]
+    base = list(plans.values())[-1].throughput
+    for name, plan in plans.items():
+        rows.append(
+            [
+                name,
+                str(plan.num_workers),
+                "-".join(map(str, plan.replicas)),
+                f"{float(plan.period_s):.4f}",
+                f"{float(plan.throughput):.3f}",
+                f"{float(plan.throughput / base):.2f}",
+            ]
+        )
+    print_table(rows)
+
+
+def print_simulation(plan: Plan, num_microbatches: int) -> None:
+    """The plan's period and utilisation, with links as the planner and as the simulator has them"""
+    rows = [["simulated", "in flight", "period s", "of predicted", "utilisation"]]
+    for busy, title in [(True, "links carry one message at a time"), (False, "links only delay")]:
+        run = simulate_plan(plan, num_microbatches, busy_links=busy)
+        period = run.period_s
+        rows.append(
+            [
+                title,
+                "-".join(map(str, run.in_flight)),
+                "-" if period is None else f"{float(period):.4f}",
+                "-" if period is None else f"{float(period / plan.period_s):.1%}",
+                f"{float(run.utilisation):.1%}",
+            ]
+        )
+    print(f"\n{num_microbatches} microbatches, in 1F1B, round robin over a stage's workers:\n")
+    print_table(rows)
+    if rows[1][2] == "-" or rows[2][2] == "-":
+        print("\n-: too short a run to see it repeat; raise num_microbatches")
+    slow = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
+    if slow:
+        print(f"\npasses stretched to the time that workers synchronise: stage {', '.join(slow)}")
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their longest cell; those of numbers to the right."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        numbers = all(cell[0].isdigit() or cell == "-" for cell in column[1:])
+        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    for row in zip(*columns, strict=True):
+        print("  ".join(row).rstrip())
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

@@ -1,0 +1,290 @@
+"""Pipeline schedules in the terminal: what runs when, what it costs, and whether it still learns.
+
+    python pipedream_simple.py
+    python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
+    python pipedream_simple.py --help
+
+Everything printed is computed here: grids and times by simulation, losses by training.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipedream.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
+from pipedream.errors import UserError, nearest
+from pipedream.grid import (
+    LEGEND,
+    bold,
+    draw,
+    listed,
+    number,
+    percent,
+    print_wrapped,
+    use_colour,
+    width,
+)
+from pipedream.ops import save_csv
+from pipedream.policies import POLICIES
+from pipedream.schedules import SCHEDULES
+from pipedream.trace import write_trace
+
+CONFIG: dict[str, Any] = {
+    "num_stages": 4,  # stages of the pipeline, one a rank
+    "num_microbatches": 8,  # microbatches that a batch is cut into
+    "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
+    "verbose": True,  # show every schedule; False: only the tables
+    "schedule": "all",  # or one of naive, gpipe, 1f1b, pipedream, ..., or the path of a CSV
+    "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
+    "backward": 1,  # time of the half of the backward pass that gives the input's gradient
+    "weight_gradient": 1,  # time of the half that gives the weights' gradients
+    "communication": 0,  # time from one rank to the next
+    "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
+    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1]
+    "chunks": 2,  # stages a rank under interleaved 1F1B
+    "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
+    "learning_rate": 0.5,  # of plain SGD
+    "steps": 40,  # batches to train on; 0: train nothing
+    "seed": 0,  # of the initial weights and the data
+}
+
+OWN_RULES = {
+    "schedule": Rule(
+        kind=str, text=f"all, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}"
+    ),
+    "num_batches": Rule(kind=int, low=2, high=64, text="batches that are simulated in a row"),
+}
+RULES = {key: (SHARED_RULES | OWN_RULES)[key] for key in CONFIG}
+EXTRA = {
+    "csv": "write the schedule's order as CSV, which torch.distributed.pipelining loads",
+    "trace": "write the schedule's timeline as JSON, which ui.perfetto.dev opens",
+}
+
+
+def main() -> None:
+    config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
+    case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
+    rows = simulate_schedules(config["schedule"], case)
+    export(rows, config)
+    print_heading(rows, case)
+    if config["verbose"]:
+        print_wrapped("", LEGEND)
+        drawn: dict[object, str] = {}
+        for row in rows:
+            print()
+            print_schedule(row, case, drawn)
+        print()
+    print_comparison(rows, case)
+    if config["steps"]:
+        print()
+        print_training(config)
+
+
+def simulate_schedules(name: str, case: Case) -> list[Row | Refused]:
+    """Rows for "all", for one schedule, or for the CSV at a path."""
+    if name == "all":
+        return compare(case)
+    if name in SCHEDULES:
+        return [measure(name, case)]
+    if name.endswith(".csv") or Path(name).is_file():
+        return [measure_csv(Path(name), case)]
+    raise UserError(f"unknown schedule {name!r}", nearest(name, ["all", *SCHEDULES]))
+
+
+def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
+    """Write the files that --csv and --trace ask for."""
+    for option in EXTRA:
+        if config[option] is None:
+            continue
+        row = rows[0]
+        if config["schedule"] == "all" or isinstance(row, Refused):
+            raise UserError(f"--{option} writes one schedule", "add --set schedule=1f1b or another")
+        schedule = row.batch.schedule
+        if option == "trace":
+            write_trace(
+                config["trace"],
+                predicted=row.stream,
+                policy=row.policy,
+                batch_size=schedule.num_microbatches,
+            )
+        elif len(schedule.chains) > 1:
+            raise UserError(
+                f"{row.name} keeps two copies of the model, which a CSV cannot say",
+                "write another schedule",
+            )
+        else:
+            save_csv(schedule, Path(config["csv"]))
+        print(f"wrote {config[option]}", file=sys.stderr)
+
+
+def print_heading(rows: list[Row | Refused], case: Case) -> None:
+    """The sizes and durations that all of it is for."""
+    p, m = case.num_stages, case.num_microbatches
+    if len(rows) == 1 and isinstance(rows[0], Row):  # a file has its own
+        p, m = rows[0].batch.schedule.num_ranks, rows[0].batch.schedule.num_microbatches
+    scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
+    print_wrapped(
+        "",
+        f"p = {p} ranks, m = {m} microbatches a batch; durations F = {number(case.forward)}, "
+        f"I = {number(case.backward)}, W = {number(case.weight_gradient)}, B = I + W, "
+        f"communication {number(case.communication)}{scale or ''}",
+    )
+
+
+def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> None:
+    """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures.
+
+    A schedule without a flush is drawn over several batches, where it differs from one with it.
+    """
+    print(bold(row.title))
+    if isinstance(row, Refused):
+        print_wrapped("  not possible: ", row.reason)
+        return
+    flush = row.policy is POLICIES["flush"]
+    timeline = row.batch if flush else row.stream
+    orders = timeline.schedule.orders
+    if orders in drawn:
+        print(f"  the same grid as {drawn[orders]}")
+    else:
+        drawn[orders] = row.title
+        print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if flush else 2))
+    print_figures(row, case)
+
+
+def print_figures(row: Row, case: Case) -> None:
+    """What one schedule comes to, each by rank or by stage."""
+    one, many = row.batch_idle, row.stream_idle
+    print_wrapped(
+        "  one batch    ",
+        f"time {number(row.batch.makespan)}, utilisation {percent(1 - one.makespan_fraction)}, "
+        f"bubble {percent(one.makespan_fraction)} (within the ranks' own spans "
+        f"{percent(one.span_fraction)})",
+    )
+    print(
+        f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream.makespan)}, "
+        f"utilisation {percent(1 - many.makespan_fraction)}"
+    )
+    print_closed_form(row)
+    print_wrapped(
+        "  activations  ", f"microbatches held at most: {listed(row.peak_activations, 'rank')}"
+    )
+    print_wrapped("  weights      ", row.policy.text)
+    print_wrapped(
+        " " * 15,
+        f"versions kept at most: {listed(row.peak_versions, 'stage')}; "
+        f"updates behind at most: {listed(row.staleness, 'stage')}",
+    )
+
+
+def print_closed_form(row: Row) -> None:
+    """What the formula gives for one batch, beside what the simulation gave."""
+    form, begin = row.formula, "  closed form  "
+    if form is None:
+        print(begin + "none for uneven stages, communication, overlap or an order from a file")
+    elif form.makespan_idle is None or form.span_idle is None:
+        print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
+    else:
+        print_wrapped(
+            begin,
+            f"a rank idles for {number(form.makespan_idle)}, simulated "
+            f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
+            f"{number(form.span_idle)}, simulated {number(row.batch_idle.span[0])}",
+        )
+        print_wrapped(" " * 15, form.text)
+
+
+def print_comparison(rows: list[Row | Refused], case: Case) -> None:
+    """All schedules in one table; those that are not possible with the reason."""
+    print(f"{'':<24}{'one batch':^20}{f'{case.num_batches} in a row':^15}{'at most':^21}".rstrip())
+    print(
+        f"{'':<24}{'time':>6}{'bubble':>7}{'span':>7}{'time':>8}{'used':>7}"
+        f"{'activ.':>7}{'weights':>8}{'stale':>6}"
+    )
+    for row in rows:
+        if isinstance(row, Refused):
+            print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
+            continue
+        print(
+            f"{row.title:<24}{number(row.batch.makespan):>6}"
+            f"{percent(row.batch_idle.makespan_fraction):>7}"
+            f"{percent(row.batch_idle.span_fraction):>7}{number(row.stream.makespan):>8}"
+            f"{percent(1 - row.stream_idle.makespan_fraction):>7}"
+            f"{number(max(row.peak_activations)):>7}{number(max(row.weight_copies)):>8}"
+            f"{max(row.staleness):>5}{'*' if row.mixed else ''}"
+        )
+    for note in NOTES:
+        print_wrapped("", note)
+    if any(isinstance(row, Row) and row.mixed for row in rows):
+        print_wrapped("", MIXED)
+
+
+NOTES = (
+    "time: in the unit of CONFIG's durations; bubble: idle share of all ranks' time until the last "
+    "one ends; span: the same between each rank's own first and last operation; used: utilisation, "
+    "the busy share.",
+    "In a row: where a batch ends in a flush, a rank starts the next batch when its own work is "
+    "done; the other schedules run on without a pause.",
+    "At most, on any rank or stage: activ., activations of so many microbatches; weights, copies "
+    "of the rank's parameters; stale, a stage's updates between the weights that a microbatch saw "
+    "and its own update.",
+)
+MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
+
+
+def print_training(config: dict[str, Any]) -> None:
+    """Train a small model under each weight policy, or under the schedule that was named."""
+    import torch
+    from pipedream.studies import TRAINED, compare_training
+
+    name, p, m = config["schedule"], config["num_stages"], config["num_microbatches"]
+    if name != "all" and name not in SCHEDULES:
+        print("Not trained: an order from a file is simulated only.")
+        return
+    torch.set_num_threads(1)
+    rows, refused = [], []
+    for one in TRAINED if name == "all" else [name]:
+        try:
+            rows += compare_training(
+                schedule_names=[one],
+                num_stages=p,
+                num_microbatches=m,
+                layers_per_stage=config["layers_per_stage"],
+                learning_rate=config["learning_rate"],
+                num_batches=config["steps"],
+                seed=config["seed"],
+            )
+        except UserError as error:
+            refused.append(f"{SCHEDULES[one].title}: {error}")
+    print(
+        bold(
+            f"Trained: {config['layers_per_stage']} layers on each of {p} stages, "
+            f"{config['steps']} batches of {m} microbatches, SGD at {config['learning_rate']:g}"
+        )
+    )
+    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
+    print(f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage")
+    for row in rows:
+        end = "diverged" if row.diverged else f"{row.final_loss:.4f}"
+        print(
+            f"{SCHEDULES[row.name].title:<24}{row.losses[0]:>9.4f}{end:>10}"
+            f"{row.median_gradient_error:>14.2g}{row.median_staleness_error:>9.2g}"
+            f"   {' '.join(map(str, row.peak_versions))}"
+        )
+    for text in refused:
+        print_wrapped("Not trained: ", text)
+    print_wrapped("", TRAINING_NOTES)
+
+
+TRAINING_NOTES = (
+    "final loss: mean of the last batches that hold every sample once. gradient off: what the "
+    "backward passes gave against autograd through the whole model, relative; at the weights that "
+    "the microbatch's own forward pass used, and at the newest ones, which are updated. Medians "
+    "over every third microbatch."
+)
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

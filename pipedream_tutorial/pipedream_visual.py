@@ -1,0 +1,208 @@
+"""Draws every picture of the tutorial from simulated timelines: python pipedream_visual.py
+
+Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from pipedream.comparison import Case, Refused, Row, measure
+from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
+from pipedream.errors import UserError
+from pipedream.figure_data import Standing, forwards_only, idle_curves, same_orders, standings
+from pipedream.figures import (
+    draw_all_schedules,
+    draw_microbatch_backward,
+    draw_microbatch_forward,
+    draw_naive,
+    draw_weight_versioning,
+)
+from pipedream.figures_compare import draw_bubble, draw_gradient_error, draw_utilization
+from pipedream.figures_memory import draw_activations_and_versions, draw_memory_vs_bubble
+from pipedream.policies import POLICIES, weight_use
+from pipedream.simulator import Timeline, simulate
+
+CONFIG: dict[str, Any] = {
+    "num_stages": 4,
+    "num_microbatches": 8,
+    "chunks": 2,
+    "forward": 1,
+    "backward": 1,
+    "weight_gradient": 1,
+    "communication": 0,
+    "overlap_saving": 0,
+    "stage_scale": None,
+    "weight_size": 1,
+    "study": "records/cpu-staleness.json",
+    "output": "figures",
+    "only": None,
+}
+
+OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
+AGAINST_M = (
+    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be drawn; everything simulated is computed when a picture first needs it."""
+
+    case: Case
+    config: Mapping[str, Any]
+
+    @cached_property
+    def standings(self) -> tuple[list[Standing], list[Refused]]:
+        return standings(self.case)
+
+    def row(self, name: str) -> Row:
+        return measure(name, self.case)
+
+
+def naive_pipeline(work: Work, path: Path) -> Figure:
+    return draw_naive(work.row("naive").batch, path)
+
+
+def microbatch_forward(work: Work, path: Path) -> Figure:
+    cut = work.row("gpipe").batch
+    whole = replace(
+        work.case, num_microbatches=1, forward=work.case.forward * work.case.num_microbatches
+    )
+    return draw_microbatch_forward(_forwards(measure("gpipe", whole).batch), _forwards(cut), path)
+
+
+def _forwards(timeline: Timeline) -> Timeline:
+    return simulate(forwards_only(timeline.schedule), timeline.costs)
+
+
+def microbatch_backward(work: Work, path: Path) -> Figure:
+    return draw_microbatch_backward(work.row("gpipe").batch, path)
+
+
+def weight_versioning(work: Work, path: Path) -> Figure:
+    batch, m = work.row("pipedream").batch, work.case.num_microbatches
+    uses = [
+        (text, weight_use(batch.schedule, POLICIES[policy], m))
+        for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
+    ]
+    return draw_weight_versioning(batch, uses, path)
+
+
+def utilization_comparison(work: Work, path: Path) -> Figure:
+    return draw_utilization(*work.standings, path)
+
+
+def all_schedules(work: Work, path: Path) -> Figure:
+    found, refused = work.standings
+    return draw_all_schedules(same_orders([one.row for one in found]), refused, path)
+
+
+def bubble_vs_microbatches(work: Work, path: Path) -> Figure:
+    p = work.case.num_stages
+    counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
+    many = sorted({*range(1, 2 * p), *(p * k for k in range(1, 17)), *counts})
+    return draw_bubble(idle_curves(AGAINST_M, work.case, counts, many), p, path)
+
+
+def memory_vs_bubble(work: Work, path: Path) -> Figure:
+    return draw_memory_vs_bubble(work.standings[0], work.config["weight_size"], path)
+
+
+def activations_and_versions(work: Work, path: Path) -> Figure:
+    found = {one.row.name: one for one in work.standings[0]}
+    return draw_activations_and_versions([found[name] for name in OVER_TIME if name in found], path)
+
+
+def gradient_error(work: Work, path: Path) -> Figure:
+    return draw_gradient_error(_load_study(Path(work.config["study"])), path)
+
+
+def _load_study(path: Path) -> list[dict[str, Any]]:
+    """The record's rows of gradient errors; UserError where there is no such record."""
+    fix = f"type python -m pipedream.studies {path} to make it"
+    if not path.is_file():
+        raise UserError(f"{path} with the measured gradient errors is not there", fix)
+    try:
+        rows = json.loads(path.read_text())["gradient_errors"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no record of gradient errors", fix) from error
+    return rows
+
+
+PICTURES: dict[str, Callable[[Work, Path], Figure]] = {
+    picture.__name__: picture
+    for picture in (
+        naive_pipeline,
+        microbatch_forward,
+        microbatch_backward,
+        weight_versioning,
+        utilization_comparison,
+        all_schedules,
+        bubble_vs_microbatches,
+        memory_vs_bubble,
+        activations_and_versions,
+        gradient_error,
+    )
+}
+
+SHARED = (
+    "chunks", "forward", "backward", "weight_gradient", "communication", "overlap_saving",
+    "stage_scale",
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    # Larger pipelines have cells too small to see.
+    "num_stages": replace(SHARED_RULES["num_stages"], high=16),
+    "num_microbatches": replace(SHARED_RULES["num_microbatches"], high=64),
+    **{key: SHARED_RULES[key] for key in SHARED},
+    "weight_size": Rule(
+        kind=SHARED_RULES["forward"].kind,
+        above=0,
+        high=1000,
+        text="memory of a rank's weights, in units of one microbatch's activations on a rank",
+    ),
+    "study": Rule(kind=str, text="record of measured gradient errors"),
+    "output": Rule(kind=str, text="folder for the pictures; made if it is not there"),
+    "only": Rule(
+        kind=str,
+        many=True,
+        none=True,
+        choices=tuple(PICTURES),
+        text="the pictures to draw; None: all of them",
+    ),
+}
+
+
+def main() -> None:
+    """Draw what CONFIG and the command line say, and print the files' names."""
+    config = parse_arguments(
+        CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines."
+    )
+    case = Case(
+        num_stages=config["num_stages"],
+        num_microbatches=config["num_microbatches"],
+        num_batches=1,
+        **{key: config[key] for key in SHARED},
+    )
+    scale = case.stage_scale
+    if scale is not None and len(scale) != case.num_stages:
+        raise UserError(
+            f"stage_scale has {len(scale)} values for {case.num_stages} stages",
+            f"give {case.num_stages}, such as {','.join(['1'] * case.num_stages)}",
+        )
+    folder, work = Path(config["output"]), Work(case=case, config=config)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in config["only"] or PICTURES:
+        path = folder / f"{name}.png"
+        PICTURES[name](work, path)
+        print(path, flush=True)
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

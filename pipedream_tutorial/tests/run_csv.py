@@ -1,0 +1,87 @@
+"""One process of four: torch's pipeline runtime runs CSVs of ours on a small model, in fp64.
+
+    torchrun --standalone --nproc_per_node=4 run_csv.py FOLDER NAME...
+
+For each FOLDER/NAME.csv the gradients of this rank's stage are compared with those of the whole
+batch in one piece; FOLDER/rank<r>.json says how far they are apart and what was run in which order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+WIDTH, MICROBATCHES, ROWS = 8, 8, 4
+TIME_LIMIT_S = 90
+
+
+def build_stage() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def record(stage: PipelineStage, ran: list[str]) -> None:
+    """Write down every operation as torch's runtime calls for it."""
+
+    def wrap(method: str, kind: Callable[[dict[str, Any]], str]) -> None:
+        inner = getattr(stage, method)
+
+        def recorded(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            ran.append(f"{stage.stage_index}{kind(kwargs)}{microbatch}")
+            return inner(microbatch, *args, **kwargs)
+
+        setattr(stage, method, recorded)
+
+    wrap("forward_one_chunk", lambda kwargs: "F")
+    wrap("backward_one_chunk", lambda kwargs: "B" if kwargs["full_backward"] else "I")
+    wrap("backward_weight_one_chunk", lambda kwargs: "W")
+
+
+def run(csv: Path, rank: int, world: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    stages = [build_stage() for _ in range(world)]
+    x, y = torch.randn(2, MICROBATCHES * ROWS, WIDTH)
+    loss = nn.MSELoss()
+    loss(nn.Sequential(*stages)(x), y).backward()
+    expected = [p.grad.clone() for p in stages[rank].parameters()]
+    stages[rank].zero_grad()
+
+    stage = PipelineStage(stages[rank], rank, world, torch.device("cpu"))
+    ran: list[str] = []
+    record(stage, ran)
+    schedule = _PipelineScheduleRuntime([stage], MICROBATCHES, loss_fn=loss)
+    schedule._load_csv(str(csv))
+    schedule.step(*[x] * (rank == 0), target=y if rank == world - 1 else None)
+    apart = max(
+        float((p.grad - e).abs().max() / e.abs().max())
+        for p, e in zip(stages[rank].parameters(), expected, strict=True)
+    )
+    return {"apart": apart, "ran": ran}
+
+
+def main() -> None:
+    # The launcher puts its workers into sessions of their own: none may outlive a killed test.
+    signal.alarm(TIME_LIMIT_S)
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {name: run(folder / f"{name}.csv", rank, world) for name in names}
+    (folder / f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

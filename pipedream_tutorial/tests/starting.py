@@ -1,0 +1,57 @@
+"""Starts the runtime as a user would, and sees to it that nothing of it is left. For the tests."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent
+SCRIPT = [sys.executable, "pipedream_runtime.py", "--device", "cpu"]
+FAST = ["--forward_ms", "0", "--backward_ms", "0", "--check_weights", "False"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+MARK = ("RUNTIME_TEST", str(os.getpid()))  # in the environment, which all processes inherit
+ENVIRONMENT = os.environ | dict([MARK])
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Whatever a test started has ended by its end."""
+    yield
+    _, alive = psutil.wait_procs(_started(), timeout=2)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def _started():
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK[0]) == MARK[1]:
+                found.append(process)
+        except psutil.Error:  # not ours, or just ended
+            continue
+    return found
+
+
+def run(arguments, *, start=SCRIPT, limit_s=100):
+    """The finished process; past the limit subprocess.TimeoutExpired."""
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*start, *arguments],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env=ENVIRONMENT,
+    )
+    done.seconds = time.monotonic() - begun
+    return done
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1]

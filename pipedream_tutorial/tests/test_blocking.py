@@ -1,0 +1,165 @@
+"""Which orders run with sends that wait for their receive, and which block for ever."""
+
+from dataclasses import replace
+
+import pytest
+from pipedream.blocking import RECV, RUN, SEND, Action, Step, blocking_programs, run_blocking
+from pipedream.errors import UserError
+from pipedream.ops import Item, Op, Schedule
+from pipedream.schedules import build_schedule
+from pipedream.simulator import DeadlockError, build_costs, simulate
+
+SIZES = [(p, m) for p in range(1, 7) for m in range(1, 15)]
+
+
+def blocks(s: Schedule, *, paired: bool = False, buffered: bool = False) -> bool:
+    try:
+        ended = run_blocking(blocking_programs(s, paired=paired), buffered=buffered)
+    except DeadlockError:
+        return True
+    check_run(s, ended)
+    return False
+
+
+def check_run(s: Schedule, ended: list[Action]) -> None:
+    """Everything ran once, in order, and nothing before what it needs had been received."""
+    for rank, order in enumerate(s.orders):
+        assert [a.op for a in ended if a.kind == RUN and a.peer == rank] == list(order)
+    place = {(a.kind, a.op): k for k, a in enumerate(ended)}
+    assert len(place) == len(ended)
+    for kind, op in place:
+        if kind == RECV:
+            consumer = Op(op.kind, op.stage + (1 if op.kind == "F" else -1), op.microbatch)
+            assert place[RUN, op] < place[RECV, op] < place[RUN, consumer]
+            assert (SEND, op) in place
+
+
+def test_naive_blocking_1f1b_deadlocks_from_two_stages_and_two_microbatches_on() -> None:
+    for p, m in SIZES:
+        assert blocks(build_schedule("1f1b", p, m)) == (p >= 2 and m >= 2), (p, m)
+
+
+def test_sends_that_cross_are_named() -> None:
+    with pytest.raises(DeadlockError) as caught:
+        run_blocking(blocking_programs(build_schedule("1f1b", 2, 2)))
+    assert caught.value.cycle == [Op("F", 0, 1), Op("B", 1, 0)]
+    assert str(caught.value) == (
+        "deadlock: rank 0 is at SEND 0F1 to rank 1; rank 1 is at SEND 1B0 to rank 0"
+    )
+    # In a longer pipeline it is the last two ranks; the others only wait behind them.
+    with pytest.raises(DeadlockError) as caught:
+        run_blocking(blocking_programs(build_schedule("1f1b", 5, 8)))
+    assert caught.value.cycle == [Op("F", 3, 1), Op("B", 4, 0)]
+
+
+def test_naive_blocking_gpipe_and_one_at_a_time_do_not() -> None:
+    for name in ("gpipe", "naive"):
+        assert not any(blocks(build_schedule(name, p, m)) for p, m in SIZES)
+
+
+def test_a_fused_send_and_receive_frees_1f1b() -> None:
+    assert not any(blocks(build_schedule("1f1b", p, m), paired=True) for p, m in SIZES)
+
+
+def test_sends_that_never_wait_free_every_order() -> None:
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        for p, m in SIZES:
+            if name == "zb-h1" and m % max(1, m // p):
+                continue
+            assert not blocks(build_schedule(name, p, m), buffered=True)
+
+
+def with_early_receives(program: list[Step]) -> list[Step]:
+    """Receives from a peer posted with the send to it, though a W runs in between."""
+    steps: list[Step] = []
+    for step in program:
+        *_, sent, weight = [(), (), *steps]
+        kinds = ([action.kind for action in sent], [action.kind for action in step])
+        if kinds == ([SEND], [RECV]) and sent[0].peer == step[0].peer and "W" in str(weight[0].op):
+            steps[-2:] = [sent + step, weight]
+        else:
+            steps.append(step)
+    return steps
+
+
+def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
+    """A pair is only fused if nothing runs in between, and ZB-H2 puts its W there."""
+    for p, m in SIZES:
+        s = build_schedule("zb-h2", p, m)
+        assert blocks(s, paired=True) == (p >= 2 and m >= 2 * p)
+        programs = blocking_programs(s, paired=True)
+        check_run(s, run_blocking([with_early_receives(program) for program in programs]))
+    with pytest.raises(DeadlockError) as caught:
+        run_blocking(blocking_programs(build_schedule("zb-h2", 2, 4), paired=True))
+    assert str(caught.value) == (
+        "deadlock: rank 0 is at SEND 0F3 to rank 1; rank 1 is at SEND 1I2 to rank 0"
+    )
+
+
+def test_fused_steps_of_1f1b() -> None:
+    def written(p: int, rank: int, paired: bool) -> list[str]:
+        program = blocking_programs(build_schedule("1f1b", p, 2), paired=paired)[rank]
+        return [" + ".join(map(str, step)) for step in program]
+
+    last = written(2, 1, paired=False)
+    assert last == [
+        "RECV 0F0 from rank 0",
+        "RUN 1F0 on rank 1",
+        "RUN 1B0 on rank 1",
+        "SEND 1B0 to rank 0",
+        "RECV 0F1 from rank 0",
+        "RUN 1F1 on rank 1",
+        "RUN 1B1 on rank 1",
+        "SEND 1B1 to rank 0",
+    ]
+    fused = "SEND 1B0 to rank 0 + RECV 0F1 from rank 0"
+    assert written(2, 1, paired=True) == [*last[:3], fused, *last[5:]]
+    # While the pipeline fills, a rank sends on one side and receives on the other: not fused.
+    assert written(3, 1, paired=True)[:7] == [
+        "RECV 0F0 from rank 0",
+        "RUN 1F0 on rank 1",
+        "SEND 1F0 to rank 2",
+        "RECV 0F1 from rank 0",
+        "RUN 1F1 on rank 1",
+        "SEND 1F1 to rank 2 + RECV 2B0 from rank 2",
+        "RUN 1B0 on rank 1",
+    ]
+
+
+def reordered(s: Schedule, rank: int, written: str) -> Schedule:
+    by_name = {str(item): item for item in s.orders[rank]}
+    orders: list[tuple[Item, ...]] = list(s.orders)
+    orders[rank] = tuple(by_name[name] for name in written.split())
+    return replace(s, orders=tuple(orders))
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_receives_in_another_order_than_the_sends_block(buffered: bool) -> None:
+    s = reordered(build_schedule("gpipe", 2, 2), 1, "1F1 1F0 1B0 1B1")
+    # As an order of operations it is fine: no result is needed before it can be there.
+    assert simulate(s, build_costs(s)).makespan > 0
+    with pytest.raises(DeadlockError) as caught:
+        run_blocking(blocking_programs(s), buffered=buffered)
+    if buffered:  # the sender went on; what rank 1 waits for lies behind what it will not take
+        assert caught.value.cycle == [Op("F", 0, 1)]
+        assert str(caught.value) == "deadlock: rank 1 is at RECV 0F1 from rank 0"
+    else:
+        assert caught.value.cycle == [Op("F", 0, 0), Op("F", 0, 1)]
+        assert str(caught.value) == (
+            "deadlock: rank 0 is at SEND 0F0 to rank 1; rank 1 is at RECV 0F1 from rank 0"
+        )
+
+
+def test_a_receive_that_nobody_sends_to_is_where_the_chain_ends() -> None:
+    s = build_schedule("gpipe", 2, 1)
+    programs = blocking_programs(s)
+    with pytest.raises(DeadlockError) as caught:
+        run_blocking([programs[0][:1], programs[1]])
+    assert caught.value.cycle == [Op("F", 0, 0)]
+    assert str(caught.value) == "deadlock: rank 1 is at RECV 0F0 from rank 0"
+
+
+def test_several_stages_a_rank_are_refused() -> None:
+    for name in ("interleaved", "zb-v", "chimera"):
+        with pytest.raises(UserError, match=f"{name} has several stages a rank; choose one"):
+            blocking_programs(build_schedule(name, 2, 4))

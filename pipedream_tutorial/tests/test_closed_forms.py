@@ -1,0 +1,248 @@
+"""Every closed form equals the simulation, as fractions; where one ends, what happens instead."""
+
+import random
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import islice
+
+import pytest
+from pipedream.closed_forms import CLOSED_FORMS, Case, idle_fraction, short_run_versions
+from pipedream.errors import UserError
+from pipedream.measures import Idle, idle, peak_activations
+from pipedream.policies import POLICIES, weight_use
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import build_costs, simulate
+
+RANKS = range(1, 9)
+
+
+def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idle:
+    schedule = build_schedule(name, c.p, c.m, c.v)
+    costs = build_costs(
+        schedule,
+        forward=c.f,
+        input_gradient=c.i,
+        weight_gradient=c.w,
+        overlap_saving=overlap_saving,
+    )
+    return idle(simulate(schedule, costs))
+
+
+def makespan_idle(name: str, c: Case) -> Fraction:
+    """The one value that all ranks have: they all do the same amount of work."""
+    (value,) = set(simulated(name, c).makespan)
+    return value
+
+
+def random_durations(rng: random.Random) -> tuple[Fraction, Fraction, Fraction]:
+    f, i, w = (Fraction(rng.randint(1, 24), rng.randint(1, 6)) for _ in range(3))
+    return f, i, w
+
+
+def cases(
+    name: str,
+    fits: Callable[[Case], bool] = lambda c: True,
+    ranks: range = RANKS,
+    each: int = 2,
+) -> Iterator[Case]:
+    """Sizes the schedule takes, and random durations of any ratio for which `fits` is true."""
+    rng = random.Random(name)
+    for p in ranks:
+        for m in sorted(
+            {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
+        ):
+            for v in (1, 2, 3) if SCHEDULES[name].chunks else (1,):
+                try:
+                    build_schedule(name, p, m, v)
+                except UserError:
+                    continue
+                drawn = (Case(p, m, v, *random_durations(rng)) for _ in range(60))
+                yield from islice(filter(fits, drawn), each)
+
+
+def even(p: int, m: int, v: int = 1, f: int = 1, i: int = 1, w: int = 1) -> Case:
+    return Case(p, m, v, Fraction(f), Fraction(i), Fraction(w))
+
+
+def test_there_is_a_row_for_every_schedule() -> None:
+    assert list(CLOSED_FORMS) == list(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_idle_time_equals_its_closed_form_within_the_range(name: str) -> None:
+    form, seen = CLOSED_FORMS[name], 0
+    for c in cases(name, form.idle_holds, each=1 if SCHEDULES[name].chunks else 2):
+        measured = simulated(name, c)
+        assert set(measured.makespan) == {form.makespan_idle(c)}, c
+        assert list(measured.span) == [form.span_idle(c, r) for r in range(c.p)], c
+        assert measured.makespan_fraction == idle_fraction(form.makespan_idle(c), c), c
+        seen += 1
+    assert seen >= 25
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_peak_activations_equal_their_closed_form_for_all_sizes(name: str) -> None:
+    form, seen = CLOSED_FORMS[name], 0
+    asynchronous = SCHEDULES[name].policy != "flush"
+    for c in cases(name, lambda c: not asynchronous or c.m >= c.p, each=1):
+        schedule = build_schedule(name, c.p, c.m, c.v)
+        expected = tuple(form.peak_activations(c, r) for r in range(c.p))
+        assert peak_activations(schedule) == expected, c
+        seen += 1
+    assert seen >= 15
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
+    form, policy = CLOSED_FORMS[name], POLICIES[SCHEDULES[name].policy]
+    seen = 0
+    for c in cases(name, lambda c: c.m >= c.p - 1, range(1, 7), each=1):
+        if SCHEDULES[name].policy == "flush":
+            schedule = build_schedule(name, c.p, c.m, c.v)
+        else:
+            schedule = build_schedule(name, c.p, c.m * max(3, -(-2 * c.p // c.m)))
+        for stage, use in weight_use(schedule, policy, c.m).items():
+            assert use.peak_versions == form.peak_versions(c, stage), (c, stage)
+            expected = {i: form.staleness(c, stage, i) for i in use.staleness}
+            assert use.staleness == expected, (c, stage)
+        seen += 1
+    assert seen >= 6
+
+
+def test_stashing_in_a_short_run_keeps_fewer_versions() -> None:
+    for p in RANKS:
+        for m in range(1, 2 * p + 3):
+            c = even(p, m)
+            used = weight_use(build_schedule("pipedream", p, m), POLICIES["stash"], m)
+            assert [used[s].peak_versions for s in range(p)] == [
+                short_run_versions(c, s) for s in range(p)
+            ]
+            if m >= 2 * p - 2:
+                assert [short_run_versions(c, s) for s in range(p)] == list(range(p, 0, -1))
+
+
+def test_fractions_as_they_are_usually_quoted() -> None:
+    for p, m in ((4, 8), (8, 32), (3, 5)):
+        c = even(p, m)
+        assert simulated("naive", c).makespan_fraction == 1 - Fraction(1, p)
+        for name in ("gpipe", "1f1b"):
+            assert simulated(name, c).makespan_fraction == Fraction(p - 1, m + p - 1)
+    # ZB-H1 is quoted as a third of 1F1B's bubble; that is the time, the share is a little more.
+    assert simulated("zb-h1", even(4, 8)).makespan_fraction == Fraction(3, 3 * 8 + 3)
+
+
+def test_1f1b_with_few_microbatches_never_fills_the_pipeline() -> None:
+    assert peak_activations(build_schedule("1f1b", 6, 3)) == (3, 3, 3, 3, 2, 1)
+    for c in cases("1f1b", lambda c: c.m < c.p):
+        assert peak_activations(build_schedule("1f1b", c.p, c.m))[0] == c.m < c.p
+        assert makespan_idle("1f1b", c) == (c.p - 1) * c.total
+
+
+def test_interleaved_when_p_does_not_divide_m() -> None:
+    # One round of 6 on 4 ranks: as little idle time, and more activations than with 4 or 8.
+    assert makespan_idle("interleaved", even(4, 6, v=2)) == Fraction(3 * 3, 2)
+    held = {m: peak_activations(build_schedule("interleaved", 4, m, 2))[0] for m in (4, 6, 8)}
+    assert held == {4: 4, 6: 6, 8: Fraction(11, 2)}
+    # Rounds that are not equal are refused.
+    with pytest.raises(UserError, match="9 microbatches cannot be cut into 2 equal rounds"):
+        build_schedule("interleaved", 4, 9, 2)
+    # Fewer microbatches than ranks: more idle time than without interleaving gains.
+    for c in cases("interleaved", lambda c: c.m < c.p and c.v > 1):
+        assert makespan_idle("interleaved", c) > (c.p - 1) * c.total / c.v
+
+
+def test_zb_h1_beyond_the_published_range() -> None:
+    def published(c: Case) -> Fraction:
+        return (c.p - 1) * (c.f + c.i - c.w)
+
+    for c in cases("zb-h1", lambda c: c.m >= c.p > 1):
+        own_span, whole = simulated("zb-h1", c).span[0], makespan_idle("zb-h1", c)
+        assert (own_span == published(c)) == (c.w <= c.f)
+        assert (whole == published(c)) == (c.w <= min(c.f, c.i))
+        assert whole >= own_span >= published(c)
+        if c.w > c.f:
+            assert own_span == (c.p - 1) * c.i
+            assert whole == (c.p - 1) * max(c.f, c.i)
+    for c in cases("zb-h1", lambda c: c.m < c.p and c.w <= min(c.f, c.i)):
+        assert makespan_idle("zb-h1", c) == published(c) + (c.p - c.m) * c.w
+
+
+def test_zb_h2_beyond_the_published_range() -> None:
+    for c in cases("zb-h2", lambda c: c.p > 1):
+        own_span = simulated("zb-h2", c).span[0]
+        published = (c.p - 1) * max(Fraction(0), c.f + c.i - 2 * c.w)
+        if c.m < 2 * c.p - 1 and c.w <= min(c.f, c.i):
+            assert own_span == (c.p - 1) * (c.f + c.i) - (c.m - 1) * c.w > published
+        elif c.m >= 2 * c.p - 1 and c.w > c.f:
+            assert own_span == (c.p - 1) * max(Fraction(0), c.i - c.f) >= published
+    # No bubble in any rank's span, and the makespan idles still: the last rank starts late.
+    measured = simulated("zb-h2", even(4, 8))
+    assert measured.span == (0, 0, 0, 0)
+    assert measured.makespan == (3, 3, 3, 3)
+
+
+def test_zb_v_idles_for_nothing_only_when_all_three_take_equally_long() -> None:
+    durations = [(f, i, w) for f in (1, 2, 3) for i in (1, 2, 3) for w in (1, 2, 3)]
+    for p in (3, 4):
+        for f, i, w in durations:
+            spans = simulated("zb-v", even(p, 2 * p, f=f, i=i, w=w)).span
+            assert (set(spans) == {0}) == (f == i == w)
+    # On two ranks a longer W does no harm: nothing waits for it.
+    assert simulated("zb-v", even(2, 4, w=3)).span == (0, 0)
+    for c in cases("zb-v", lambda c: c.m >= 2 * c.p - 1 and c.f >= c.w >= c.i):
+        assert simulated("zb-v", c).span[0] == (c.p - 1) * (c.f - (c.i + c.w) / 2)
+
+
+def test_zb_v_with_few_microbatches_idles_for_each_that_is_missing() -> None:
+    for p in RANKS:
+        for m in range(1, 2 * p):
+            missing = 2 * p - 1 - m
+            assert makespan_idle("zb-v", even(p, m)) == max(Fraction(p - 1, 2), Fraction(missing))
+
+
+def test_dualpipe_v_against_the_form_in_its_readme() -> None:
+    def readme(c: Case, saving: Fraction = Fraction(0)) -> Fraction:
+        """(PP/2 - 1) (F&B + B - 3W) with PP = 2p stages, whose durations are half a rank's."""
+        pair = c.f + c.backward - saving * min(c.f, c.backward)
+        return (c.p - 1) * (pair + c.backward - 3 * c.w) / 2
+
+    for c in cases("dualpipe-v", lambda c: c.f >= c.i):
+        assert (
+            makespan_idle("dualpipe-v", c)
+            == readme(c) + (c.p - 1) * ((c.f - c.i) + max(Fraction(0), c.w - c.i)) / 2
+        )
+    for c in cases("dualpipe-v", lambda c: c.f < c.i):
+        closed = CLOSED_FORMS["dualpipe-v"].makespan_idle(c)
+        assert makespan_idle("dualpipe-v", c) >= closed
+    assert makespan_idle("dualpipe-v", even(4, 8, f=1, i=2, w=1)) == Fraction(11, 2)
+    assert CLOSED_FORMS["dualpipe-v"].makespan_idle(even(4, 8, f=1, i=2, w=1)) == Fraction(9, 2)
+    # With pairs that overlap, ranks have different numbers of them: no longer one X, and rank 0's
+    # is the README's on two ranks only.
+    half = Fraction(1, 2)
+    for p in range(2, 6):
+        c = even(p, 2 * p)
+        measured = simulated("dualpipe-v", c, overlap_saving=half).makespan
+        assert measured[0] == p - 1 - half * Fraction(2 * p - 3, 2)
+        assert (measured[0] == readme(c, half)) == (p == 2)
+        assert (len(set(measured)) == 1) == (p == 2)
+
+
+def test_chimera_against_the_forms_in_its_paper() -> None:
+    for p in (2, 4, 6, 8):
+        for units in (1, 2, 3):
+            n = p * units
+            equal = Case(p, n, 1, Fraction(1), Fraction(1, 2), Fraction(1, 2))
+            assert simulated("chimera", equal).makespan_fraction == Fraction(p - 2, 2 * n + p - 2)
+            twice = simulated("chimera", even(p, n)).makespan_fraction
+            paper = Fraction(2 * (p - 2), 3 * n + 2 * (p - 2))
+            assert (twice == paper) == (units == 1 or p == 2)
+    assert simulated("chimera", even(4, 8)).makespan_fraction == Fraction(1, 5) > Fraction(1, 7)
+
+
+def test_idle_time_does_not_grow_with_the_batch_but_for_two_schedules() -> None:
+    grows = {
+        name
+        for name in CLOSED_FORMS
+        if makespan_idle(name, even(4, 16, v=2)) != makespan_idle(name, even(4, 8, v=2))
+    }
+    assert grows == {"naive", "chimera"}

@@ -1,0 +1,200 @@
+"""CONFIG, --set and errors: what is accepted, what is said, and that nothing else comes out."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
+from pipedream.errors import UserError
+
+CONFIG = {
+    "num_stages": 4,
+    "forward": 1,
+    "stage_scale": None,
+    "verbose": True,
+    "learning_rate": 0.1,
+    "mode": "fast",
+    "path": None,
+}
+RULES = {
+    **{key: SHARED_RULES[key] for key in CONFIG if key in SHARED_RULES},
+    "mode": Rule(kind=str, choices=("fast", "slow"), text="how"),
+    "path": Rule(kind=str, none=True, text="where"),
+}
+
+
+def parse(*arguments: str, config: dict = CONFIG) -> dict:
+    return parse_arguments(
+        config, RULES, "A test.", extra={"trace": "write a file"}, arguments=arguments
+    )
+
+
+def test_defaults_are_kept_and_checked():
+    assert parse() == {**CONFIG, "trace": None}
+    assert parse()["forward"] == Fraction(1)
+    assert isinstance(parse()["forward"], Fraction)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("num_stages=8", 8),
+        ("num_stages= 8 ", 8),
+        ("num_stages=8.0", 8),
+        ("forward=1/3", Fraction(1, 3)),
+        ("forward=0.1", Fraction(1, 10)),
+        ("forward=1e-3", Fraction(1, 1000)),
+        ("forward=.5", Fraction(1, 2)),
+        ("stage_scale=1,2,3/2", [1, 2, Fraction(3, 2)]),
+        ("stage_scale=[1, 0.5]", [1, Fraction(1, 2)]),
+        ("stage_scale=2", [2]),
+        ("stage_scale=none", None),
+        ("verbose=False", False),
+        ("verbose=yes", True),
+        ("verbose=0", False),
+        ("learning_rate=0.25", 0.25),
+        ("learning_rate=1/4", 0.25),
+        ("mode=slow", "slow"),
+        ("path=a=b.csv", "a=b.csv"),
+        ("path=None", None),
+    ],
+)
+def test_values_are_parsed_by_the_key_s_rule(argument, value):
+    key = argument.partition("=")[0]
+    for arguments in (["--set", argument], ["--" + argument.replace(" ", "")]):
+        found = parse(*arguments)[key]
+        assert (found, type(found)) == (value, type(RULES[key].check(key, value)))
+
+
+def test_the_last_one_wins_in_either_form():
+    assert parse("--num_stages", "2", "--set", "num_stages=3")["num_stages"] == 3
+    assert parse("--set", "num_stages=3", "--num_stages", "2")["num_stages"] == 2
+    assert parse("--trace", "a.json")["trace"] == "a.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "num_stage=3"], "CONFIG has no key num_stage; did you mean 'num_stages'?"),
+        (["--set", "num_stages"], "--set num_stages has no equals sign; type --set key=value"),
+        (
+            ["--set", "num_stages=0"],
+            "num_stages=0 is not accepted; num_stages is a whole number from 1 to 64",
+        ),
+        (
+            ["--num_stages", "2.5"],
+            "num_stages=2.5 is not accepted; num_stages is a whole number from 1 to 64",
+        ),
+        (
+            ["--num_stages", "-1"],
+            "num_stages=-1 is not accepted; num_stages is a whole number from 1 to 64",
+        ),
+        (
+            ["--set", "forward=0"],
+            "forward=0 is not accepted; forward is a number above 0, 1000000 at most, such as 2, "
+            "0.5 or 1/3",
+        ),
+        (
+            ["--set", "stage_scale=1,x"],
+            "stage_scale=x is not accepted; stage_scale is a list such as 2,0.5,1/3, each a number "
+            "above 0, 1000 at most, or None",
+        ),
+        (["--set", "verbose=maybe"], "verbose=maybe is not accepted; verbose is True or False"),
+        (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
+        (["--set", "mode=9"], "mode=9 is not accepted; mode is one of fast, slow"),
+        (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),
+        (
+            ["--set"],
+            "argument --set: expected one argument; --help lists what can be given",
+        ),
+    ],
+)
+def test_errors_say_what_is_wrong_and_what_to_type(arguments, message):
+    with pytest.raises(UserError) as caught:
+        parse(*arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["1/0", "nan", "inf", "1e999999999", "9" * 5000, "", "1 2", "٣"])
+def test_no_number_is_refused_quickly(text):
+    with pytest.raises(UserError, match=r"forward=.* is not accepted"):
+        parse("--set", f"forward={text}")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**CONFIG, "num_stages": "four"}, "num_stages=four is not accepted"),
+        ({**CONFIG, "verbose": 3}, "verbose=3 is not accepted"),
+        ({**CONFIG, "num_stages": True}, "num_stages=True is not accepted"),
+        ({**CONFIG, "stage_scale": 3}, "stage_scale=3 is not accepted"),
+        ({**CONFIG, "stage_scale": []}, r"stage_scale=\[\] is not accepted"),
+        ({**CONFIG, "nun_stages": 3}, "CONFIG has the unknown key nun_stages; did you mean"),
+        ({key: CONFIG[key] for key in list(CONFIG)[1:]}, "CONFIG has no key 'num_stages'; write"),
+    ],
+)
+def test_a_config_edited_in_the_file_is_checked_too(config, message):
+    with pytest.raises(UserError, match=message):
+        parse(config=config)
+
+
+def test_help_lists_every_key_with_its_meaning_and_default(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for key, default in CONFIG.items():
+        assert f"{key} {RULES[key].text} ({RULES[key].describe()}; default {default})" in text
+    assert "--trace PATH write a file" in text
+
+
+@given(st.lists(st.text() | st.sampled_from([*CONFIG, "=", "1", "/", "[", ",", "none"])))
+@settings(derandomize=True, max_examples=300)
+def test_any_input_resolves_or_is_a_user_error(parts):
+    try:
+        found = parse("--set", "".join(parts))
+    except UserError:
+        return
+    assert set(found) == {*CONFIG, "trace"}
+
+
+@given(st.sampled_from(list(CONFIG)), st.text() | st.floats().map(str) | st.fractions().map(str))
+@settings(derandomize=True, max_examples=300)
+def test_any_value_resolves_to_what_its_rule_takes_again(key, text):
+    try:
+        found = parse("--set", f"{key}={text}")[key]
+    except UserError:
+        return
+    assert RULES[key].check(key, found) == found
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("two\nlines", "mend it"), "error: two lines; mend it\n"),
+        (
+            PermissionError(13, "Permission denied", "/x/y"),
+            "error: /x/y: Permission denied; give a path that can be read or written\n",
+        ),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(capsys, error, line):
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        main_with_errors(fail)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == line
+
+
+def test_bugs_are_not_dressed_up_as_user_errors():
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        main_with_errors(fail)
+    with pytest.raises(SystemExit) as caught:
+        main_with_errors(lambda: None)
+    assert caught.value.code == 0

@@ -1,0 +1,519 @@
+"""Pictures: what is drawn is what was computed, and nothing is written over something else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pipedream_visual
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+from pipedream.closed_forms import CLOSED_FORMS, idle_fraction
+from pipedream.closed_forms import Case as ClosedCase
+from pipedream.comparison import Case, Row, measure
+from pipedream.config import main_with_errors
+from pipedream.drawing import KIND_COLOURS, LEAST, kind_colours, number, percent
+from pipedream.figure_data import (
+    forwards_only,
+    idle_curves,
+    same_orders,
+    standings,
+    wrong_backwards,
+)
+from pipedream.figures import draw_naive
+from pipedream.figures_compare import draw_gradient_error
+from pipedream.figures_memory import pareto_front
+from pipedream.measures import idle, peak_activations
+from pipedream.ops import FORWARD
+from pipedream.policies import POLICIES, weight_use
+from pipedream.schedules import SCHEDULES
+from pipedream.simulator import Timeline, simulate
+
+FOLDER = Path(pipedream_visual.__file__).parent
+GRIDS = ("naive_pipeline", "microbatch_forward", "microbatch_backward", "all_schedules",
+         "weight_versioning")  # fmt: skip
+
+
+def case_of(**changes: Any) -> Case:
+    config = {key: pipedream_visual.CONFIG[key] for key in pipedream_visual.SHARED}
+    sizes = {key: pipedream_visual.CONFIG[key] for key in ("num_stages", "num_microbatches")}
+    values = config | sizes | {"num_batches": 1} | changes
+    durations = ("forward", "backward", "weight_gradient", "communication", "overlap_saving")
+    return Case(**values | {key: Fraction(values[key]) for key in durations})
+
+
+def made_up_rows() -> list[dict[str, Any]]:
+    """Errors as studies.gradient_errors gives them, with one run that diverged."""
+    rows = []
+    for p in (2, 4):
+        for rate in (0.01, 0.1, 1.0):
+            off = None if (p, rate) == (4, 1.0) else 0.03 * p * rate
+            stages = [None if off is None else off * (p - 1 - s) for s in range(p)]
+            for mode, error, per_stage in (
+                ("pipedream", 0.0, [0.0] * p),
+                ("pipedream-no-stash", off, stages),
+            ):
+                rows.append(
+                    {
+                        "num_stages": p,
+                        "learning_rate": rate,
+                        "mode": mode,
+                        "median_relative_error": error,
+                        "per_stage": per_stage,
+                    }
+                )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("study") / "study.json"
+    path.write_text(json.dumps({"gradient_errors": made_up_rows()}))
+    return path
+
+
+class Drawn:
+    """A picture, and every text that was painted on it with the box in pixels that it takes."""
+
+    def __init__(self, figure: Figure, texts: list[tuple[str, tuple[float, ...], float]]) -> None:
+        self.figure = figure
+        self.texts = texts
+
+
+def draw(name: str, case: Case, folder: Path, study: Path) -> Drawn:
+    texts: list[tuple[str, tuple[float, ...], float]] = []
+    original, begin = Text.draw, Figure.draw
+
+    def spy(self: Text, renderer: Any) -> None:
+        original(self, renderer)
+        if self.get_visible() and self.get_text().strip():
+            box = self.get_window_extent(renderer)
+            texts.append((self.get_text(), (box.x0, box.y0, box.x1, box.y1), self.get_fontsize()))
+
+    def start(self: Figure, renderer: Any) -> None:
+        texts.clear()  # a picture may be laid out before it is painted: the last time counts
+        begin(self, renderer)
+
+    config = {"weight_size": Fraction(1), "study": str(study)}
+    work = pipedream_visual.Work(case=case, config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Text, "draw", spy)
+        patch.setattr(Figure, "draw", start)
+        figure = pipedream_visual.PICTURES[name](work, folder / f"{name}.png")
+    return Drawn(figure, texts)
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory, study: Path) -> dict[str, Drawn]:
+    """All pictures of the shipped CONFIG."""
+    folder = tmp_path_factory.mktemp("shipped")
+    return {name: draw(name, case_of(), folder, study) for name in pipedream_visual.PICTURES}
+
+
+def rectangles(ax: Axes) -> list[Rectangle]:
+    """Those of operations; the others lie behind them and show where a rank is idle."""
+    own = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
+
+
+def expected_cells(timeline: Timeline) -> Counter[tuple[str, float, float, float, float]]:
+    found: Counter[tuple[str, float, float, float, float]] = Counter()
+    for event in timeline.all_events():
+        parts = event.item.parts
+        for place, op in enumerate(parts):
+            height = 0.88 / len(parts)
+            y = event.rank - 0.44 + place * height
+            found[str(op), float(event.start), y, float(event.end - event.start), height] += 1
+    return found
+
+
+def timelines_of(name: str, case: Case) -> list[Timeline]:
+    """What each panel of a grid picture has to show."""
+    rows = {key: measure(key, case) for key in ("naive", "gpipe", "pipedream")}
+    if name == "naive_pipeline":
+        return [rows["naive"].batch]
+    if name == "microbatch_backward":
+        return [rows["gpipe"].batch]
+    if name == "weight_versioning":
+        return [rows["pipedream"].batch] * 2
+    if name == "microbatch_forward":
+        uncut = case_of(num_microbatches=1, forward=case.num_microbatches * case.forward)
+        batches = (measure("gpipe", uncut).batch, rows["gpipe"].batch)
+        return [simulate(forwards_only(batch.schedule), batch.costs) for batch in batches]
+    orders: list[Row] = []
+    for key in SCHEDULES:
+        row = measure(key, case)
+        if all(row.batch.schedule.orders != other.batch.schedule.orders for other in orders):
+            orders.append(row)
+    return [row.batch for row in orders]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_rectangles_are_the_timeline(shipped: dict[str, Drawn], name: str) -> None:
+    timelines = timelines_of(name, case_of())
+    panels = [ax for ax in shipped[name].figure.axes if rectangles(ax)]
+    assert len(panels) == len(timelines)
+    for ax, timeline in zip(panels, timelines, strict=True):
+        drawn = [
+            (str(r.get_gid()), r.get_x(), r.get_y(), r.get_width(), r.get_height())
+            for r in rectangles(ax)
+        ]
+        assert Counter(drawn) == expected_cells(timeline)
+        idle_until = {r.get_width() for r in ax.patches if str(r.get_gid()).startswith("idle")}
+        assert idle_until == {float(timeline.makespan)}
+        if name != "weight_versioning":
+            colour = kind_colours(timeline.schedule)
+            ops = {str(op): op for op in timeline.schedule.ops()}
+            for r in rectangles(ax):
+                assert to_hex(r.get_facecolor()) == to_hex(colour(ops[str(r.get_gid())]))
+
+
+def test_uneven_slow_and_overlapped_cells_are_the_timeline(tmp_path: Path, study: Path) -> None:
+    changes = {"stage_scale": [Fraction(k, 3) for k in (1, 4, 2, 3)], "communication": "1/7",
+               "overlap_saving": "1/2", "weight_gradient": 0, "backward": "5/3"}  # fmt: skip
+    drawn = draw("all_schedules", case_of(**changes), tmp_path, study)
+    timelines = timelines_of("all_schedules", case_of(**changes))
+    for ax, timeline in zip(drawn.figure.axes, timelines, strict=True):
+        cells = [
+            (str(r.get_gid()), r.get_x(), r.get_y(), r.get_width(), r.get_height())
+            for r in rectangles(ax)
+        ]
+        assert Counter(cells) == expected_cells(timeline)
+    check_texts(drawn)
+
+
+def test_version_colours_are_the_versions(shipped: dict[str, Drawn]) -> None:
+    case = case_of()
+    schedule = measure("pipedream", case).batch.schedule
+    shades: dict[int, set[str]] = defaultdict(set)
+    panels = shipped["weight_versioning"].figure.axes[:2]
+    outlined = []
+    for ax, policy in zip(panels, ("stash", "in-place"), strict=True):
+        use = weight_use(schedule, POLICIES[policy], case.num_microbatches)
+        ops = {str(op): op for op in schedule.ops()}
+        thick = set()
+        for r in rectangles(ax):
+            op = ops[str(r.get_gid())]
+            side = use[op.stage].forward if op.kind == FORWARD else use[op.stage].backward
+            shades[side[op.microbatch]].add(to_hex(r.get_facecolor()))
+            if r.get_linewidth() > 1:
+                thick.add((op.kind, op.stage, op.microbatch))
+        assert thick == {("B", *where) for where in wrong_backwards(use)}
+        outlined.append(len(thick))
+    assert all(len(shade) == 1 for shade in shades.values())
+    assert len(set.union(*shades.values())) == len(shades) == case.num_microbatches
+    assert outlined[0] == 0 < outlined[1]
+    title = shipped["weight_versioning"].figure.texts[0].get_text().replace("\n", " ")
+    assert f"0 with stashing and {outlined[1]} without stashing" in title
+
+
+def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
+    case = case_of()
+    ax = shipped["utilization_comparison"].figure.axes[0]
+    bars = [float(r.get_width()) for r in rectangles(ax)]
+    diamonds = [float(line.get_xdata()[0]) for line in ax.get_lines()]
+    shares = [idle(measure(name, case).batch) for name in SCHEDULES]
+    assert bars == [
+        float(1 - share) for one in shares for share in (one.makespan_fraction, one.span_fraction)
+    ]
+    found = {one.row.name: one for one in standings(case)[0]}
+    assert diamonds == [float(1 - found[name].steady_idle) for name in SCHEDULES]
+    written = Counter(text for text, _, _ in shipped["utilization_comparison"].texts)
+    columns = Counter(
+        percent(1 - share)
+        for one, name in zip(shares, SCHEDULES, strict=True)
+        for share in (one.makespan_fraction, one.span_fraction, found[name].steady_idle)
+    )
+    assert columns <= written
+
+
+def test_steady_idle_shares_are_those_of_the_closed_forms() -> None:
+    """PipeDream pays fill and drain once a run, ZB-H2 its own span; others flush every batch."""
+    for p, m in ((2, 4), (4, 8), (3, 9)):
+        case = case_of(num_stages=p, num_microbatches=m, backward="3/2", weight_gradient="3/4")
+        for one in standings(case)[0]:
+            name, row = one.row.name, one.row
+            if name.startswith("pipedream"):
+                assert one.steady_idle == 0
+            elif name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1"):
+                assert one.steady_idle == row.batch_idle.makespan_fraction
+            elif name == "zb-h2":
+                form = ClosedCase(p, m, 2, Fraction(1), Fraction(3, 2), Fraction(3, 4))
+                waited = CLOSED_FORMS[name].span_idle(form, 0)
+                assert one.steady_idle == idle_fraction(waited, form)
+
+
+def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(
+    shipped: dict[str, Drawn],
+) -> None:
+    case = case_of()
+    counts = [1, 2, 4, 8, 16, 32, 64]
+    curves = idle_curves(pipedream_visual.AGAINST_M, case, counts, counts)
+    both = 0
+    for curve in curves:
+        simulated = {point.microbatches: point for point in curve.simulated}
+        for point in curve.closed:
+            assert simulated[point.microbatches] == point
+            both += 1
+    assert both > 40
+    for ax, field in zip(shipped["bubble_vs_microbatches"].figure.axes, (1, 2), strict=True):
+        points = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
+        lines = [line for line in ax.get_lines() if line.get_linestyle() != "None"]
+        assert len(points) == len(lines) == len(curves)
+        for dots, line, curve in zip(points, lines, curves, strict=True):
+            drawn = list(zip(dots.get_xdata(), dots.get_ydata(), strict=True))
+            assert drawn == [(point[0], float(point[field])) for point in curve.simulated]
+            on_line = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+            assert {m: on_line[m] for m in counts if m in on_line} == {
+                point[0]: float(point[field]) for point in curve.closed
+            }
+    named = [title for curve in curves for title in curve.titles]
+    assert named == [SCHEDULES[name].title for name in pipedream_visual.AGAINST_M]
+
+
+def test_no_closed_form_is_drawn_where_none_holds() -> None:
+    for changes in ({"communication": 1}, {"stage_scale": [Fraction(1), 1, 2, 1]}):
+        for curve in idle_curves(("gpipe", "zb-v"), case_of(**changes), [4, 8], [4, 8]):
+            assert curve.closed == ()
+            assert len(curve.simulated) == 2
+    (scaled,) = idle_curves(("gpipe",), case_of(stage_scale=[Fraction(3)] * 4), [8], [8])
+    assert scaled.closed == scaled.simulated
+
+
+def test_memory_points_are_the_peaks(shipped: dict[str, Drawn]) -> None:
+    case = case_of()
+    drawn = set()
+    for line in shipped["memory_vs_bubble"].figure.axes[0].get_lines():
+        if line.get_marker() == "o":
+            drawn |= set(zip(line.get_xdata(), line.get_ydata(), strict=True))
+    expected, labels = set(), []
+    for one in standings(case)[0]:
+        row = one.row
+        held = zip(peak_activations(row.stream.schedule), row.weight_copies, strict=True)
+        activations, copies = max(held, key=sum)
+        expected.add((float(one.steady_idle), float(activations + copies)))
+        wrong = "" if row.policy.stashed else ": wrong gradients"
+        labels.append(f"{row.title} ({number(activations)} + {number(Fraction(copies))}){wrong}")
+    assert drawn == expected
+    written = [
+        line for text, _, _ in shipped["memory_vs_bubble"].texts for line in text.split("\n")
+    ]
+    assert Counter(labels) <= Counter(written)
+
+
+def test_pareto_front_keeps_what_nothing_beats() -> None:
+    points = {
+        (Fraction(x), Fraction(y)) for x, y in ((0, 5), (1, 4), (1, 5), (2, 4), (3, 1), (0, 6))
+    }
+    assert pareto_front(points) == [(0, 5), (1, 4), (3, 1)]
+
+
+def test_areas_and_lines_over_time_are_the_measures(shipped: dict[str, Drawn]) -> None:
+    case = case_of(num_batches=2)
+    rows = [measure(name, case) for name in pipedream_visual.OVER_TIME]
+    panels = shipped["activations_and_versions"].figure.axes
+    top = float(max(max(*row.peak_activations, *row.weight_copies) for row in rows))
+    for ax, row in zip(panels, rows, strict=True):
+        peaks = [text.get_text() for text in ax.texts]
+        assert peaks == [
+            f"{number(a)} / {number(Fraction(w))}"
+            for a, w in zip(row.peak_activations, row.weight_copies, strict=True)
+        ]
+        for rank, area in enumerate(ax.collections):
+            ys = np.concatenate([path.vertices[:, 1] for path in area.get_paths()])
+            height = (rank + 0.45 - ys.min()) / 0.85 * top
+            assert height == pytest.approx(float(row.peak_activations[rank]))
+        steps = [line for line in ax.get_lines() if line.get_drawstyle() == "steps-post"]
+        for rank, line in enumerate(steps):
+            kept = (rank + 0.45 - np.asarray(line.get_ydata())) / 0.85 * top
+            assert kept.max() == pytest.approx(float(row.weight_copies[rank]))
+            assert line.get_xdata()[-1] == float(row.stream.makespan)
+
+
+def test_gradient_errors_are_the_rows(tmp_path: Path) -> None:
+    rows = made_up_rows()
+    figure = draw_gradient_error(rows, tmp_path / "g.png")
+    left, right = figure.axes
+    drawn = Counter(
+        (float(x), float(y), line.get_linestyle())
+        for line in left.get_lines()
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    )
+    style = {"pipedream": ":", "pipedream-no-stash": "-"}
+    assert drawn == Counter(
+        (row["learning_rate"], row["median_relative_error"], style[row["mode"]])
+        for row in rows
+        if row["median_relative_error"] is not None
+    )
+    by_stage = [list(line.get_ydata()) for line in right.get_lines()]
+    at = [row for row in rows if row["learning_rate"] == 0.1 and row["mode"] != "pipedream"]
+    assert by_stage == [row["per_stage"] for row in at]
+    for ax in (left, right):
+        zero = [t.get_text() for t in ax.get_yticklabels() if t.get_position()[1] == 0]
+        assert zero == ["exactly 0"]
+    assert "with stashing by exactly 0" in figure.texts[0].get_text().replace("\n", " ")
+    rows[0]["median_relative_error"] = 1e-9
+    figure = draw_gradient_error(rows, tmp_path / "g.png")
+    assert "1e-07% at most" in figure.texts[0].get_text().replace("\n", " ")
+
+
+def check_texts(drawn: Drawn) -> None:
+    """No two texts share a pixel, none leaves the page, none is too small to read."""
+    boxes = np.array([box for _, box, _ in drawn.texts])
+    assert min(size for _, _, size in drawn.texts) >= LEAST
+    width, height = drawn.figure.canvas.get_width_height(physical=True)
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 2] <= width).all()
+    assert (boxes[:, 3] <= height).all()
+    low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    shared = np.argwhere(np.triu((high - low > 0.5).all(axis=2), k=1))
+    assert [(drawn.texts[a][0], drawn.texts[b][0]) for a, b in shared] == []
+
+
+@pytest.mark.parametrize("name", pipedream_visual.PICTURES)
+def test_no_text_lies_on_another(shipped: dict[str, Drawn], name: str) -> None:
+    check_texts(shipped[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_microbatches"),
+    [(name, 2, 2) for name in pipedream_visual.PICTURES if name != "gradient_error"]
+    + [(name, 3, 7) for name in ("all_schedules", "activations_and_versions")]
+    + [(name, 8, 32) for name in ("weight_versioning", "memory_vs_bubble", "naive_pipeline")],
+)
+def test_other_sizes_are_drawn_without_overlap(
+    tmp_path: Path, study: Path, name: str, num_stages: int, num_microbatches: int
+) -> None:
+    case = case_of(num_stages=num_stages, num_microbatches=num_microbatches)
+    check_texts(draw(name, case, tmp_path, study))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_cell_texts_stay_inside_their_cells(shipped: dict[str, Drawn], name: str) -> None:
+    renderer = shipped[name].figure.canvas.get_renderer()
+    numbered = 0
+    for ax in shipped[name].figure.axes:
+        centres = {}
+        for r in rectangles(ax):
+            box = r.get_window_extent(renderer)
+            centres[r.get_x() + r.get_width() / 2, r.get_y() + r.get_height() / 2] = box
+        for text in ax.texts:
+            cell, own = centres[text.get_position()], text.get_window_extent(renderer)
+            assert cell.x0 <= own.x0
+            assert own.x1 <= cell.x1
+            numbered += 1
+    assert numbered > 30
+
+
+def test_kinds_differ_in_lightness() -> None:
+    def lightness(colour: str) -> float:
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)
+        ]
+        return 116 * float(np.dot((0.2126, 0.7152, 0.0722), linear)) ** (1 / 3) - 16
+
+    found = [lightness(colour) for colour in KIND_COLOURS.values()]
+    assert min(abs(a - b) for a, b in combinations(found, 2)) > 14
+
+
+def test_groups_have_equal_orders_and_keep_all_rows() -> None:
+    rows = [one.row for one in standings(case_of())[0]]
+    groups = same_orders(rows)
+    assert sorted(row.name for group in groups for row in group) == sorted(SCHEDULES)
+    assert [len(group) for group in groups if group[0].name == "1f1b"] == [5]
+    for group in groups:
+        assert len({row.batch.schedule.orders for row in group}) == 1
+
+
+def test_the_same_data_gives_the_same_file(tmp_path: Path) -> None:
+    timeline = measure("naive", case_of(num_microbatches=2)).batch
+    for name in ("a.png", "b.png"):
+        draw_naive(timeline, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "pipedream_visual.py", *arguments]
+    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120)
+
+
+def test_script_writes_every_picture(tmp_path: Path, study: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    done = run_script("--set", "num_stages=2", "--num_microbatches", "4",
+                      "--output", str(out), "--study", str(study))  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    files = {path.stem: path.read_bytes() for path in out.iterdir()}
+    assert files.keys() == pipedream_visual.PICTURES.keys()
+    assert done.stdout.split() == [str(out / f"{name}.png") for name in pipedream_visual.PICTURES]
+    for data in files.values():
+        assert data.startswith(b"\x89PNG")
+        assert 1600 <= int.from_bytes(data[16:20], "big") <= 1800
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pipedream_visual.py", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main_with_errors(pipedream_visual.main)
+        shown = capsys.readouterr()
+        return int(stopped.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "num_stages=0"], "num_stages"),
+        (["--set", "num_stages=17"], "16"),
+        (["--set", "forward=-1"], "forward"),
+        (["--only", "naive"], "naive_pipeline"),
+        (["--set", "nothing=1"], "nothing"),
+        (["--set", "stage_scale=1,2"], "give 4, such as 1,1,1,1"),
+        (["--only", "gradient_error", "--study", "no.json"], "python -m pipedream.studies no.json"),
+    ],
+)
+def test_bad_values_get_one_line(
+    typed: Any, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    code, out, err = typed(*arguments, "--output", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_record_or_folder_that_is_none_gets_one_line(typed: Any, tmp_path: Path) -> None:
+    for text in ("{", "[]", "{}"):
+        record = tmp_path / "record.json"
+        record.write_text(text)
+        code, _, err = typed(
+            "--only", "gradient_error", "--study", str(record), "--output", str(tmp_path)
+        )
+        assert (code, err.count("\n")) == (2, 1)
+        assert "no record of gradient errors" in err
+    code, _, err = typed("--only", "naive_pipeline", "--output", str(record))
+    assert (code, err.count("\n")) == (2, 1)
+    assert str(record) in err
+
+
+def test_only_draws_what_is_named(typed: Any, tmp_path: Path) -> None:
+    code, out, _ = typed("--only", "microbatch_backward,naive_pipeline", "--output", str(tmp_path))
+    assert code == 0
+    names = ["microbatch_backward.png", "naive_pipeline.png"]
+    assert out.split() == [str(tmp_path / name) for name in names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

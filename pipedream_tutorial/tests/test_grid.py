@@ -1,0 +1,188 @@
+"""What the terminal shows is what the timeline says, at any scale."""
+
+import math
+import re
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.grid import cells, choose_scale, draw, listed, number, percent, time_unit, use_colour
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import Timeline, build_costs, simulate
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def timeline(name: str, p: int, m: int, v: int = 2, **durations) -> Timeline:
+    schedule = build_schedule(name, p, m, v)
+    return simulate(schedule, build_costs(schedule, **durations))
+
+
+def rows(text: str, num_ranks: int, width: int) -> list[str]:
+    """Each rank's line, put together again where it was wrapped."""
+    found = [""] * num_ranks
+    for line in text.splitlines():
+        match = re.match(r"rank (\d+) +", line)
+        if match:
+            prefix = len(f"rank {num_ranks - 1} ")
+            found[int(match[1])] += line[prefix:].ljust(width)
+    return found
+
+
+def label(event, second: set[int]) -> str:
+    """What an event's cell begins with, written down independently of the grid."""
+    text = []
+    for op in event.item.parts:
+        kind = op.kind.lower() if op.stage in second else op.kind
+        text.append(f"{kind}{op.microbatch}")
+    return "&".join(text)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("columns", [60, 100, 400])
+def test_every_column_is_the_event_that_runs_then(name, columns):
+    shown = timeline(name, 4, 8, forward=1, input_gradient=2, weight_gradient=1)
+    scale = choose_scale(shown, columns - len("rank 3 "))
+    lines = rows(draw(shown, columns), 4, scale.width)
+    assert scale.exact
+    assert scale.numbers
+    for events, line in zip(shown.events, lines, strict=True):
+        own = sorted({op.stage for event in events for op in event.item.parts})
+        line = line[: scale.width * scale.blocks]
+        idle = set(range(min(len(line.rstrip()), math.floor(shown.makespan * scale.rate))))
+        for event in events:
+            first, end = event.start * scale.rate, event.end * scale.rate
+            assert first.denominator == end.denominator == 1
+            text = line[int(first) : int(end)]
+            expected = label(event, set(own[1:]))
+            if len(text) == end - first:  # otherwise it is behind the cut
+                assert re.fullmatch(re.escape(expected) + "-* ?", text)
+            idle -= set(range(int(first), int(end)))
+        assert {line[column] for column in idle} <= {"."}
+
+
+durations = st.fractions(min_value=Fraction(1, 50), max_value=20, max_denominator=60)
+
+
+@given(
+    name=st.sampled_from(list(SCHEDULES)),
+    columns=st.integers(20, 250),
+    forward=durations,
+    backward=durations,
+    weight=durations | st.just(Fraction(0)),
+    communication=durations | st.just(Fraction(0)),
+)
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_any_durations_are_drawn_in_order_within_the_width(
+    name, columns, forward, backward, weight, communication
+):
+    shown = timeline(
+        name,
+        4,
+        8,
+        forward=forward,
+        input_gradient=backward,
+        weight_gradient=weight,
+        communication=communication,
+    )
+    scale = choose_scale(shown, columns)
+    for line, events in zip(cells(shown, scale), shown.events, strict=True):
+        assert len(line) == len(events)
+        before = 0
+        for cell, event in zip(line, events, strict=True):
+            assert before <= cell.first <= cell.end
+            before = cell.end
+            assert abs(cell.first - event.start * scale.rate) < 1
+            assert abs(cell.end - event.end * scale.rate) < 1
+            assert len(cell.text) == cell.end - cell.first
+            # A number is whole or absent.
+            digits = re.findall(r"\d+", cell.text)
+            assert digits in ([], [str(op.microbatch) for op in event.item.parts])
+    prefix = len("rank 3 ")
+    lines = [line for line in draw(shown, columns).splitlines() if not line.startswith("(")]
+    assert max(map(len, lines)) <= max(columns, 10 + prefix)
+
+
+@given(st.lists(st.fractions(min_value=0, max_value=9, max_denominator=30), min_size=1))
+@settings(derandomize=True, max_examples=50, deadline=None)
+def test_the_unit_divides_every_time_and_is_the_longest_that_does(scale):
+    scale = [factor or Fraction(1) for factor in scale][:6]
+    shown = timeline("1f1b", len(scale), 3, scale=scale)
+    unit = time_unit(shown)
+    multiples = [t / unit for e in shown.all_events() for t in (e.start, e.end)]
+    assert all(multiple.denominator == 1 for multiple in multiples)
+    assert math.gcd(*(int(multiple) for multiple in multiples)) == 1
+
+
+def test_the_picture_of_a_small_pipeline():
+    assert draw(timeline("1f1b", 2, 2), 40).splitlines() == [
+        "time   0              5",
+        "rank 0 F0 F1 ......B0--- ...B1---",
+        "rank 1 ...F0 B0--- F1 B1--- ......",
+    ]
+    assert draw(timeline("interleaved", 1, 1, v=3), 60).splitlines() == [
+        "time   0           1           2",
+        "rank 0 F0a F0b F0c B0c---- B0b---- B0a----",
+    ]
+
+
+def test_letters_alone_where_numbers_do_not_fit_and_a_note_where_the_end_does_not():
+    assert draw(timeline("gpipe", 2, 14), 60, max_blocks=1).splitlines() == [
+        "time   0         10        20        30        40",
+        "rank 0 FFFFFFFFFFFFFF...B-B-B-B-B-B-B-B-B-B-B-B-B-B-",
+        "rank 1 .FFFFFFFFFFFFFFB-B-B-B-B-B-B-B-B-B-B-B-B-B-..",
+    ]
+    cut = draw(timeline("naive", 4, 8), 60, max_blocks=1).splitlines()
+    assert cut[-1].startswith("(shown up to time 17 of 96: ")
+
+
+def test_rounded_columns_are_noted():
+    shown = timeline("gpipe", 2, 3, communication="1/97")
+    assert not choose_scale(shown, 60).exact
+    assert draw(shown, 60).splitlines()[-1].startswith("(a column is 0.333 of time: ")
+
+
+@pytest.mark.parametrize("name", ["naive", "1f1b", "zb-v", "chimera"])
+def test_the_time_axis_is_right(name):
+    shown = timeline(name, 4, 8, forward="1/2", input_gradient="3/4", weight_gradient="1/4")
+    scale = choose_scale(shown, 93)
+    axes = [line[7:] for line in draw(shown, 100).splitlines() if line.startswith("time")]
+    assert len(axes) == scale.blocks
+    marks = 0
+    for block, axis in enumerate(axes):
+        for mark in re.finditer(r"\S+", axis):
+            column = block * scale.width + mark.start()
+            assert column == math.floor(Fraction(mark[0]) * scale.rate)
+            marks += 1
+    assert marks >= 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_colour_changes_no_character(name):
+    shown = timeline(name, 4, 8)
+    plain, coloured = draw(shown, 100), draw(shown, 100, colour=True)
+    assert "\x1b" not in plain
+    assert coloured.count("\x1b[0m") >= shown.schedule.num_ranks
+    stripped = [line.rstrip() for line in ANSI.sub("", coloured).splitlines()]
+    assert stripped == plain.splitlines()
+
+
+def test_colour_is_for_terminals_and_no_color_turns_it_off(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert use_colour()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_colour()
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert not use_colour()
+
+
+def test_figures():
+    assert number(Fraction(100, 3)) == "33.33"
+    assert percent(Fraction(1, 8)) == "12.5%"
+    assert listed((2, 2, 2), "rank") == "2 on every rank"
+    assert listed((Fraction(11, 2), 4), "rank") == "5.5 4 by rank"
+    assert listed(range(64), "stage") == "0 1 2 3 4 5 6 7 ... 60 61 62 63 by stage"

@@ -1,0 +1,180 @@
+"""Starting the stages, and how it ends: the stage at fault is named, and no process is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from pipedream.errors import UserError
+from pipedream.launch import this_process
+from starting import (
+    ENVIRONMENT,
+    FAST,
+    FOLDER,
+    SCRIPT,
+    TORCHRUN,
+    last_line,
+    no_process_is_left,  # noqa: F401
+    run,
+)
+
+ENDS_WITHIN_S = 10
+
+# The first case is short and says when it is over; the second lasts for minutes.
+ENDLESS = [
+    "--num_stages=3", "--schedule=pipedream", "--num_microbatches=4,4096", "--num_batches=1",
+    "--warmups=0", "--check_weights=False",
+]  # fmt: skip
+
+
+def _start_endless(start=SCRIPT):
+    command = [*start, *ENDLESS]
+    process = subprocess.Popen(
+        command,
+        cwd=FOLDER,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if "pipedream, m=4:" in line:
+            time.sleep(0.7)
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+def _worker(process, rank):
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def _end_of(process):
+    """(exit code, stderr, seconds that it took)"""
+    begun = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors, time.monotonic() - begun
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_killed_stage_ends_the_others_and_is_named(stage):
+    process = _start_endless()
+    victim = _worker(process, stage)
+    os.kill(victim.pid, signal.SIGKILL)
+    code, errors, seconds = _end_of(process)
+    assert code == 1
+    assert seconds < ENDS_WITHIN_S
+    assert last_line(errors).startswith(
+        f"error: stage {stage} of 3 (process {victim.pid}) was killed by SIGKILL"
+    )
+    assert len(errors.strip().splitlines()) <= 3, errors  # not buried
+
+
+@pytest.mark.timeout(90)
+def test_when_the_parent_is_killed_no_stage_lives_on():
+    process = _start_endless()
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 3
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=ENDS_WITHIN_S)
+    assert not alive
+
+
+@pytest.mark.timeout(90)
+def test_torchrun_ends_the_others_and_the_killed_stage_is_named():
+    """Stage 2 is no neighbour of stage 0: whatever a stage waits for, it ends."""
+    process = _start_endless([*TORCHRUN, "3", "pipedream_runtime.py", "--device=cpu"])
+    victim = _worker(process, 0)
+    os.kill(victim.pid, signal.SIGKILL)
+    code, errors, seconds = _end_of(process)
+    assert code == 1
+    assert seconds < ENDS_WITHIN_S
+    assert f"error: stage 0 of 3 (process {victim.pid}) is gone" in errors
+    root_cause = errors[errors.index("Root Cause") :]  # torchrun's own last words
+    assert "rank      : 0 " in root_cause
+    assert "exitcode  : -9" in root_cause
+
+
+FAILING = """
+import os, sys
+sys.argv = ["pipedream_runtime.py", *sys.argv[1:]]
+import pipedream_runtime
+import pipedream.trainer
+if os.environ["RANK"] == "1":
+    whole = pipedream.trainer.StageTrainer.backward
+    def backward(self, microbatch, gradient=None):
+        if microbatch == 5:
+            raise ValueError("boom in microbatch 5")
+        return whole(self, microbatch, gradient)
+    pipedream.trainer.StageTrainer.backward = backward
+pipedream_runtime.main()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_stage_that_raises_ends_the_others_and_is_named():
+    arguments = ["--device=cpu", "--num_stages=3", "--schedule=1f1b", "--warmups=0", *FAST]
+    parent = (
+        "import sys; from pipedream.launch import launch; "
+        "sys.exit(launch([sys.executable, *sys.argv[1:]], 3))"
+    )
+    done = run(["-c", FAILING, *arguments], start=[sys.executable, "-c", parent])
+    assert done.returncode == 1
+    assert last_line(done.stderr) == (
+        "error: stage 1 of 3 failed: ValueError: boom in microbatch 5; the other stages were ended"
+    )
+    assert "in backward" in done.stderr  # the traceback, above
+    assert "stage 0" not in done.stderr
+    assert "stage 2" not in done.stderr
+
+
+@pytest.mark.timeout(90)
+def test_torchrun_works_too(tmp_path):
+    done = run(
+        ["--num_stages=2", "--schedule=pipedream", "--num_microbatches=4", "--forward_ms=0",
+         "--backward_ms=0", "--record", str(tmp_path / "record.json")],
+        start=[*TORCHRUN, "2", "pipedream_runtime.py", "--device=cpu"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    assert case["measured"]["weights_equal"] is True
+    assert case["measured"]["peak_versions"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num_stages=0"], "num_stages=0 is not accepted"),
+        (["--schedule=gpipee"], "did you mean 'gpipe'?"),
+        (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
+        (["--record", "/no/such/folder/x.json"], "make it first"),
+        (["--schedule=zb-v", "--num_stages=2"], "zb-v is simulated only"),  # the stages find out
+    ],
+)
+@pytest.mark.timeout(60)
+def test_what_the_user_can_mend_is_one_line(arguments, words):
+    done = run(arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_a_launchers_number_of_processes_has_to_be_the_number_of_stages():
+    environment = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    assert this_process({}, 4) is None
+    assert this_process(environment, 3).rank == 1
+    with pytest.raises(UserError, match="3 processes were started for num_stages=4"):
+        this_process(environment, 4)
+    with pytest.raises(UserError, match="more than one machine"):
+        this_process(environment | {"LOCAL_WORLD_SIZE": "2"}, 3)
+    with pytest.raises(UserError, match="is not a number"):
+        this_process({"RANK": "1"}, 3)

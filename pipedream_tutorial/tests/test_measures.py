@@ -1,0 +1,129 @@
+"""Idle time, activations and the critical path against counting on the clock."""
+
+import random
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from pipedream.errors import UserError
+from pipedream.measures import activation_steps, critical_path, idle, peak_activations
+from pipedream.ops import Op, Schedule, one_chain
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import Costs, Timeline, build_costs, simulate
+
+
+def random_timelines(name: str, count: int = 12) -> list[Timeline]:
+    """Uneven stages and a time to send, over sizes that the schedule takes."""
+    rng, found = random.Random(name), []
+    while len(found) < count:
+        try:
+            s = build_schedule(name, rng.randint(1, 5), rng.randint(1, 12), rng.randint(1, 3))
+        except UserError:
+            continue
+        n = len(s.chains[0])
+        f, i, w = (
+            tuple(Fraction(rng.randint(1, 12), rng.randint(1, 4)) for _ in range(n)) for _ in "FIW"
+        )
+        costs = Costs(
+            forward=f,
+            input_gradient=i,
+            weight_gradient=w,
+            communication=Fraction(rng.randint(0, 3), 2),
+            overlap_saving=Fraction(rng.randint(0, 2), 2),
+        )
+        found.append(simulate(s, costs))
+    return found
+
+
+def test_idle_time_of_a_timeline_that_can_be_counted_by_hand() -> None:
+    # rank 0  F0 F1 .. .. B0 B0 .. .. B1 B1     two forwards of 1, two backwards of 2
+    # rank 1  .. F0 B0 B0 F1 B1 B1
+    s = build_schedule("1f1b", 2, 2)
+    t = simulate(s, build_costs(s))
+    assert [(str(e.item), int(e.start), int(e.end)) for e in t.all_events()] == [
+        ("0F0", 0, 1),
+        ("0F1", 1, 2),
+        ("1F0", 1, 2),
+        ("1B0", 2, 4),
+        ("1F1", 4, 5),
+        ("0B0", 4, 6),
+        ("1B1", 5, 7),
+        ("0B1", 7, 9),
+    ]
+    measured = idle(t)
+    assert measured.makespan == (3, 3)
+    assert measured.span == (3, 0)
+    assert measured.makespan_fraction == Fraction(3 + 3, 9 + 9)
+    assert measured.span_fraction == Fraction(3 + 0, 9 + 6)
+
+
+def test_a_rank_without_operations_idles_throughout() -> None:
+    s = Schedule(name="one", orders=((Op("F", 0, 0), Op("B", 0, 0)), ()), chains=one_chain(1))
+    measured = idle(simulate(s, build_costs(s)))
+    assert measured.makespan == measured.span == (0, 3)
+    assert measured.makespan_fraction == Fraction(1, 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_idle_time_is_the_sum_of_the_gaps(name: str) -> None:
+    for t in random_timelines(name):
+        measured = idle(t)
+        gaps = [sum((b.start - a.end for a, b in pairwise(line)), Fraction(0)) for line in t.events]
+        assert list(measured.span) == gaps
+        edges = [line[0].start + t.makespan - line[-1].end for line in t.events]
+        assert list(measured.makespan) == [g + e for g, e in zip(gaps, edges, strict=True)]
+        total = t.makespan * len(t.events)
+        assert measured.makespan_fraction == sum(measured.makespan) / total
+        assert measured.span_fraction * (total - sum(edges)) == sum(gaps)
+        assert 0 <= measured.makespan_fraction < 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_activations_are_those_between_a_forward_and_its_last_backward(name: str) -> None:
+    for t in random_timelines(name):
+        v = t.schedule.stages_per_rank
+        steps, peaks = activation_steps(t.schedule), peak_activations(t.schedule)
+        for rank, line in enumerate(t.events):
+            assert steps[rank][-1][1] == 0
+            assert all(held >= 0 for _, held in steps[rank])
+            assert [op for op, _ in steps[rank]] == [op for e in line for op in e.item.parts]
+            # On the clock: from the start of its forward to the end of its B or W.
+            born = {op[1:]: e.start for e in line for op in e.item.parts if op.kind == "F"}
+            freed = {op[1:]: e.end for e in line for op in e.item.parts if op.kind in "BW"}
+            assert born.keys() == freed.keys()
+            most = max(sum(born[k] <= at < freed[k] for k in born) for at in born.values())
+            assert peaks[rank] == Fraction(most, v)
+
+
+def test_a_cut_backward_pass_frees_its_activations_with_w() -> None:
+    s = Schedule(
+        name="cut",
+        orders=((Op("F", 0, 0), Op("F", 0, 1), Op("I", 0, 0), Op("B", 0, 1), Op("W", 0, 0)),),
+        chains=one_chain(1),
+    )
+    assert [held for _, held in activation_steps(s)[0]] == [1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_critical_path_leads_without_a_gap_from_0_to_the_makespan(name: str) -> None:
+    for t in random_timelines(name):
+        path = critical_path(t)
+        assert path[0].start == 0
+        assert path[-1].end == t.makespan
+        crossings = 0
+        for before, after in pairwise(path):
+            sent = t.costs.communication if before.rank != after.rank else 0
+            crossings += bool(sent)
+            assert after.start == before.end + sent
+        assert all(event in t.events[event.rank] for event in path)
+        lengths = sum((event.end - event.start for event in path), Fraction(0))
+        assert lengths + crossings * t.costs.communication == t.makespan
+
+
+def test_making_anything_off_the_critical_path_faster_changes_nothing() -> None:
+    s = build_schedule("1f1b", 3, 4)
+    slow_last = simulate(s, build_costs(s, scale=[1, 1, 5]))
+    assert {e.rank for e in critical_path(slow_last)[2:-2]} == {2}
+    faster = simulate(s, build_costs(s, scale=["1/2", 1, 5]))
+    saved = sum(e.end - e.start for e in critical_path(slow_last) if e.rank == 0) / 2
+    assert slow_last.makespan - faster.makespan == saved == Fraction(3, 2)

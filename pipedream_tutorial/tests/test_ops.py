@@ -1,0 +1,111 @@
+"""Operations as text and back, orders as CSV and back, batches in a row."""
+
+from pathlib import Path
+
+import pytest
+from pipedream.errors import UserError
+from pipedream.ops import Op, Pair, Schedule, load_csv, one_chain, repeat, save_csv
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import build_costs, simulate
+
+SIZES = {"dualpipe-v": (3, 7), "chimera": (4, 8)}
+
+
+def built(name: str) -> Schedule:
+    return build_schedule(name, *SIZES.get(name, (3, 6)))
+
+
+def test_operations_are_written_as_torch_writes_them() -> None:
+    assert str(Op("F", 2, 0)) == "2F0"
+    assert str(Op("W", 11, 37)) == "11W37"
+    assert str(Pair(Op("F", 2, 3), Op("B", 1, 0))) == "(2F3;1B0)OVERLAP_F_B"
+    assert Op("F", 2, 0).parts == (Op("F", 2, 0),)
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "chimera"])
+def test_a_saved_order_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
+    saved = built(name)
+    save_csv(saved, tmp_path / f"{saved.name}.csv")
+    loaded = load_csv(tmp_path / f"{saved.name}.csv")
+    assert loaded == saved
+    durations = {"forward": 2, "input_gradient": 3, "weight_gradient": 1, "communication": "1/2"}
+    before, after = (simulate(s, build_costs(s, **durations)) for s in (saved, loaded))
+    assert before.events == after.events
+
+
+def test_two_copies_of_a_model_cannot_be_told_from_a_csv(tmp_path: Path) -> None:
+    """A CSV says nothing of Chimera's two chains: its stages would be read as one long chain."""
+    save_csv(built("chimera"), tmp_path / "chimera.csv")
+    loaded = load_csv(tmp_path / "chimera.csv")
+    assert loaded.orders == built("chimera").orders
+    assert loaded.chains == (tuple(range(8)),)
+    with pytest.raises(ValueError, match="which no rank runs"):
+        simulate(loaded, build_costs(loaded))
+
+
+def test_a_csv_is_one_line_a_rank_and_one_operation_a_cell(tmp_path: Path) -> None:
+    path = tmp_path / "orders.csv"
+    save_csv(build_schedule("1f1b", 2, 2), path)
+    assert path.read_text().split() == ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+
+
+def test_empty_cells_are_bubbles_and_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "orders.csv"
+    path.write_text("0F0,,0F1,, 0B0 ,0B1\n,1F0,1B0,1F1,1B1,\n")
+    assert load_csv(path).orders == build_schedule("1f1b", 2, 2).orders
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,oops\n", "line 2: 'oops' is no operation; write it as 2F0, 2B0, 2I0 or 2W0"),
+        ("0F0,0SEND_F0\n", "line 1: '0SEND_F0' is no operation"),
+        ("0F0,0X0\n", "line 1: '0X0' is no operation"),
+        ("0F,0B0\n", "line 1: '0F' is no operation"),
+        ("(0F1;0F0)OVERLAP_F_B\n", "line 1: .* is no operation"),
+        ("\n,\n", "holds no operation; write cells such as 0F0 and 0B0"),
+    ],
+)
+def test_what_is_no_operation_is_named_with_its_place(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_csv(path)
+
+
+def test_a_csv_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.csv is not a file; give the path"):
+        load_csv(tmp_path / "none.csv")
+    with pytest.raises(UserError, match="is not a file"):
+        load_csv(tmp_path)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_repeated_batches_are_numbered_on(name: str) -> None:
+    one = built(name)
+    m = one.num_microbatches
+    three = repeat(one, 3)
+    assert three.num_microbatches == 3 * m
+    assert repeat(one, 1) == one
+    for order, longer in zip(one.orders, three.orders, strict=True):
+        flat = [op for item in order for op in item.parts]
+        assert [op for item in longer for op in item.parts] == [
+            op._replace(microbatch=op.microbatch + k * m) for k in range(3) for op in flat
+        ]
+        assert len(longer) == 3 * len(order)
+
+
+def test_ranks_and_positions() -> None:
+    s = build_schedule("zb-v", 2, 3)
+    assert {str(op): rank for op, rank in s.ranks().items() if op.microbatch == 0} == {
+        f"{stage}{kind}0": rank
+        for stage, rank in ((0, 0), (1, 1), (2, 1), (3, 0))
+        for kind in "FIW"
+    }
+    # Chimera's second copy begins with the last ranks: stage 4 is its first, and on rank 3.
+    s = build_schedule("chimera", 4, 4)
+    assert s.position() == {0: 0, 1: 1, 2: 2, 3: 3, 4: 0, 5: 1, 6: 2, 7: 3}
+    assert s.ranks()[Op("F", 4, 2)] == 3
+    assert one_chain(3) == ((0, 1, 2),)

@@ -1,0 +1,226 @@
+"""Training in one process against direct implementations of what each policy computes."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from pipedream.errors import UserError
+from pipedream.ops import FORWARD, Op, Schedule
+from pipedream.oracle import build_trainers, run_schedule, schedule_for_training, train
+from pipedream.simulator import needs
+from pipedream.stages import build_stages, build_task, evaluate
+from pipedream.trainer import StageTrainer, Weights
+from torch import nn
+
+SEED, RATE = 5, 0.4
+
+
+def run(name: str, p: int, m: int, num_batches: int) -> list[Weights]:
+    return train(
+        name,
+        num_stages=p,
+        num_microbatches=m,
+        layers_per_stage=1,
+        learning_rate=RATE,
+        num_batches=num_batches,
+        seed=SEED,
+    ).weights
+
+
+def same_bits(left: list[Weights], right: list[Weights]) -> bool:
+    return all(
+        torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a
+    )
+
+
+def gradient_at(
+    stages: list[nn.Module], weights: list[Weights], microbatch: int, m: int
+) -> list[Weights]:
+    """Of loss / m, through the model in one piece."""
+    inputs, target = build_task(seed=SEED).microbatch(microbatch)
+    own = {
+        f"{s}.{name}": w.detach().clone().requires_grad_()
+        for s, at in enumerate(weights)
+        for name, w in at.items()
+    }
+    out = torch.func.functional_call(nn.Sequential(*stages), own, (inputs,))
+    loss = nn.functional.cross_entropy(out, target) / m
+    found = dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
+    return [{name: found[f"{s}.{name}"] for name in at} for s, at in enumerate(weights)]
+
+
+def initial(stages: list[nn.Module]) -> list[Weights]:
+    return [{n: w.detach().clone() for n, w in stage.named_parameters()} for stage in stages]
+
+
+def stepped(weights: Weights, gradients: Weights) -> Weights:
+    return {n: torch.add(w, gradients[n], alpha=-RATE) for n, w in weights.items()}
+
+
+def recurrence(
+    p: int, m: int, num_microbatches: int, version: Callable[[int, int], int]
+) -> list[Weights]:
+    """W_s(i + 1) = W_s(i) - lr * gradient of microbatch i in W_s, at W_0(v), W_1(v), ... with
+    v = version(stage, i). No schedule, no stash: all versions of all stages are kept."""
+    stages = build_stages(p, 1, seed=SEED)
+    history = [[own] for own in initial(stages)]
+    for i in range(num_microbatches):
+        used = [history[s][version(s, i)] for s in range(p)]
+        for s, gradient in enumerate(gradient_at(stages, used, i, m)):
+            history[s].append(stepped(history[s][i], gradient))
+    return [own[-1] for own in history]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4), (4, 8)])
+def test_stashing_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
+    expected = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1 - s)))
+    assert same_bits(run("pipedream", p, m, 4), expected)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4), (4, 8)])
+def test_vertical_sync_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
+    expected = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1)))
+    assert same_bits(run("pipedream-vertical", p, m, 4), expected)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 4), (4, 8)])
+def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
+    """W(t + 1) = W(t) - lr * gradient at W(t - 1) (2006.09503); W(-1) is W(0)."""
+    stages = build_stages(p, 1, seed=SEED)
+    old = new = initial(stages)
+    for t in range(5):
+        batch: list[Weights] = []
+        for i in range(t * m, (t + 1) * m):
+            own = gradient_at(stages, old, i, m)
+            batch = (
+                [
+                    {n: total[n] + g[n] for n in g}
+                    for total, g in zip(batch or own, own, strict=True)
+                ]
+                if batch
+                else own
+            )
+        old, new = new, [stepped(w, g) for w, g in zip(new, batch, strict=True)]
+    assert same_bits(run("pipedream-2bw", p, m, 5), new)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
+def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
+    """Each stage adds up its microbatches' gradients in the order 0, 1, 2, ... under all of them,
+    so that not even rounding differs."""
+    first, *others = [run(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")]
+    assert all(same_bits(first, other) for other in others)
+
+
+def test_the_policies_differ() -> None:
+    """Else the tests above could not tell them apart."""
+    names = ("1f1b", "pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw")
+    found = [run(name, 3, 4, 3) for name in names]
+    for i, left in enumerate(found):
+        assert not any(same_bits(left, right) for right in found[i + 1 :])
+
+
+def random_order(schedule: Schedule, rng: random.Random) -> list[Op]:
+    """One of the orders that ranks' orders and data allow, drawn step by step."""
+    left = [[op for item in order for op in item.parts] for order in schedule.orders]
+    done: list[Op] = []
+    while any(left):
+        able = [ops for ops in left if ops and set(needs(ops[0], schedule)) <= set(done)]
+        done.append(rng.choice(able).pop(0))
+    return done
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "zb-h2", "pipedream", "pipedream-vertical", "pipedream-no-stash"]
+)
+def test_the_order_between_stages_cannot_change_the_bits(name: str) -> None:
+    p, m, num_batches = 3, 4, 2
+    schedule, policy = schedule_for_training(name, p, m, num_batches)
+    rng = random.Random(0)
+    orders = [random_order(schedule, rng) for _ in range(3)]
+    assert len(set(map(tuple, orders))) == 3
+    for order in orders:
+        trainers = build_trainers(
+            build_stages(p, 1, seed=SEED),
+            policy,
+            batch_size=m,
+            num_microbatches=m * num_batches,
+            learning_rate=RATE,
+        )
+        run_schedule(schedule, trainers, build_task(seed=SEED), order=order)
+        assert same_bits([t.weights for t in trainers], run(name, p, m, num_batches))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_vertical_sync_uses_one_version_on_all_stages(p: int) -> None:
+    used: dict[int, set[int]] = {}
+
+    def watch(op: Op, trainers: list[StageTrainer]) -> None:
+        if op.kind == FORWARD:
+            version = trainers[op.stage].in_flight[op.microbatch].version
+            used.setdefault(op.microbatch, set()).add(version)
+
+    train(
+        "pipedream-vertical",
+        num_stages=p,
+        num_microbatches=4,
+        layers_per_stage=1,
+        learning_rate=RATE,
+        num_batches=3,
+        seed=SEED,
+        watch=watch,
+    )
+    assert used == {i: {max(0, i - (p - 1))} for i in range(12)}
+
+
+def test_losses_are_those_of_the_model_in_one_piece() -> None:
+    result = train(
+        "1f1b",
+        num_stages=2,
+        num_microbatches=64,
+        layers_per_stage=1,
+        learning_rate=RATE,
+        num_batches=1,
+        seed=SEED,
+    )
+    stages, task = build_stages(2, 1, seed=SEED), build_task(seed=SEED)
+    assert len(task.targets) == 64 * task.microbatch_size
+    assert result.losses == pytest.approx([evaluate(stages, initial(stages), task)], rel=1e-12)
+
+
+def test_the_same_model_however_it_is_cut() -> None:
+    whole, task = build_stages(1, 4, seed=SEED), build_task(seed=SEED)
+    for p in (2, 4):
+        cut = build_stages(p, 4 // p, seed=SEED)
+        assert evaluate(cut, initial(cut), task) == evaluate(whole, initial(whole), task)
+
+
+def test_divergence_is_noticed() -> None:
+    def diverged(learning_rate: float) -> bool:
+        return train(
+            "pipedream-2bw",
+            num_stages=4,
+            num_microbatches=4,
+            layers_per_stage=1,
+            learning_rate=learning_rate,
+            num_batches=8,
+            seed=SEED,
+        ).diverged
+
+    assert not diverged(0.1)
+    assert diverged(50.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "text"),
+    [
+        ("interleaved", 2, 4, "simulated only"),
+        ("chimera", 2, 4, "simulated only"),
+        ("gpip", 2, 4, "did you mean 'gpipe'"),
+        ("pipedream-2bw", 4, 2, "3 or more"),
+    ],
+)
+def test_what_cannot_be_trained_is_said(name: str, p: int, m: int, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        run(name, p, m, 2)

@@ -1,0 +1,238 @@
+"""The planner against brute force and known answers, and its script."""
+
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.errors import UserError
+from pipedream.planner import make_plan, plan_pipeline
+from pipedream.profile import Layer, load_profile
+from pipedream.replicated import simulate_plan
+
+FOLDER = Path(__file__).resolve().parent.parent
+
+
+def layer(seconds, activation=0, weight=0):
+    forward = Fraction(seconds) / 3
+    return Layer(
+        name="layer",
+        forward_s=forward,
+        backward_s=Fraction(seconds) - forward,
+        activation_bytes=activation,
+        weight_bytes=weight,
+    )
+
+
+def compositions(total, parts):
+    """All ways to write `total` as a sum of `parts` numbers from 1 on."""
+    if parts == 1:
+        return [(total,)] if total >= 1 else []
+    return [
+        (head, *rest) for head in range(1, total) for rest in compositions(total - head, parts - 1)
+    ]
+
+
+def brute_force(layers, workers, bandwidth, factor, replication):
+    """The shortest period over all cuts and all ways to give out exactly `workers`; None: none."""
+    best = None
+    for stages in range(1, min(len(layers), workers) + 1):
+        for sizes in compositions(len(layers), stages):
+            for replicas in compositions(workers, stages):
+                if not replication and max(replicas) > 1:
+                    continue
+                worst, first = Fraction(0), 0
+                for size, m in zip(sizes, replicas, strict=True):
+                    own = layers[first : first + size]
+                    first += size
+                    compute = sum(x.forward_s + x.backward_s for x in own)
+                    weights = sum(x.weight_bytes for x in own)
+                    sync = Fraction(factor * (m - 1) * weights, m) / bandwidth
+                    worst = max(worst, compute / m, sync / m)
+                    if first < len(layers):
+                        worst = max(worst, 2 * own[-1].activation_bytes / Fraction(bandwidth))
+                best = worst if best is None else min(best, worst)
+    return best
+
+
+small_layers = st.lists(
+    st.builds(
+        layer,
+        st.fractions(min_value=Fraction(1, 4), max_value=9, max_denominator=4),
+        st.integers(0, 40),
+        st.integers(0, 60),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    layers=small_layers,
+    workers=st.integers(1, 5),
+    bandwidth=st.sampled_from([1, 7, Fraction(50, 3)]),
+    factor=st.sampled_from([0, 2, 4]),
+    replication=st.booleans(),
+)
+def test_the_period_is_brute_force_s(layers, workers, bandwidth, factor, replication):
+    setting = {"bandwidth": bandwidth, "sync_factor": factor}
+    by_workers = [
+        brute_force(layers, m, bandwidth, factor, replication) for m in range(1, workers + 1)
+    ]
+    if by_workers[-1] is None:
+        with pytest.raises(UserError, match=f"at most {len(layers)} workers"):
+            plan_pipeline(layers, num_workers=workers, replication=replication, **setting)
+    else:
+        plan = plan_pipeline(layers, num_workers=workers, replication=replication, **setting)
+        assert plan.period_s == by_workers[-1]
+        assert plan.num_workers == workers
+        cuts = [(stage.last, stage.replicas) for stage in plan.stages]
+        assert make_plan(layers, cuts, **setting) == plan
+        assert [s.first for s in plan.stages] == [0, *(s.last + 1 for s in plan.stages[:-1])]
+    fewer = plan_pipeline(
+        layers, num_workers=workers, replication=replication, use_all_workers=False, **setting
+    )
+    shortest = min(period for period in by_workers if period is not None)
+    assert fewer.period_s == shortest
+    assert fewer.num_workers == 1 + by_workers.index(shortest)
+
+
+def test_a_straight_pipeline_of_two_is_the_known_split():
+    layers = [layer(seconds) for seconds in (7, 2, 5, 10, 8)]
+    plan = plan_pipeline(layers, num_workers=2, bandwidth=1, replication=False)
+    assert plan.period_s == 18
+    assert plan.noam == 2
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (3, 4)]
+    assert plan.bottleneck == "compute of stage 1"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_links_too_slow_to_use_and_no_weights_give_data_parallelism(workers):
+    layers = [layer(seconds, activation=10**18) for seconds in (7, 2, 5, 10, 8)]
+    plan = plan_pipeline(layers, num_workers=workers, bandwidth=1)
+    assert plan.period_s == Fraction(32, workers)
+    assert plan.replicas == (workers,)
+    assert plan.noam == 1
+
+
+def test_huge_weights_are_not_replicated():
+    layers = [layer(9), *(layer(1, weight=10**18) for _ in range(3))]
+    plan = plan_pipeline(layers, num_workers=4, bandwidth=1)
+    assert plan.period_s == 3
+    assert plan.replicas == (3, 1)
+    assert plan.noam == 2
+    assert plan.bottleneck == "compute of stage 0"
+    assert plan.throughput == Fraction(1, 3)
+
+
+def test_the_bottleneck_can_be_synchronisation_or_a_link():
+    heavy = make_plan([layer(1, weight=100)], [(0, 2)], bandwidth=10)
+    # 2 * (2 - 1) / 2 * 100 bytes at 10 bytes/s, once for two microbatches
+    assert (heavy.period_s, heavy.bottleneck) == (5, "weight sync of stage 0")
+    assert make_plan([layer(1, weight=100)], [(0, 2)], bandwidth=10, sync_factor=4).period_s == 10
+    wide = make_plan([layer(1, activation=30), layer(1)], [(0, 1), (1, 1)], bandwidth=10)
+    assert (wide.period_s, wide.bottleneck) == (6, "link between stages 0 and 1")
+    assert (
+        make_plan([layer(1, activation=30), layer(1)], [(0, 1), (1, 1)], bandwidth=inf).period_s
+        == 1
+    )
+
+
+def test_idle_workers_where_synchronising_costs_more_than_it_saves():
+    layers = [layer(4, weight=100)]
+    both = plan_pipeline(layers, num_workers=2, bandwidth=5)
+    alone = plan_pipeline(layers, num_workers=2, bandwidth=5, use_all_workers=False)
+    assert (both.period_s, both.num_workers) == (10, 2)
+    assert (alone.period_s, alone.num_workers) == (4, 1)
+
+
+def test_fifty_layers_on_sixteen_workers_are_planned_in_seconds():
+    layers = [layer(1 + i % 7 / 8, 1000 + i, 5000 * i) for i in range(50)]
+    started = time.perf_counter()
+    plan = plan_pipeline(layers, num_workers=16, bandwidth=12345.0)
+    assert time.perf_counter() - started < 10
+    total = sum(x.forward_s + x.backward_s for x in layers)
+    assert total / 16 <= plan.period_s <= make_plan(layers, [(49, 16)], bandwidth=12345.0).period_s
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"layers": []}, "no layers"),
+        ({"layers": [layer(0)]}, "no layer takes any time"),
+        ({"num_workers": 0}, "give one worker"),
+        ({"bandwidth": 0}, "above 0"),
+        ({"bandwidth": float("nan")}, "above 0"),
+        ({"sync_factor": -1}, "0 or more"),
+        ({"num_workers": 2, "replication": False}, "at most 1 workers"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(change, text):
+    given_values = {"layers": [layer(1)], "num_workers": 1, "bandwidth": 1, **change}
+    with pytest.raises(UserError, match=text):
+        plan_pipeline(given_values.pop("layers"), **given_values)
+
+
+@pytest.mark.parametrize("cuts", [[], [(0, 1)], [(0, 1), (0, 1), (1, 1)], [(0, 0), (1, 1)]])
+def test_cuts_have_to_cover_the_layers(cuts):
+    with pytest.raises(ValueError, match=r"cuts|stage"):
+        make_plan([layer(1), layer(1)], cuts, bandwidth=1)
+
+
+def run_script(*arguments):
+    return subprocess.run(
+        [sys.executable, "pipedream_planner.py", *arguments],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_script_prints_the_plan_of_the_shipped_profile():
+    done = run_script("--set", "workers=8", "--set", "bandwidth=1.25e8")
+    assert (done.returncode, done.stderr) == (0, "")
+    layers = load_profile(FOLDER / "profiles" / "gpt2_cpu.json").layers
+    plan = plan_pipeline(layers, num_workers=8, bandwidth=1.25e8)
+    run = simulate_plan(plan, 128, busy_links=True)
+    lines = {line.split("  ")[0].strip(): line.split() for line in done.stdout.splitlines()}
+    assert f"bottleneck: {plan.bottleneck}" in done.stdout
+    assert f"{float(plan.period_s):.4f}" in lines["this plan"]
+    assert "-".join(map(str, plan.replicas)) in lines["this plan"]
+    assert f"{float(run.utilisation):.1%}" in lines["links carry one message at a time"]
+    one = sum(Fraction(x.forward_s) + Fraction(x.backward_s) for x in layers)
+    assert f"{float(one):.4f}" in lines["one worker"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--set", "worker=3"], "did you mean 'workers'"),
+        (["--set", "workers=0"], "a whole number from 1"),
+        (["--set", "bandwidth=-1"], "a number above 0"),
+        (["--set", "profile=gtp2"], "did you mean 'gpt2'"),
+        (["--set", "profile=none.json"], "give the path of a profile"),
+        (["--set", "save_profile=x.json"], "set profile to gpt2"),
+        (["--set", "profile=gpt2", "--set", "save_profile=no/where.json"], "no such folder"),
+        (["--set", "replication=false", "--set", "workers=15"], "at most 14 workers"),
+    ],
+)
+def test_bad_values_give_one_line_that_says_what_to_type(arguments, text):
+    done = run_script(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert text in done.stderr
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, pipedream_planner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=FOLDER, check=False).returncode == 0

@@ -1,0 +1,238 @@
+"""Profiles: what is loaded, what is refused, what is measured; the GPT-2 layers that are."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pipedream_planner
+import pytest
+import torch
+from pipedream import gpt2_layers
+from pipedream.errors import UserError
+from pipedream.gpt2_layers import GPT2_SIZES, Block, GPT2Size, Head, gpt2_layer_names
+from pipedream.profile import load_profile, measure_profile, save_profile
+from torch import nn
+
+SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "gpt2_cpu.json"
+TINY = GPT2Size(num_layers=2, hidden=24, heads=3, vocabulary=50, seq_len=16)
+
+
+@pytest.fixture
+def values():
+    return json.loads(SHIPPED.read_text())
+
+
+def load(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    return load_profile(path)
+
+
+def test_the_shipped_profile_is_gpt2():
+    profile = load_profile(SHIPPED)
+    assert (profile.model, profile.batch, profile.sequence) == ("gpt2", 1, 256)
+    assert profile.dtype == "float32"
+    assert [layer.name for layer in profile.layers] == gpt2_layer_names(GPT2_SIZES["gpt2"])
+    weights = sum(layer.weight_bytes for layer in profile.layers)
+    # GPT-2's parameters (Radford et al.: 124M), and the output projection that is not shared here.
+    assert weights == 4 * (124_439_808 + 50257 * 768)
+    assert {layer.activation_bytes for layer in profile.layers[:-1]} == {4 * 256 * 768}
+    blocks = profile.layers[1:-1]
+    assert len({layer.forward_s for layer in blocks}) > 1, "measured, not copied"
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    profile = replace(load_profile(SHIPPED), device="a GPU", threads=3)
+    save_profile(profile, tmp_path / "saved.json")
+    assert load_profile(tmp_path / "saved.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda v: v.pop("dtype"), "key 'dtype' is missing"),
+        (lambda v: v.update(modle="x"), "unknown key 'modle'; did you mean 'model'"),
+        (lambda v: v.update(batch=0), "key 'batch' is 0; give a whole number"),
+        (lambda v: v.update(batch=True), "key 'batch' is True"),
+        (lambda v: v.update(sequence=2.5), "key 'sequence' is 2.5"),
+        (lambda v: v.update(model=3), "key 'model' is 3; give one line of text"),
+        (lambda v: v.update(device="a\nb"), "key 'device'"),
+        (lambda v: v.update(layers=[]), r"key 'layers' is \[\]"),
+        (lambda v: v.update(layers={"a": 1}), "key 'layers'"),
+        (lambda v: v["layers"].append(4), r"layers\[14\] is 4"),
+        (
+            lambda v: v["layers"][2].pop("weight_bytes"),
+            r"layers\[2\]: key 'weight_bytes' is missing",
+        ),
+        (lambda v: v["layers"][2].update(forwards=1), r"layers\[2\]: unknown key.*'forward_s'"),
+        (
+            lambda v: v["layers"][2].update(forward_s=-0.5),
+            r"layers\[2\] \(block 1\), key 'forward_s' is -0.5; give 0, or a number from",
+        ),
+        (lambda v: v["layers"][0].update(backward_s=float("nan")), "'backward_s' is nan"),
+        (lambda v: v["layers"][0].update(backward_s=float("inf")), "'backward_s' is inf"),
+        (lambda v: v["layers"][0].update(weight_bytes="12"), "'weight_bytes' is '12'"),
+        (lambda v: v["layers"][0].update(activation_bytes=None), "'activation_bytes' is None"),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_file_and_key(tmp_path, values, change, text):
+    change(values)
+    with pytest.raises(UserError, match=text) as caught:
+        load(tmp_path, json.dumps(values))
+    assert "profile.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"model": "gpt2",\n  "batch" 1}', "profile.json: line 2, column 11"),
+        ("", "line 1, column 1"),
+        ("[1, 2]", "write an object with model"),
+        ('{"model": ' + "9" * 5000 + "}", "profile.json"),
+        ("[" * 100_000, "profile.json"),
+    ],
+)
+def test_what_is_no_profile_s_json_is_refused(tmp_path, text, expected):
+    with pytest.raises(UserError, match=expected):
+        load(tmp_path, text)
+
+
+def test_what_is_no_text_file_is_refused(tmp_path):
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("binary.json", "missing.json", "."):
+        with pytest.raises(UserError, match="give the path of a profile's JSON"):
+            load_profile(tmp_path / name)
+
+
+# Measuring.
+
+FORWARD_S, BACKWARD_S = 0.012, 0.03
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Sleeper(nn.Module):
+    """Known times and sizes; the first runs are slow, as where something is set up."""
+
+    def __init__(self, slow_runs=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8))
+        self.slow_runs = slow_runs
+
+    def forward(self, x):
+        if self.slow_runs:
+            self.slow_runs -= 1
+            time.sleep(0.2)
+        return _Sleep.apply(x @ self.weight.T @ self.weight)
+
+
+def test_times_are_medians_without_the_warm_up_and_bytes_are_the_tensors():
+    modules = [("slow at first", Sleeper(slow_runs=3)), ("even", Sleeper())]
+    layers = measure_profile(modules, torch.ones(3, 8), repeats=3, warmup=3)
+    assert [layer.name for layer in layers] == ["slow at first", "even"]
+    for layer in layers:
+        assert FORWARD_S <= layer.forward_s < FORWARD_S + 0.08
+        assert BACKWARD_S <= layer.backward_s < BACKWARD_S + 0.08
+        assert (layer.activation_bytes, layer.weight_bytes) == (3 * 8 * 4, 4 * 8 * 4)
+    assert all(module.weight.grad is None for _, module in modules)
+
+
+def test_no_layer_and_no_repeat_cannot_be_measured():
+    with pytest.raises(ValueError, match="at least one"):
+        measure_profile([], torch.ones(1))
+    with pytest.raises(ValueError, match="at least one"):
+        measure_profile([("a", Sleeper())], torch.ones(1, 8), repeats=0)
+
+
+def test_a_layer_without_gradients_has_no_backward_pass():
+    layers = measure_profile([("relu", nn.ReLU()), ("next", nn.ReLU())], torch.ones(2), repeats=1)
+    assert layers[0].backward_s == 0
+    assert layers[1].backward_s > 0
+
+
+def test_the_script_measures_and_saves_a_model(tmp_path, monkeypatch):
+    monkeypatch.setitem(GPT2_SIZES, "tiny", TINY)
+    threads = torch.get_num_threads()
+    path = tmp_path / "tiny.json"
+    wanted = {"profile": "tiny", "save_profile": str(path), "sequence": 7, "batch": 2}
+    try:
+        profile = pipedream_planner.get_profile({**pipedream_planner.CONFIG, **wanted})
+    finally:
+        torch.set_num_threads(threads)
+    assert load_profile(path) == profile
+    assert (profile.model, profile.sequence, profile.torch) == ("tiny", 7, torch.__version__)
+    assert [layer.activation_bytes for layer in profile.layers] == [4 * 2 * 7 * 24] * 3 + [4]
+
+
+# GPT-2.
+
+
+def test_a_block_is_torch_s_pre_norm_encoder_layer_under_a_causal_mask():
+    torch.manual_seed(0)
+    block = Block(TINY).double()
+    reference = nn.TransformerEncoderLayer(
+        TINY.hidden, TINY.heads, 4 * TINY.hidden, dropout=0.0, batch_first=True, norm_first=True,
+        activation=nn.GELU(approximate="tanh"), dtype=torch.float64,
+    )  # fmt: skip
+    pairs = [
+        (reference.self_attn.in_proj_weight, block.query_key_value.weight),
+        (reference.self_attn.in_proj_bias, block.query_key_value.bias),
+        (reference.self_attn.out_proj.weight, block.attention_out.weight),
+        (reference.self_attn.out_proj.bias, block.attention_out.bias),
+        (reference.linear1.weight, block.mlp_in.weight),
+        (reference.linear1.bias, block.mlp_in.bias),
+        (reference.linear2.weight, block.mlp_out.weight),
+        (reference.linear2.bias, block.mlp_out.bias),
+    ]
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+    x = torch.randn(2, 9, TINY.hidden, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    expected = reference(x, src_mask=mask, is_causal=True)
+    assert torch.allclose(block(x), expected, rtol=0, atol=1e-12)
+
+
+def test_the_head_gives_logits_or_their_cross_entropy():
+    torch.manual_seed(0)
+    head = Head(TINY).double()
+    x = torch.randn(2, 5, TINY.hidden, dtype=torch.float64)
+    targets = torch.randint(TINY.vocabulary, (2, 5))
+    logits = head(x)
+    assert logits.shape == (2, 5, TINY.vocabulary)
+    right = logits.softmax(dim=-1).gather(2, targets[..., None])
+    assert torch.allclose(head(x, targets), -right.log().mean(), rtol=0, atol=1e-12)
+
+
+def test_layers_in_a_row_are_a_causal_language_model_with_gpt2_s_initial_weights():
+    torch.manual_seed(0)
+    layers = gpt2_layers.gpt2_layers(TINY)
+    assert len(layers) == len(gpt2_layer_names(TINY)) == 4
+    assert layers[1].mlp_out.weight.std().item() == pytest.approx(
+        0.01, rel=0.1
+    )  # .02 / sqrt(2 * 2)
+    assert layers[1].mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    model = nn.Sequential(*layers)
+    tokens = torch.randint(TINY.vocabulary, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % TINY.vocabulary
+    same = (model(tokens) == model(changed)).all(dim=-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_heads_have_to_divide_the_hidden_size():
+    with pytest.raises(ValueError, match="5 heads do not divide"):
+        gpt2_layers.gpt2_layers(replace(TINY, heads=5))

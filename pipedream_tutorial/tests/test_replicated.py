@@ -1,0 +1,152 @@
+"""A plan's stages in the simulator: orders with replicas, and the period that they run at."""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.measures import idle
+from pipedream.planner import make_plan, plan_pipeline
+from pipedream.replicated import (
+    full_speed_in_flight,
+    noam_in_flight,
+    replicated_1f1b,
+    simulate_plan,
+    steady_period,
+)
+from pipedream.schedules import one_f_one_b
+from pipedream.simulator import Costs, simulate
+from test_planner import layer, small_layers
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 3, 9])
+def test_one_worker_a_stage_is_plain_1f1b(p, m):
+    counts = tuple(range(p, 0, -1))
+    assert noam_in_flight([1] * p) == full_speed_in_flight([1] * p) == counts
+    assert replicated_1f1b([1] * p, m, counts).orders == one_f_one_b(p, m).orders
+
+
+def test_replicas_take_microbatches_in_turn_and_each_operation_is_there_once():
+    replicas, m = (3, 2, 1), 11
+    schedule = replicated_1f1b(replicas, m, full_speed_in_flight(replicas))
+    assert sorted(schedule.ops()) == sorted(
+        op for kind in "FB" for stage in range(3) for i in range(m) for op in [(kind, stage, i)]
+    )
+    rank_of = {(op.stage, op.microbatch): rank for op, rank in schedule.ranks().items()}
+    first = [0, 3, 5]
+    assert rank_of == {
+        (stage, i): first[stage] + i % replicas[stage] for stage in range(3) for i in range(m)
+    }
+
+
+@pytest.mark.parametrize(
+    ("replicas", "m", "in_flight"),
+    [((0,), 1, (1,)), ((1,), 0, (1,)), ((1,), 1, (0,)), ((1, 1), 1, (1,))],
+)
+def test_counts_below_one_are_refused(replicas, m, in_flight):
+    with pytest.raises(ValueError, match="1 or more"):
+        replicated_1f1b(replicas, m, in_flight)
+
+
+def period_of(replicas, in_flight, forward, backward, m=120):
+    schedule = replicated_1f1b(replicas, m, in_flight)
+    nothing = (Fraction(0),) * len(replicas)
+    costs = Costs(
+        forward=tuple(map(Fraction, forward)),
+        input_gradient=tuple(map(Fraction, backward)),
+        weight_gradient=nothing,
+    )
+    reach = max(count * ahead for count, ahead in zip(replicas, in_flight, strict=True))
+    return steady_period(simulate(schedule, costs), reach)
+
+
+stages_and_times = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(stages_and_times)
+def test_the_period_is_the_slowest_stage_s(stages):
+    replicas, forward, backward = zip(*stages, strict=True)
+    expected = max(Fraction(f + b, r) for r, f, b in stages)
+    assert period_of(replicas, full_speed_in_flight(replicas), forward, backward) == expected
+
+
+def balanced_period(replicas, in_flight):
+    """With one second of work a microbatch and worker: 1 is full speed."""
+    third = [Fraction(count, 3) for count in replicas]
+    return period_of(replicas, in_flight, third, [2 * part for part in third], m=96)
+
+
+def test_with_equal_work_on_each_worker_fewer_in_flight_are_too_few():
+    checked = 0
+    for p in (2, 3):
+        for replicas in product((1, 2, 3), repeat=p):
+            counts = full_speed_in_flight(replicas)
+            assert balanced_period(replicas, counts) == 1
+            for stage in range(p - 1):
+                fewer = [n - (k == stage) for k, n in enumerate(counts)]
+                if fewer[stage]:
+                    assert balanced_period(replicas, fewer) > 1
+                    checked += 1
+    assert checked == 63
+
+
+def test_pipedream_s_rule_is_too_small_where_replicas_do_not_divide():
+    assert noam_in_flight((3, 2, 1)) == (2, 2, 1)
+    assert full_speed_in_flight((3, 2, 1)) == (3, 2, 1)
+    assert balanced_period((3, 2, 1), (2, 2, 1)) == Fraction(5, 4)
+    for replicas in product((1, 2, 4), repeat=3):
+        if sorted(replicas, reverse=True) == list(replicas):
+            assert noam_in_flight(replicas) == full_speed_in_flight(replicas)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layers=small_layers, workers=st.integers(1, 5), bandwidth=st.sampled_from([1, 7, 50]))
+def test_with_busy_links_the_simulation_has_the_predicted_period(layers, workers, bandwidth):
+    plan = plan_pipeline(layers, num_workers=workers, bandwidth=bandwidth)
+    run = simulate_plan(plan, 160, busy_links=True)
+    assert run.period_s == plan.period_s
+    assert 0 < run.utilisation <= 1
+
+
+def test_without_communication_both_pictures_of_a_link_are_the_same_run():
+    layers = [layer(seconds) for seconds in (9, 1, 4, 1, 3, 5)]
+    plan = make_plan(layers, [(0, 3), (3, 2), (5, 1)], bandwidth=1)
+    busy, delay = (simulate_plan(plan, 60, busy_links=flag) for flag in (True, False))
+    assert busy == delay
+    assert busy.in_flight == full_speed_in_flight((3, 2, 1))
+    assert busy.utilisation == 1 - idle(busy.timeline).makespan_fraction
+    assert busy.period_s == plan.period_s == 8
+
+
+@pytest.mark.parametrize("p", [2, 3, 5])
+def test_delays_cost_what_they_cost_1f1b(p):
+    layers = [layer(6, activation=2) for _ in range(p)]
+    plan = make_plan(layers, [(k, 1) for k in range(p)], bandwidth=4)
+    delay = Fraction(1, 2)
+    run = simulate_plan(plan, 80, busy_links=False)
+    assert plan.period_s == 6
+    assert run.period_s == 6 + 2 * delay * (p - 1) / p
+    assert simulate_plan(plan, 80, busy_links=True).period_s == 6
+
+
+def test_data_parallelism_keeps_all_workers_busy_unless_they_synchronise():
+    free = make_plan([layer(6)], [(0, 4)], bandwidth=1)
+    assert simulate_plan(free, 40, busy_links=True).utilisation == 1
+    heavy = make_plan([layer(6, weight=8)], [(0, 4)], bandwidth=1)
+    run = simulate_plan(heavy, 40, busy_links=True)
+    assert heavy.period_s == run.period_s == 3
+    assert run.utilisation == Fraction(1, 2)
+
+
+def test_a_run_that_is_too_short_gives_no_period_rather_than_a_wrong_one():
+    replicas = (3, 1, 2)
+    counts = full_speed_in_flight(replicas)
+    found = [period_of(replicas, counts, (1, 2, 1), (2, 1, 3), m) for m in range(1, 60)]
+    assert set(found) == {None, 3}
+    assert found[0] is found[17] is None
+    assert found[-1] == 3

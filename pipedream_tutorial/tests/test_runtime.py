@@ -1,0 +1,231 @@
+"""The runtime: the same bits as one process under every schedule, and no hang.
+
+RUNTIME_RUNS=50 python -m pytest tests/test_runtime.py -k one_process   starts it 50 times.
+"""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from pipedream.channels import Inbox, Neighbour
+from pipedream.errors import UserError
+from pipedream.ops import Op
+from pipedream.oracle import schedule_for_training, train
+from pipedream.policies import weight_use
+from pipedream.runtime import EventClock
+from pipedream.stages import build_stages
+from pipedream.workload import build_workload
+from starting import FAST, no_process_is_left, run  # noqa: F401
+
+RUNS = int(os.environ.get("RUNTIME_RUNS", "3"))
+
+
+# Every schedule with one stage a rank. Those beyond the first five are not asked for by anybody,
+# but the runtime knows none by name.
+SCHEDULES = [
+    "pipedream", "pipedream-vertical", "pipedream-2bw", "1f1b", "gpipe",
+    "pipedream-no-stash", "naive", "zb-h1", "zb-h2",
+]  # fmt: skip
+MICROBATCHES = [3, 4, 8]
+TRAINING = {"layers_per_stage": 1, "num_batches": 2, "seed": 5, "learning_rate": 0.2}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", range(RUNS))
+def test_weights_are_those_of_one_process_bit_for_bit(number, tmp_path):
+    """Each run starts p = 2, 3 or 4 processes anew; a hang ends at the time limit."""
+    p = 2 + number % 3
+    weights, record = tmp_path / "weights.pt", tmp_path / "record.json"
+    settings = [f"--{key}={value}" for key, value in TRAINING.items()]
+    done = run(
+        [
+            *FAST, *settings, f"--num_stages={p}", "--warmups=0",
+            f"--schedule={','.join(SCHEDULES)}",
+            f"--num_microbatches={','.join(map(str, MICROBATCHES))}",
+            "--weights", str(weights), "--record", str(record),
+        ]
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = torch.load(weights)
+    versions = {
+        (case["schedule"], case["num_microbatches"]): case["measured"]["peak_versions"]
+        for case in json.loads(record.read_text())["cases"]
+    }
+    assert found.keys() == versions.keys() == {(s, m) for s in SCHEDULES for m in MICROBATCHES}
+    for (name, m), stages in found.items():
+        _check_against_one_process(name, p, m, stages, versions[name, m])
+
+
+def _check_against_one_process(name, p, m, stages, peak_versions):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes: another number may sum in another order
+    try:
+        alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
+    finally:
+        torch.set_num_threads(threads)
+    initial = build_stages(p, TRAINING["layers_per_stage"], seed=TRAINING["seed"])
+    for ours, theirs, module in zip(stages, alone.weights, initial, strict=True):
+        before = dict(module.named_parameters())
+        assert ours.keys() == theirs.keys() == before.keys()
+        for key, tensor in ours.items():
+            assert torch.equal(tensor, theirs[key]), (name, p, m, key)
+            assert not torch.equal(tensor, before[key]), "nothing was learnt"
+    schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
+    uses = weight_use(schedule, policy, m)
+    assert peak_versions == [uses[stage].peak_versions for stage in range(p)]
+    assert peak_versions == alone.peak_versions
+
+
+@pytest.mark.timeout(120)
+def test_fifty_runs_in_one_start(tmp_path):
+    """The same case again and again, receives posted late, and the one-process check of the
+    runtime's own, in words."""
+    done = run(
+        [
+            "--num_stages=3", "--num_microbatches=4", "--schedule=pipedream", "--repeats=50",
+            "--forward_ms=0", "--backward_ms=0", "--receive_depth=0",
+            "--record", str(tmp_path / "record.json"),
+        ]
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    assert len(case["measured"]["repeat_makespans_ms"]) == 50
+    assert case["measured"]["weights_equal"] is True
+    assert case["measured"]["causality_violations"] == 0
+    table_line = next(x for x in done.stdout.splitlines() if x.startswith("pipedream*"))
+    assert table_line.split()[-2:] == ["3,2,1", "equal"]
+
+
+@pytest.mark.timeout(120)
+def test_benchmark_on_a_tiny_model(tmp_path):
+    """What --benchmark does on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
+    done = run(
+        ["--benchmark", "--model=gpt2-tiny", "--num_stages=2", "--repeats=3", "--num_batches=2",
+         "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
+         "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "gpt2-tiny, 4 blocks a stage" in done.stdout
+    assert "emulated" not in done.stdout
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["emulated_ms"] == {"forward": 0, "backward": 0}
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["calibration"]["num_microbatches"] == 2
+    names = [(case["schedule"], case["num_microbatches"]) for case in record["cases"]]
+    assert names == [(s, m) for s in ("gpipe", "1f1b", "pipedream") for m in (2, 4)]
+    for case in record["cases"]:
+        spans = case["measured"]["repeat_makespans_ms"]
+        assert case["measured"]["makespan_ms"] == sorted(spans)[1]
+        assert case["measured"]["weights_equal"] is True
+        assert case["measured"]["peak_versions"] == case["predicted"]["peak_versions"]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    computed = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "compute"]
+    assert len(computed) == 2 * 2 * 2 * 4 * 2  # groups, stages, F and B, m, batches
+    assert trace["otherData"]["results used before they were there"]["measured"] == 0
+
+
+def test_blocks_are_cut_evenly_or_not_at_all():
+    config = {
+        "model": "gpt2-tiny", "num_stages": 4, "layers_per_stage": None, "dtype": None,
+        "microbatch_size": 3, "seed": 0,
+    }  # fmt: skip
+    built = build_workload(config, torch.device("cpu"))
+    assert [len(module) for module in built.modules] == [2, 2, 2, 2]
+    x, target = built.task.microbatch(5)
+    assert x.shape == target.shape == (3, 32, 64)
+    halves = build_workload(config | {"num_stages": 2}, torch.device("cpu"))
+    whole = torch.nn.Sequential(*built.modules)(x)
+    assert torch.equal(whole, torch.nn.Sequential(*halves.modules)(x))  # the same model
+    with pytest.raises(UserError, match="set num_stages to one of 1, 2, 4, 8"):
+        build_workload(config | {"num_stages": 3}, torch.device("cpu"))
+
+
+class FakeDevice:
+    """A GPU's events: reached when the work before them is done, on a clock with its own zero."""
+
+    def __init__(self):
+        self.free_at_ns = 0
+
+    def work(self, ns):
+        self.free_at_ns = max(self.free_at_ns, time.perf_counter_ns()) + ns
+
+    def synchronize(self):
+        while time.perf_counter_ns() < self.free_at_ns:
+            pass
+
+    def event(self):
+        device = self
+
+        class Event:
+            def record(self):
+                self.at_ns = max(device.free_at_ns, time.perf_counter_ns())
+
+            def synchronize(self):
+                device.synchronize()
+
+            def elapsed_time(self, later):
+                return (later.at_ns - self.at_ns) / 1e6
+
+        return Event()
+
+
+def test_event_clock_times_the_work_and_not_the_launches():
+    device = FakeDevice()
+    clock = EventClock(device.event, device.synchronize)
+    for _ in range(2):  # anchored anew in each run
+        clock.start()
+        launched = time.perf_counter_ns()
+        device.work(50_000_000)  # the device is behind from here on
+        marks = [clock.mark()]
+        for ns in (3_000_000, 5_000_000):
+            device.work(ns)
+            marks.append(clock.mark())
+        clock.finish()
+        finished = time.perf_counter_ns()
+        first, second, third = map(clock.read, marks)
+        assert second - first == pytest.approx(3_000_000, abs=10)
+        assert third - second == pytest.approx(5_000_000, abs=10)
+        # On the host's clock, but for what the anchor is off.
+        assert launched + 57_000_000 < third < finished + 1_000_000
+
+
+class FakeWork:
+    def __init__(self, log, number):
+        self.log, self.number = log, number
+
+    def wait(self):
+        self.log.append(("wait", self.number))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 9])
+def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
+    log = []
+
+    def irecv(buffer, source, group):
+        number = sum(1 for what, _ in log if what == "post")
+        buffer.fill_(number)
+        log.append(("post", number))
+        return FakeWork(log, number)
+
+    monkeypatch.setattr("pipedream.channels.dist.irecv", irecv)
+    neighbour = Neighbour(
+        rank=1,
+        incoming=None,
+        outgoing=None,
+        shape=(2,),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
+    inbox = Inbox(neighbour, sent, depth)
+    assert len(log) == min(depth, 4)
+    for microbatch in (0, 3, 1, 2):  # another order than the sender's
+        op, tensor = inbox.take(microbatch)
+        assert op == Op("F", 1, microbatch)
+        assert tensor.tolist() == [sent.index(op)] * 2
+        ahead = sum(1 if what == "post" else -1 for what, _ in log)
+        assert ahead == min(depth, 4 - sum(what == "wait" for what, _ in log))
+    assert [number for what, number in log if what == "wait"] == [0, 1, 2, 3]
+    assert [number for what, number in log if what == "post"] == [0, 1, 2, 3]

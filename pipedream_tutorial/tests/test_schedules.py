@@ -1,0 +1,190 @@
+"""Orders written out, sizes refused, and exact times on uneven stages, with sending, in a row."""
+
+import random
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from pipedream.closed_forms import (
+    CLOSED_FORMS,
+    Case,
+    gpipe_makespan,
+    one_f_one_b_makespan,
+    one_f_one_b_period,
+)
+from pipedream.errors import UserError
+from pipedream.ops import BACKWARD, Op, Schedule, repeat
+from pipedream.policies import POLICIES
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import Costs, Timeline, build_costs, simulate
+
+
+def drawn(rng: random.Random, count: int) -> tuple[Fraction, ...]:
+    return tuple(Fraction(rng.randint(1, 24), rng.randint(1, 4)) for _ in range(count))
+
+
+def uneven(
+    schedule: Schedule,
+    forward: tuple[Fraction, ...],
+    backward: tuple[Fraction, ...],
+    communication: Fraction = Fraction(0),
+) -> Timeline:
+    """Simulated with these whole passes by stage; the cut of the backward pass plays no part."""
+    costs = Costs(
+        forward=forward,
+        input_gradient=tuple(b / 3 for b in backward),
+        weight_gradient=tuple(2 * b / 3 for b in backward),
+        communication=communication,
+    )
+    return simulate(schedule, costs)
+
+
+WRITTEN = {
+    ("naive", 2, 2): ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
+    ("gpipe", 2, 2): ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"),
+    ("1f1b", 3, 4): (
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ),
+    ("interleaved", 2, 2): ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"),
+    ("zb-h1", 2, 2): ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"),
+    ("zb-h2", 2, 3): ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"),
+    ("chimera", 2, 2): ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1"),
+}
+
+
+@pytest.mark.parametrize("name_and_sizes", WRITTEN, ids=lambda key: key[0])
+def test_small_orders_are_as_the_papers_draw_them(name_and_sizes: tuple[str, int, int]) -> None:
+    s = build_schedule(*name_and_sizes)
+    assert tuple(" ".join(map(str, order)) for order in s.orders) == WRITTEN[name_and_sizes]
+
+
+def test_v_schedules_put_the_first_and_the_last_stage_on_rank_0() -> None:
+    for name in ("zb-v", "dualpipe-v"):
+        s = build_schedule(name, 3, 6)
+        held = [sorted({op.stage for item in order for op in item.parts}) for order in s.orders]
+        assert held == [[0, 5], [1, 4], [2, 3]]
+        assert s.stages_per_rank == 2
+
+
+def test_sizes_that_a_schedule_does_not_take_are_refused_with_what_to_type() -> None:
+    with pytest.raises(UserError, match=r"at least 2 microbatches a rank, not 7.*to 8"):
+        build_schedule("dualpipe-v", 4, 7)
+    with pytest.raises(UserError, match=r"p=3, m=6; take p=4"):
+        build_schedule("chimera", 3, 6)
+    with pytest.raises(UserError, match=r"p=4, m=6; take p=4 and a multiple of it"):
+        build_schedule("chimera", 4, 6)
+    with pytest.raises(UserError, match="take a multiple of 2, such as 6 or 8"):
+        build_schedule("zb-h1", 2, 7)
+    with pytest.raises(UserError, match="unknown schedule '1f1'; did you mean '1f1b'"):
+        build_schedule("1f1", 2, 2)
+    with pytest.raises(UserError, match="choose from naive, gpipe"):
+        build_schedule("xyz", 2, 2)
+
+
+def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
+    rng = random.Random(1)
+    for _ in range(150):
+        p, m = rng.randint(1, 7), rng.randint(1, 12)
+        f, b, c = drawn(rng, p), drawn(rng, p), drawn(rng, 1)[0] * rng.randint(0, 1)
+        t = uneven(build_schedule("gpipe", p, m), f, b, c)
+        assert t.makespan == gpipe_makespan(f, b, m, c)
+
+
+def test_1f1b_is_no_slower_than_gpipe_until_sending_takes_time() -> None:
+    rng = random.Random(2)
+    for _ in range(150):
+        p, m = rng.randint(1, 7), rng.randint(1, 12)
+        f, b = drawn(rng, p), drawn(rng, p)
+        times = [uneven(build_schedule(name, p, m), f, b).makespan for name in ("1f1b", "gpipe")]
+        assert times[0] <= times[1]
+    # On even stages with a time to send it is the other way round from m = 3 on.
+    for p in range(3, 7):
+        for m in range(1, 12):
+            ours, gpipe = (
+                uneven(
+                    build_schedule(name, p, m), (Fraction(1),) * p, (Fraction(2),) * p, Fraction(1)
+                )
+                for name in ("1f1b", "gpipe")
+            )
+            assert (ours.makespan > gpipe.makespan) == (m > 2)
+
+
+def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
+    """Asynchronous 1F1B: the order goes on without a flush, so this is PipeDream's throughput."""
+    rng = random.Random(3)
+    for _ in range(40):
+        p = rng.randint(1, 5)
+        f, b = drawn(rng, p), drawn(rng, p)
+        t = uneven(build_schedule("pipedream", p, 70), f, b)
+        by_op = {op: e.end for e in t.all_events() for op in e.item.parts}
+        first = [by_op[Op(BACKWARD, 0, i)] for i in range(50, 70 - p)]
+        assert {after - before for before, after in pairwise(first)} == {one_f_one_b_period(f, b)}
+
+
+def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
+    rng = random.Random(4)
+    for p in range(1, 8):
+        times = {}
+        f, b, c = drawn(rng, 3)
+        for m in range(1, 3 * p + 3):
+            times[m] = uneven(build_schedule("1f1b", p, m), (f,) * p, (b,) * p, c).makespan
+            assert times[m] == one_f_one_b_makespan(Case(p, m, 1, f, b, Fraction(0)), c)
+        # From any m on, whatever c is: 2c (p-1) / p a microbatch, exact over p of them.
+        for m in range(1, 2 * p + 3):
+            assert times[m + p] - times[m] == p * (f + b) + 2 * c * (p - 1)
+        if p > 2:  # but not one by one: some cost two hops, one in p none
+            steps = {times[m + 1] - times[m] for m in range(1, 3 * p + 2)}
+            assert steps == {f + b, f + b + 2 * c}
+
+
+def in_a_row(s: Schedule, k: int, c: Case) -> Fraction:
+    costs = build_costs(s, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
+    return simulate(repeat(s, k), costs).makespan
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "chimera"])
+def test_batches_in_a_row_take_exactly_as_long_as_each_alone(name: str) -> None:
+    rng = random.Random(name)
+    for p, m in ((2, 2), (2, 6), (4, 4), (4, 8)):
+        s, c = build_schedule(name, p, m), Case(p, m, 2, *drawn(rng, 3))
+        for k in (2, 3, 4):
+            assert in_a_row(s, k, c) == k * in_a_row(s, 1, c)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
+def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
+    """Each further batch costs its work and rank 0's own idle span, which may be less than X."""
+    rng, form, less = random.Random(name), CLOSED_FORMS[name], 0
+    for p, m in ((1, 1), (2, 4), (3, 6), (4, 8), (5, 10)):
+        s = build_schedule(name, p, m)
+        for _ in range(4):
+            f, i, w = drawn(rng, 3)
+            c = Case(p, m, 2, f, *((f, f) if name == "zb-v" else (i, w)))
+            one = m * c.total + form.makespan_idle(c)
+            further = m * c.total + form.span_idle(c, 0)
+            for k in (1, 2, 3):
+                assert in_a_row(s, k, c) == one + (k - 1) * further
+            less += further < one
+    assert less >= 4
+
+
+def test_how_much_zb_h2_saves_over_batches_that_wait_for_each_other() -> None:
+    """With F = I = W = 1 on 4 ranks: 24 a batch and 3 once, where 1F1B pays 9 every time."""
+    c = Case(4, 8, 1, Fraction(1), Fraction(1), Fraction(1))
+    times = {
+        name: [in_a_row(build_schedule(name, 4, 8), k, c) for k in (1, 2, 3, 10)]
+        for name in ("1f1b", "zb-h1", "zb-h2")
+    }
+    assert times == {
+        "1f1b": [33, 66, 99, 330],
+        "zb-h1": [27, 54, 81, 270],
+        "zb-h2": [27, 51, 75, 243],
+    }
+
+
+def test_every_schedule_has_its_own_title_and_a_known_policy() -> None:
+    titles = [entry.title for entry in SCHEDULES.values()]
+    assert len(set(titles)) == len(titles)
+    assert {entry.policy for entry in SCHEDULES.values()} == set(POLICIES)

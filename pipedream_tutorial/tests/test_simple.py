@@ -1,0 +1,324 @@
+"""pipedream_simple.py from end to end, and the numbers of its tables against the measures."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pipedream_simple
+import pytest
+from pipedream.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.errors import UserError
+from pipedream.measures import idle, peak_activations
+from pipedream.ops import load_csv, repeat
+from pipedream.policies import POLICIES, weight_use
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import build_costs, simulate
+
+SCRIPT = Path(pipedream_simple.__file__)
+CASE = Case(
+    num_stages=4,
+    num_microbatches=8,
+    num_batches=3,
+    chunks=2,
+    forward=Fraction(1),
+    backward=Fraction(2),
+    weight_gradient=Fraction(1),
+    communication=Fraction(0),
+    overlap_saving=Fraction(0),
+    stage_scale=None,
+)
+ASYNCHRONOUS = {"pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"}
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+    )
+
+
+def call(capsys, monkeypatch, *arguments: str) -> str:
+    """main() in this process, which saves the start of another one."""
+    monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
+    monkeypatch.setenv("COLUMNS", "100")
+    pipedream_simple.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_row_is_what_the_measures_say(name):
+    row, entry = measure(name, CASE), SCHEDULES[name]
+    batch = build_schedule(name, 4, 8)
+    stream = build_schedule(name, 4, 24) if name in ASYNCHRONOUS else repeat(batch, 3)
+    for shown, schedule, figures in (
+        (row.batch, batch, row.batch_idle),
+        (row.stream, stream, row.stream_idle),
+    ):
+        expected = simulate(schedule, build_costs(schedule, forward=1, input_gradient=2))
+        assert shown.events == expected.events
+        assert figures == idle(expected)
+    use = weight_use(stream, POLICIES[entry.policy], 8)
+    assert row.peak_activations == peak_activations(stream)
+    assert row.peak_versions == tuple(use[stage].peak_versions for stage in sorted(use))
+    assert row.staleness == tuple(max(use[s].staleness.values()) for s in sorted(use))
+    assert row.mixed == (name == "pipedream-no-stash")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("durations", [("1", "1", "1"), ("1", "2", "1/2"), ("3", "1", "2")])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 8), (4, 3)])
+def test_a_closed_form_in_its_range_is_the_simulated_value(name, durations, sizes):
+    forward, backward, weight = map(Fraction, durations)
+    case = replace(CASE, num_stages=sizes[0], num_microbatches=sizes[1], forward=forward,
+                   backward=backward, weight_gradient=weight)  # fmt: skip
+    try:
+        row = measure(name, case)
+    except UserError:
+        assert sizes == (4, 3)
+        return
+    assert row.formula is not None
+    if row.formula.makespan_idle is not None:
+        assert set(row.batch_idle.makespan) == {row.formula.makespan_idle}
+        assert row.batch_idle.span[0] == row.formula.span_idle
+
+
+def test_no_closed_form_is_shown_where_none_is_valid():
+    scale = [Fraction(1), Fraction(2), Fraction(1), Fraction(1)]
+    assert measure("gpipe", replace(CASE, stage_scale=scale)).formula is None
+    assert measure("gpipe", replace(CASE, communication=Fraction(1, 9))).formula is None
+    assert measure("gpipe", replace(CASE, overlap_saving=Fraction(1))).formula is not None
+    assert measure("dualpipe-v", replace(CASE, overlap_saving=Fraction(1))).formula is None
+
+
+@pytest.mark.parametrize("scale", [None, [1, 2, 3, Fraction(1, 2)]])
+def test_all_schedules_do_the_same_work(scale):
+    """Uneven stages too: every schedule runs the same model on the same microbatches."""
+    work = Fraction(4) * (4 if scale is None else sum(scale)) * 8
+    for row in compare(replace(CASE, stage_scale=scale)):
+        assert isinstance(row, Row)
+        for shown, batches in ((row.batch, 1), (row.stream, 3)):
+            assert sum(e.end - e.start for e in shown.all_events()) == work * batches
+            assert shown.schedule.num_microbatches == 8 * batches
+
+
+def test_a_share_keeps_its_factor_however_it_is_cut():
+    """Interleaved with the first half of the model twice as slow: stages 0 to 3 of 8."""
+    row = measure("interleaved", replace(CASE, stage_scale=[2, 2, 1, 1]))
+    assert row.batch.costs.forward == (1, 1, 1, 1, *[Fraction(1, 2)] * 4)
+
+
+def test_weight_copies_count_both_of_chimera_s_models():
+    copies = {row.name: row.weight_copies for row in compare(CASE)}
+    assert copies["chimera"] == (2, 2, 2, 2)
+    assert copies["pipedream"] == (4, 3, 2, 1)
+    assert copies["interleaved"] == copies["zb-v"] == (1, 1, 1, 1)
+
+
+def test_the_table_shows_the_rows(capsys, monkeypatch):
+    text = call(capsys, monkeypatch, "--verbose", "no", "--steps", "0", "--backward", "2")
+    case = replace(CASE, num_batches=4)
+    for row in compare(case):
+        assert isinstance(row, Row)
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{row.title:<24}")]
+        cells = line[24:].replace("%", "").split()
+        one, many = row.batch_idle, row.stream_idle
+        expected = [
+            row.batch.makespan,
+            100 * one.makespan_fraction,
+            100 * one.span_fraction,
+            row.stream.makespan,
+            100 * (1 - many.makespan_fraction),
+            max(row.peak_activations),
+            max(row.weight_copies),
+        ]
+        assert [float(cell) for cell in cells[:-1]] == pytest.approx(
+            [float(value) for value in expected], abs=0.051
+        )
+        assert cells[-1] == f"{max(row.staleness)}{'*' if row.mixed else ''}"
+
+
+def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monkeypatch):
+    text = call(
+        capsys, monkeypatch, "--num_stages=3", "--num_microbatches=4", "--steps=0", "--verbose=no"
+    )
+    refused = [row for row in compare(replace(CASE, num_stages=3, num_microbatches=4))
+               if isinstance(row, Refused)]  # fmt: skip
+    assert [row.name for row in refused] == ["dualpipe-v", "chimera"]
+    words = " ".join(text.split())
+    for row in refused:
+        assert f"{row.title} not possible: {row.reason}" in words
+
+
+BASE = {"num_stages": "2", "num_microbatches": "4", "verbose": "no", "steps": "0"}
+TRAINING = {**BASE, "layers_per_stage": "1", "steps": "2", "schedule": "pipedream"}
+OTHER = {
+    "num_stages": "3",
+    "num_microbatches": "2",
+    "layers_per_stage": "2",
+    "verbose": "yes",
+    "schedule": "gpipe",
+    "forward": "1/2",
+    "backward": "2",
+    "weight_gradient": "1/3",
+    "communication": "0.25",
+    "overlap_saving": "0.5",
+    "stage_scale": "1,2",
+    "chunks": "3",
+    "num_batches": "3",
+    "learning_rate": "0.1",
+    "steps": "3",
+    "seed": "1",
+}
+
+
+def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
+    assert set(OTHER) == set(pipedream_simple.CONFIG) == set(pipedream_simple.RULES)
+
+    def output(values: dict[str, str]) -> str:
+        return call(capsys, monkeypatch, *[f"--set={k}={v}" for k, v in values.items()])
+
+    for key, value in OTHER.items():
+        base = TRAINING if key in ("layers_per_stage", "learning_rate", "steps", "seed") else BASE
+        assert output({**base, key: value}) != output(base), key
+    assert output(TRAINING) == output(TRAINING)
+
+
+def test_every_key_has_a_comment():
+    source = SCRIPT.read_text()
+    config = source[source.index("CONFIG: dict") : source.index("}", source.index("CONFIG: dict"))]
+    for key in pipedream_simple.CONFIG:
+        assert re.search(rf'^    "{key}": .+,  # \S', config, re.M), key
+
+
+def test_a_run_from_another_folder(tmp_path):
+    done = run("--num_stages", "2", "--num_microbatches", "4", "--steps", "2", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for title in (entry.title for entry in SCHEDULES.values()):
+        assert f"\n{title}\n" in done.stdout
+        assert re.search(rf"^{title} +\d", done.stdout, re.M)
+    assert "rank 0 F0 F1 ......B0--- F2 B1--- F3 " in done.stdout
+    assert "closed form  a rank idles for 3, simulated 3; " in done.stdout
+    trained = done.stdout[done.stdout.index("Trained: ") :].splitlines()[3:10]
+    assert [line[:24].strip() for line in trained] == [
+        SCHEDULES[name].title
+        for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream-no-stash",
+                     "pipedream-vertical", "pipedream-2bw")
+    ]  # fmt: skip
+    errors = [float(line.split()[-4]) for line in trained]
+    assert errors[4] > 0
+    assert errors[:4] + errors[5:] == pytest.approx([0] * 6, abs=1e-12)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "order.csv"
+    first = call(capsys, monkeypatch, "--schedule", "zb-h1", "--steps", "0", "--csv", str(path))
+    again = call(capsys, monkeypatch, "--schedule", str(path), "--steps", "1")
+    assert load_csv(path).orders == build_schedule("zb-h1", 4, 8).orders
+    for line in (
+        "rank 2 ......F0 F1 ...I0",
+        "  one batch    time 27, ",
+        "  4 batches    time 108,",
+    ):
+        assert line in first
+        assert line in again
+    assert "Not trained: an order from a file" in again
+
+
+def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "out.json"
+    call(capsys, monkeypatch, "--schedule=pipedream", "--steps=0", f"--trace={path}")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert len([e for e in events if e["ph"] == "X"]) == 2 * 4 * 8 * 4
+
+
+def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
+    text = call(capsys, monkeypatch, "--schedule", "zb-v", "--steps", "5")
+    assert "Not trained: zb-v is simulated only" in text
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        ("0F0,0B0\n1B0,1F0\n", "deadlock: "),
+        ("0F0,0B0\n1F0\n", "stage 1 needs F, and B or both I and W, of microbatch 0"),
+        ("0F0,0F0,0B0\n", "0F0 is in the orders twice"),
+        ("0F0,0X0\n", "'0X0' is no operation; write it as 2F0"),
+        ("\n", "holds no operation"),
+        ("0F1,0B1,0F2,0B2\n", "its 2 microbatches are not numbered 0 to 1"),
+    ],
+)
+def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
+    path = tmp_path / "bad.csv"
+    path.write_text(order)
+    with pytest.raises(UserError, match=re.escape(problem)) as caught:
+        measure_csv(path, replace(CASE, num_stages=2))
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_s_own_sizes_are_checked_against_stage_scale(tmp_path):
+    path = tmp_path / "two.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    assert measure_csv(path, replace(CASE, stage_scale=[1, 2])).batch.makespan == 12
+    with pytest.raises(UserError, match="stage_scale has length 3 for 2 stages; give 2, such as"):
+        measure_csv(path, replace(CASE, stage_scale=[1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--set", "num_stage=3"], "CONFIG has no key num_stage; did you mean 'num_stages'?"),
+        (
+            ["--set", "num_stages=0"],
+            "num_stages=0 is not accepted; num_stages is a whole number from 1 to 64",
+        ),
+        (["--set", "schedule=gpip"], "unknown schedule 'gpip'; did you mean 'gpipe'?"),
+        (
+            ["--set", "schedule=missing.csv"],
+            "missing.csv is not a file; give the path of a schedule's CSV",
+        ),
+        (
+            ["--set", "schedule=interleaved", "--set", "num_microbatches=6", "--num_stages=3",
+             "--set", "num_microbatches=7"],
+            "7 microbatches cannot be cut into 2 equal rounds over 3 ranks; take a multiple of 3, "
+            "such as 6 or 9",
+        ),
+        (
+            ["--set", "stage_scale=1,2"],
+            "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1",
+        ),
+        (["--csv", "a.csv"], "--csv writes one schedule; add --set schedule=1f1b or another"),
+        (["--trace", "a.json"], "--trace writes one schedule; add --set schedule=1f1b or another"),
+        (
+            ["--schedule=1f1b", "--csv", "/missing/a.csv"],
+            "/missing/a.csv: No such file or directory; give a path that can be read or written",
+        ),
+        (
+            ["--schedule=1f1b", "--trace", "/missing/a.json"],
+            "cannot write /missing/a.json: No such file or directory; give a file in a folder that "
+            "exists",
+        ),
+        (
+            ["--schedule=chimera", "--csv", "a.csv"],
+            "chimera keeps two copies of the model, which a CSV cannot say; write another schedule",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_and_exit_code_2(tmp_path, arguments, line):
+    done = run(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_that_nobody_reads_to_the_end_is_no_error():
+    command = f"{sys.executable} {SCRIPT} --steps 0 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("p = 4 ranks")

@@ -1,0 +1,293 @@
+"""What must hold for any order and any durations, and what is said of orders that cannot run."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pipedream.errors import UserError
+from pipedream.ops import Item, Op, Pair, Schedule, one_chain, repeat
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import Costs, DeadlockError, Timeline, build_costs, needs, simulate
+
+# The same examples on every machine and in every run.
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=80)
+DURATIONS = st.fractions(Fraction(1, 4), 8, max_denominator=4)
+
+
+@st.composite
+def schedules(draw: Callable[[Any], Any]) -> Schedule:
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    p, m, v = draw(st.integers(1, 5)), draw(st.integers(1, 11)), draw(st.integers(1, 3))
+    try:
+        return build_schedule(name, p, m, v)
+    except UserError:
+        assume(False)
+        raise
+
+
+@st.composite
+def timelines(draw: Callable[[Any], Any], overlap: bool = True) -> Timeline:
+    """Any schedule with uneven stages, sending time and, if wanted, overlapped pairs."""
+    schedule = draw(schedules())
+    n = len(schedule.chains[0])
+    by_stage = st.tuples(*[DURATIONS] * n)
+    costs = Costs(
+        forward=draw(by_stage),
+        input_gradient=draw(by_stage),
+        weight_gradient=draw(by_stage),
+        communication=draw(st.sampled_from([Fraction(0), Fraction(1, 3), Fraction(5)])),
+        overlap_saving=draw(st.fractions(0, 1, max_denominator=4)) if overlap else Fraction(0),
+    )
+    return simulate(schedule, costs)
+
+
+def ends(timeline: Timeline) -> dict[Op, Fraction]:
+    return {op: event.end for event in timeline.all_events() for op in event.item.parts}
+
+
+@FIXED
+@given(schedules())
+def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Schedule) -> None:
+    kinds: dict[tuple[int, int], list[str]] = {}
+    for op in s.ops():
+        kinds.setdefault((op.stage, op.microbatch), []).append(op.kind)
+    assert all(sorted(found) in (["B", "F"], ["F", "I", "W"]) for found in kinds.values())
+    # Each microbatch goes through one whole chain, and they are numbered from 0.
+    for i in range(s.num_microbatches):
+        assert tuple(sorted(stage for stage, j in kinds if j == i)) in s.chains
+    assert len({rank for op, rank in s.ranks().items() if op.stage == 0}) == 1
+
+
+@FIXED
+@given(timelines())
+def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Timeline) -> None:
+    end, rank_of, c = ends(t), t.schedule.ranks(), t.costs.communication
+    place = {s: (chain, k) for chain in t.schedule.chains for k, s in enumerate(chain)}
+    for line in t.events:
+        for before, event in zip((None, *line), line, strict=False):
+            inputs = [Fraction(0)] if before is None else [before.end]
+            for kind, stage, i in event.item.parts:
+                chain, k = place[stage]
+                if kind == "F":
+                    wanted = [Op("F", chain[k - 1], i)] if k else []
+                elif kind == "W":
+                    wanted = [Op("I", stage, i)]
+                else:
+                    after = (
+                        [Op(kind, chain[k + 1], i) for kind in "BI"] if k + 1 < len(chain) else []
+                    )
+                    wanted = [Op("F", stage, i), *[op for op in after if op in end]]
+                    assert len(wanted) == 2 or not after
+                inputs += [end[op] + (c if rank_of[op] != event.rank else 0) for op in wanted]
+            assert event.start == max(inputs)
+            assert event.end == event.start + t.costs.duration(event.item, t.schedule.position())
+
+
+@FIXED
+@given(timelines())
+def test_a_rank_runs_its_order_one_operation_at_a_time(t: Timeline) -> None:
+    for line, order in zip(t.events, t.schedule.orders, strict=True):
+        assert tuple(event.item for event in line) == order
+        assert all(a.end <= b.start for a, b in pairwise(line))
+        assert all(event.end > event.start for event in line)
+
+
+@FIXED
+@given(timelines(), st.fractions(Fraction(1, 9), 9, max_denominator=9))
+def test_scaling_all_durations_scales_every_time(t: Timeline, factor: Fraction) -> None:
+    scaled = replace(
+        t.costs,
+        **{
+            name: tuple(factor * d for d in getattr(t.costs, name))
+            for name in ("forward", "input_gradient", "weight_gradient")
+        },
+        communication=factor * t.costs.communication,
+    )
+    after = simulate(t.schedule, scaled)
+    assert {op: factor * end for op, end in ends(t).items()} == ends(after)
+
+
+@FIXED
+@given(timelines(), st.data())
+def test_no_duration_that_grows_makes_anything_end_earlier(
+    t: Timeline, data: st.DataObject
+) -> None:
+    """For a fixed order. (List scheduling, which reorders, has such anomalies.)"""
+    name = data.draw(
+        st.sampled_from(["forward", "input_gradient", "weight_gradient", "communication"])
+    )
+    more = data.draw(DURATIONS)
+    if name == "communication":
+        costs = replace(t.costs, communication=t.costs.communication + more)
+    else:
+        values = list(getattr(t.costs, name))
+        values[data.draw(st.integers(0, len(values) - 1))] += more
+        costs = replace(t.costs, **{name: tuple(values)})
+    before, after = ends(t), ends(simulate(t.schedule, costs))
+    assert all(after[op] >= before[op] for op in before)
+
+
+@FIXED
+@given(timelines(overlap=False))
+def test_makespan_is_at_least_head_and_work_and_tail_of_each_stage(t: Timeline) -> None:
+    """A stage cannot begin before the first microbatch has come through those before it, nor can
+    the pipeline end before the last gradient has gone back through them."""
+    s, costs = t.schedule, t.costs
+    counts = Counter((op.stage, op.kind) for op in s.ops())
+    rank_of_stage = {op.stage: rank for op, rank in s.ranks().items()}
+    for chain in s.chains:
+        head, tail, tail_whole = Fraction(0), Fraction(0), Fraction(0)
+        for k, stage in enumerate(chain):
+            f, i, w = costs.forward[k], costs.input_gradient[k], costs.weight_gradient[k]
+            n = counts[stage, "F"]
+            if counts[stage, "B"] == n:
+                assert t.makespan >= head + n * (f + i + w) + tail_whole
+            assert t.makespan >= head + n * (f + i) + tail
+            assert t.makespan >= head + n * (f + i + w)
+            if k + 1 < len(chain):
+                hop = costs.communication * (rank_of_stage[stage] != rank_of_stage[chain[k + 1]])
+                whole = counts[stage, "B"] == n
+                head += f + hop
+                tail_whole += (i + w if whole else i) + hop
+                tail += i + hop
+
+
+@FIXED
+@given(schedules(), st.integers(1, 3))
+def test_repeated_batches_take_no_longer_than_one_after_the_other(s: Schedule, k: int) -> None:
+    costs = build_costs(s, weight_gradient=2)
+    one, many = simulate(s, costs), simulate(repeat(s, k), costs)
+    work = sum((event.end - event.start for event in one.events[0]), Fraction(0))
+    assert one.makespan + (k - 1) * work <= many.makespan <= k * one.makespan
+
+
+def swapped(s: Schedule, rank: int, a: int, b: int) -> Schedule:
+    """The same schedule with two places of one rank's order exchanged."""
+    orders: list[list[Item]] = [list(order) for order in s.orders]
+    orders[rank][a], orders[rank][b] = orders[rank][b], orders[rank][a]
+    return replace(s, orders=tuple(map(tuple, orders)))
+
+
+def test_two_ranks_that_wait_for_each_other_are_named() -> None:
+    # Rank 0 wants the backward of 0 before it has sent forward 1; rank 1 wants forward 1 first.
+    s = Schedule(
+        name="crossed",
+        orders=(
+            (Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("B", 0, 1)),
+            (Op("F", 1, 0), Op("F", 1, 1), Op("B", 1, 0), Op("B", 1, 1)),
+        ),
+        chains=one_chain(2),
+    )
+    with pytest.raises(DeadlockError) as caught:
+        simulate(s, build_costs(s))
+    assert caught.value.cycle == [Op("B", 0, 0), Op("F", 1, 1)]
+    assert str(caught.value) == (
+        "deadlock: rank 0 is at 0B0, which needs 1B0; rank 1 is at 1F1, which needs 0F1"
+    )
+
+
+def test_a_circle_away_from_the_first_stuck_rank_is_what_is_named() -> None:
+    # Ranks 1 and 2 wait for each other; rank 0 only waits for them.
+    s = build_schedule("1f1b", 3, 3)
+    assert [str(item) for item in s.orders[1]] == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
+    broken = swapped(s, 1, 1, 2)
+    broken = swapped(broken, 2, 1, 2)
+    assert [str(item) for item in broken.orders[2]] == ["2F0", "2F1", "2B0", "2B1", "2F2", "2B2"]
+    with pytest.raises(DeadlockError) as caught:
+        simulate(broken, build_costs(broken))
+    assert caught.value.cycle == [Op("B", 1, 0), Op("F", 2, 1)]
+
+
+def test_a_rank_that_waits_for_itself_is_a_circle_of_one() -> None:
+    s = swapped(build_schedule("gpipe", 2, 1), 1, 0, 1)
+    with pytest.raises(DeadlockError) as caught:
+        simulate(s, build_costs(s))
+    assert caught.value.cycle == [Op("B", 1, 0)]
+    assert str(caught.value) == "deadlock: rank 1 is at 1B0, which needs 1F0"
+
+
+def test_three_ranks_in_a_circle() -> None:
+    # Only where stages go round the ranks: rank 0 starts with its second stage.
+    s = build_schedule("interleaved", 3, 3, 2)
+    first = s.orders[0].index(Op("F", 3, 0))
+    broken = swapped(s, 0, 0, first)
+    with pytest.raises(DeadlockError) as caught:
+        simulate(broken, build_costs(broken))
+    assert caught.value.cycle == [Op("F", 3, 0), Op("F", 2, 0), Op("F", 1, 0)]
+    assert str(caught.value) == (
+        "deadlock: rank 0 is at 3F0, which needs 2F0; rank 2 is at 2F0, which needs 1F0; "
+        "rank 1 is at 1F0, which needs 0F0"
+    )
+
+
+@FIXED
+@given(schedules(), st.data())
+def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
+    s: Schedule, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, s.num_ranks - 1))
+    places = st.integers(0, len(s.orders[rank]) - 1)
+    broken = swapped(s, rank, data.draw(places), data.draw(places))
+    try:
+        result: Timeline | DeadlockError = simulate(broken, build_costs(broken))
+    except DeadlockError as error:
+        result = error
+    if isinstance(result, Timeline):
+        assert len(result.all_events()) == sum(len(order) for order in s.orders)
+        return
+    # What each waits for is at or behind the operation that the next rank of the circle is at.
+    ranks = [broken.ranks()[op] for op in result.cycle]
+    assert len(set(ranks)) == len(ranks) >= 1
+    for k, stuck in enumerate(result.cycle):
+        following = (k + 1) % len(ranks)
+        order = broken.orders[ranks[following]]
+        at = next(n for n, item in enumerate(order) if result.cycle[following] in item.parts)
+        to_come = {op for item in order[at:] for op in item.parts}
+        assert to_come & set(needs(stuck, broken))
+        assert f"rank {ranks[k]} is at {stuck}, which needs" in str(result)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_operation_that_is_missing_or_there_twice_is_named(name: str) -> None:
+    s = build_schedule(name, 2, 4)
+    for rank, order in enumerate(s.orders):
+        for k, item in enumerate(order):
+            for edited in (order[:k] + order[k + 1 :], (*order[:k], item, *order[k:])):
+                orders = (*s.orders[:rank], edited, *s.orders[rank + 1 :])
+                with pytest.raises(ValueError, match="|".join(str(op) for op in item.parts)):
+                    simulate(replace(s, orders=orders), build_costs(s))
+
+
+def test_a_forward_pass_alone_can_be_simulated() -> None:
+    s = build_schedule("gpipe", 3, 4)
+    only = tuple(tuple(op for op in order if op.kind == "F") for order in s.orders)
+    assert simulate(replace(s, orders=only), build_costs(s)).makespan == 4 + 3 - 1
+
+
+def test_a_pair_takes_both_halves_less_what_is_hidden() -> None:
+    s = build_schedule("1f1b", 1, 1)
+    costs = build_costs(s, forward=2, input_gradient=1, weight_gradient=4, overlap_saving="1/4")
+    pair = Pair(Op("F", 0, 0), Op("B", 0, 0))
+    assert costs.duration(pair, s.position()) == Fraction(2 + 5) - Fraction(1, 4) * 2
+
+
+def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
+    s = build_schedule("interleaved", 2, 2, 3)
+    costs = build_costs(s, forward=6, input_gradient=3, scale=[1, 1, 1, 1, 1, "1/2"])
+    assert costs.forward == (2, 2, 2, 2, 2, 1)
+    assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
+    with pytest.raises(ValueError, match="scale has 2 values for 6 stages"):
+        build_costs(s, scale=[1, 2])
+    # Both copies of Chimera's model use the durations of a stage's place, not of its number.
+    s = build_schedule("chimera", 2, 2)
+    t = simulate(s, build_costs(s, scale=[1, 5]))
+    lengths = {str(e.item): e.end - e.start for e in t.all_events()}
+    assert lengths == {
+        "0F0": 1, "0B0": 2, "1F0": 5, "1B0": 10, "2F1": 1, "2B1": 2, "3F1": 5, "3B1": 10
+    }  # fmt: skip

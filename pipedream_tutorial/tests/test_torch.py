@@ -1,0 +1,199 @@
+"""Our orders against torch's, our CSVs in torch's runtime, torch's CSVs in our simulator."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pipedream.errors import UserError
+from pipedream.ops import load_csv, save_csv
+from pipedream.schedules import build_schedule
+from pipedream.simulator import build_costs, simulate
+from torch.distributed.pipelining import schedules as theirs
+
+CHILD = Path(__file__).with_name("run_csv.py")
+SIZES = [(p, m) for p in range(1, 7) for m in range(1, 17)]
+BOTH: list[tuple[str, Any, int]] = [
+    ("gpipe", theirs.ScheduleGPipe, 1),
+    ("1f1b", theirs.Schedule1F1B, 1),
+    ("interleaved", theirs.ScheduleInterleaved1F1B, 2),
+    ("interleaved", theirs.ScheduleInterleaved1F1B, 3),
+    ("zb-h1", theirs.ScheduleInterleavedZeroBubble, 1),
+    ("zb-v", theirs.ScheduleZBVZeroBubble, 2),
+    ("dualpipe-v", theirs.ScheduleDualPipeV, 2),
+]
+
+IDS = [f"{name}-{v}" for name, _, v in BOTH]
+MULTI = [row for row in BOTH if row[0] not in ("gpipe", "1f1b")]
+
+
+def build_theirs(kind: Any, p: int, m: int, v: int) -> Any:
+    """A schedule of torch's, whose constructor asks its stages for numbers only."""
+    n = p * v
+    stages = [
+        SimpleNamespace(
+            num_stages=n,
+            group_size=p,
+            group_rank=0,
+            stage_index=index,
+            is_first=index == 0,
+            is_last=index == n - 1,
+            submod=None,
+        )
+        for index in range(0, n, p)
+    ]
+    single = issubclass(kind, theirs.PipelineScheduleSingle)
+    return kind(stages[0] if single else stages, m)
+
+
+def their_orders(kind: Any, p: int, m: int, v: int) -> list[list[str]]:
+    """Compute operations by rank, without bubbles and without the reduction at the end."""
+    orders = build_theirs(kind, p, m, v).pipeline_order
+    return [
+        [str(a) for a in orders[rank] if a is not None and "REDUCE_GRAD" not in str(a)]
+        for rank in range(p)
+    ]
+
+
+def our_orders(name: str, p: int, m: int, v: int) -> list[list[str]]:
+    return [[str(item) for item in order] for order in build_schedule(name, p, m, v).orders]
+
+
+def forward_numbered_from_1(op: str) -> str:
+    """torch 2.13 prints the last rank of 1F1B so; its 1F1B does not run from what it prints."""
+    stage, forward, microbatch = op.partition("F")
+    return f"{stage}F{int(microbatch) + 1}" if forward else op
+
+
+@pytest.mark.parametrize(("name", "kind", "v"), BOTH, ids=IDS)
+def test_orders_equal_torchs(name: str, kind: Any, v: int) -> None:
+    compared = 0
+    for p, m in SIZES:
+        try:
+            expected = their_orders(kind, p, m, v)
+        except ValueError:
+            continue
+        if name == "1f1b":
+            ours = our_orders(name, p, m, v)
+            ours[-1] = [forward_numbered_from_1(op) for op in ours[-1]]
+            assert ours == expected, (p, m)
+            assert f"{p - 1}F{m}" in expected[-1]
+        else:
+            assert our_orders(name, p, m, v) == expected, (p, m)
+        compared += 1
+    assert compared >= 54
+
+
+@pytest.mark.parametrize(("name", "kind", "v"), BOTH, ids=IDS)
+def test_sizes_that_torch_refuses(name: str, kind: Any, v: int) -> None:
+    """We refuse the same ones, but for 1F1B with fewer microbatches than stages, which works."""
+    refused_by_both = 0
+    for p, m in SIZES:
+        try:
+            build_theirs(kind, p, m, v)
+            refused = False
+        except ValueError:
+            refused = True
+        if name == "1f1b":
+            assert refused == (m < p)
+            s = build_schedule(name, p, m)
+            assert simulate(s, build_costs(s)).makespan == 3 * (m + p - 1)
+        elif refused:
+            with pytest.raises(UserError):
+                build_schedule(name, p, m, v)
+            refused_by_both += 1
+        else:
+            build_schedule(name, p, m, v)
+    rounds = sum(m % max(1, m // p) > 0 for p, m in SIZES)
+    short = sum(m < 2 * p for p, m in SIZES)
+    expected = {"interleaved": rounds, "zb-h1": rounds, "dualpipe-v": short}
+    assert refused_by_both == expected.get(name, 0)
+
+
+@pytest.mark.parametrize(("name", "kind", "v"), MULTI, ids=IDS[-len(MULTI) :])
+def test_a_csv_that_torch_wrote_is_read_and_simulated_as_ours(
+    name: str, kind: Any, v: int, tmp_path: Path
+) -> None:
+    for p, m in ((2, 4), (3, 6), (4, 8)):
+        build_theirs(kind, p, m, v)._dump_csv(tmp_path / f"{name}.csv", format="compute_only")
+        loaded, ours = load_csv(tmp_path / f"{name}.csv"), build_schedule(name, p, m, v)
+        assert loaded == ours
+        durations = {"forward": 2, "input_gradient": 3, "weight_gradient": 1, "communication": 1}
+        before, after = (simulate(s, build_costs(s, **durations)) for s in (ours, loaded))
+        assert before.events == after.events
+
+
+def test_a_csv_with_what_is_no_computation_is_refused_by_name(tmp_path: Path) -> None:
+    """What _dump_csv writes unless told otherwise: with sends, receives and marks for sharding."""
+    build_theirs(theirs.ScheduleInterleaved1F1B, 2, 2, 2)._dump_csv(tmp_path / "comms.csv")
+    with pytest.raises(UserError, match=r"line 1: '0UNSHARD' is no operation"):
+        load_csv(tmp_path / "comms.csv")
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+)
+def test_torch_reads_a_csv_that_we_wrote(name: str, tmp_path: Path) -> None:
+    """torch checks what it loads: every operation there, and in an order that can be."""
+    s = build_schedule(name, 3, 6)
+    save_csv(s, tmp_path / "ours.csv")
+    runtime = build_theirs(theirs._PipelineScheduleRuntime, 3, 6, s.stages_per_rank)
+    runtime._load_csv(tmp_path / "ours.csv")
+    loaded = [[str(a) for a in runtime.pipeline_order[rank]] for rank in range(3)]
+    assert loaded == [[str(item) for item in order] for order in s.orders]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def ran_by_torch(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of 4 processes found, from one launch that runs three CSVs."""
+    folder, names = tmp_path_factory.mktemp("csv"), ["1f1b", "zb-h1", "zb-h2"]
+    for name in names:
+        save_csv(build_schedule(name, 4, 8), folder / f"{name}.csv")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    launched = subprocess.Popen(
+        [*command, str(CHILD), str(folder), *names],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = launched.communicate(timeout=100)
+    finally:
+        # The launcher ends its workers when it is asked to; they end themselves after 90 s.
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            if launched.poll() is None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(launched.pid, sent)
+                    launched.wait(timeout=20)
+    assert launched.returncode == 0, output[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_our_csvs_run_in_torchs_runtime_with_the_gradients_of_the_full_batch(
+    name: str, ran_by_torch: list[dict[str, Any]]
+) -> None:
+    order = our_orders(name, 4, 8, 1)
+    for rank, result in enumerate(ran_by_torch):
+        assert result["found"][name]["apart"] <= 1e-12
+        assert result["found"][name]["ran"] == order[rank]
+
+
+def test_no_process_of_torchs_is_left(ran_by_torch: list[dict[str, Any]]) -> None:
+    assert not [result["pid"] for result in ran_by_torch if is_alive(result["pid"])]

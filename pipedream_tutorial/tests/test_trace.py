@@ -1,0 +1,317 @@
+"""Trace files: what viewers demand of the format, and that the content is the run's."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipedream.errors import UserError
+from pipedream.measures import peak_activations
+from pipedream.ops import FORWARD, Op, repeat
+from pipedream.policies import POLICIES, weight_use
+from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.simulator import Timeline, build_costs, needs, simulate
+from pipedream.trace import (
+    MeasuredEvent,
+    causality_violations,
+    trace_document,
+    transfers,
+    write_trace,
+)
+
+P, M = 4, 8
+NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "chimera"]
+# Where a transfer takes longer than an operation, several are on their way at a time.
+COMMUNICATION = ["0", "1/3", "7/2"]
+KEYS = {
+    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "M": {"name", "pid", "tid", "args"},
+    "s": {"name", "cat", "id", "pid", "tid", "ts"},
+    "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+    "C": {"name", "pid", "tid", "ts", "args"},
+}
+
+
+def timeline_of(name: str, communication: str = "0") -> Timeline:
+    schedule = build_schedule(name, P, M)
+    costs = build_costs(
+        schedule, forward="1/3", input_gradient=2, weight_gradient="5/7",
+        communication=communication, overlap_saving="1/2",
+    )  # fmt: skip
+    return simulate(schedule, costs)
+
+
+def measured_like(timeline: Timeline, seed: int = 0) -> list[MeasuredEvent]:
+    """A run that took the timeline's way, each operation starting late by a random time."""
+    draw = random.Random(seed)
+    ends: dict[Op, int] = {}
+    free: dict[int, int] = defaultdict(lambda: 10**15)
+    ranks = timeline.schedule.ranks()
+    receivers = dict(transfers(timeline.schedule))
+    found = []
+    for event in timeline.all_events():
+        (op,) = event.item.parts
+        inputs = [ends[need] for need in needs(op, timeline.schedule)]
+        start = max([free[event.rank], *inputs]) + draw.randrange(1, 10**5)
+        end = start + int((event.end - event.start) * 10**6)
+        ends[op] = free[event.rank] = end
+        fields = {"kind": op.kind, "stage": op.stage, "microbatch": op.microbatch}
+        found.append(
+            MeasuredEvent(rank=event.rank, **fields, start_ns=start, end_ns=end, thread="compute")
+        )
+        if op in receivers:
+            for rank, thread in ((event.rank, "send"), (ranks[receivers[op]], "receive")):
+                found.append(
+                    MeasuredEvent(
+                        rank=rank, **fields, start_ns=end, end_ns=end + 3 * 10**6, thread=thread
+                    )
+                )
+    draw.shuffle(found)
+    return found
+
+
+def written(path: Path, **arguments: Any) -> list[dict[str, Any]]:
+    write_trace(path, **arguments)
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def ns(microseconds: float) -> int:
+    """The file's microseconds have three decimals: whole nanoseconds, read back exactly."""
+    return round(microseconds * 1000)
+
+
+def check_format(events: list[dict[str, Any]]) -> None:
+    threads = defaultdict(list)
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    for event in events:
+        assert KEYS[event["ph"]] <= event.keys()
+        assert event["pid"] in processes
+        assert event.get("ts", 0) >= 0
+        if event["ph"] == "X":
+            start = ns(event["ts"])
+            threads[event["pid"], event["tid"]].append((start, start + ns(event["dur"])))
+    assert set(threads) == named
+    for slices in threads.values():
+        open_ends: list[int] = []
+        for start, end in sorted(slices, key=lambda s: (s[0], -s[1])):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -> None:
+    slices = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X" and e["cat"] == "compute":
+            slices[e["pid"]].append(e)
+
+    def enclosing(arrow_end: dict[str, Any]) -> str:
+        (name,) = [
+            e["name"]
+            for e in slices[arrow_end["pid"]]
+            if ns(e["ts"]) <= ns(arrow_end["ts"]) < ns(e["ts"]) + ns(e["dur"])
+        ]
+        return name
+
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    finishes = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert len(starts) == sum(e["ph"] == "s" for e in events)
+    assert len(finishes) == sum(e["ph"] == "f" for e in events)
+    assert starts.keys() == finishes.keys()
+    for number, start in starts.items():
+        finish = finishes[number]
+        assert finish["ts"] > start["ts"]
+        assert finish["pid"] != start["pid"]
+    joined = {(enclosing(starts[i]), enclosing(finishes[i])) for i in starts}
+    assert joined == expected
+    assert len(starts) >= len(expected)
+
+
+def slice_names(timeline: Timeline) -> dict[Op, str]:
+    return {
+        op: " | ".join(map(str, e.item.parts)) for e in timeline.all_events() for op in e.item.parts
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("communication", COMMUNICATION)
+def test_a_predicted_trace_is_the_timeline(tmp_path: Path, name: str, communication: str) -> None:
+    timeline = timeline_of(name, communication)
+    unit = Fraction(21, 1000)  # makes most times whole nanoseconds
+    events = written(tmp_path / "t.json", predicted=timeline, policy=POLICIES["flush"], unit_s=unit)
+    check_format(events)
+    assert any(e["ph"] == "f" for e in events)
+    names, ranks = slice_names(timeline), timeline.schedule.ranks()
+    check_arrows(
+        events,
+        {
+            (names[need], names[op])
+            for op in timeline.schedule.ops()
+            for need in needs(op, timeline.schedule)
+            if ranks[need] != ranks[op]
+        },
+    )
+    drawn = {
+        (e["pid"] - 1000, e["name"]): (ns(e["ts"]), ns(e["dur"]))
+        for e in events
+        if e["ph"] == "X" and e["cat"] == "compute"
+    }
+    expected = {
+        (e.rank, " | ".join(map(str, e.item.parts))): (
+            e.start * unit * 10**9,
+            (e.end - e.start) * unit * 10**9,
+        )
+        for e in timeline.all_events()
+    }
+    assert drawn == expected
+    on_the_way = [e for e in events if e["ph"] == "X" and e["cat"] != "compute"]
+    latency = timeline.costs.communication
+    assert len(on_the_way) == (2 * len(transfers(timeline.schedule)) if latency else 0)
+    assert {ns(e["dur"]) for e in on_the_way} == ({latency * unit * 10**9} if latency else set())
+
+
+def test_times_that_are_no_whole_nanoseconds_still_do_not_overlap(tmp_path: Path) -> None:
+    events = written(
+        tmp_path / "t.json", predicted=timeline_of("zb-v", "1/11"), unit_s=Fraction(1, 10**6 + 3)
+    )
+    check_format(events)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_counters_are_the_measures(name: str) -> None:
+    schedule = build_schedule(name, P, M)
+    v = schedule.stages_per_rank
+    timeline = simulate(schedule, build_costs(schedule))
+    policy = POLICIES[SCHEDULES[name].policy]
+    batch = M if SCHEDULES[name].policy == "flush" else 2
+    document = trace_document(predicted=timeline, policy=policy, batch_size=batch)
+    series = defaultdict(list)
+    for e in document["traceEvents"]:
+        if e["ph"] == "C":
+            series[e["pid"] - 1000, e["name"]].append((e["ts"], e["args"]["count"]))
+    peaks = peak_activations(schedule)
+    use = weight_use(schedule, policy, batch)
+    for rank in range(P):
+        held = series[rank, "held activations (microbatches)"]
+        versions = series[rank, "live weight versions"]
+        stages = {op.stage for item in schedule.orders[rank] for op in item.parts}
+        assert held[0][0] == 0
+        assert held[-1][1] == 0
+        assert max(count for _, count in held) == peaks[rank]
+        assert versions[0][0] == 0
+        if len(stages) == 1:
+            assert max(count for _, count in versions) == use[rank].peak_versions
+        else:
+            assert {count for _, count in versions} == {len(stages) / v}
+        for times in (held, versions):
+            assert [t for t, _ in times] == sorted({t for t, _ in times})
+
+
+def test_slices_carry_the_weight_versions() -> None:
+    timeline = timeline_of("pipedream")
+    for key in ("stash", "in-place"):
+        use = weight_use(timeline.schedule, POLICIES[key], M)
+        document = trace_document(predicted=timeline, policy=POLICIES[key])
+        slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
+        assert len(slices) == 2 * P * M
+        for e in slices:
+            args = e["args"]
+            assert e["name"] == f"{args['stage']}{args['kind']}{args['microbatch']}"
+            one = use[args["stage"]]
+            versions = one.forward if args["kind"] == FORWARD else one.backward
+            assert args["weight version"] == versions[args["microbatch"]]
+    wrong = trace_document(predicted=timeline)["traceEvents"]
+    assert all("weight version" not in e["args"] for e in wrong if e["ph"] == "X")
+    assert all(e["name"] != "live weight versions" for e in wrong)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_prediction_and_measurement_share_a_file(tmp_path: Path, name: str) -> None:
+    schedule = build_schedule(name, P, M)
+    timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=1))
+    measured = measured_like(timeline)
+    policy = POLICIES["stash" if name == "1f1b" else "flush"]
+    events = written(
+        tmp_path / "t.json", predicted=timeline, measured=measured, policy=policy, batch_size=M,
+        unit_s=0.001,
+    )  # fmt: skip
+    check_format(events)
+    check_arrows(events, {(str(a), str(b)) for a, b in transfers(timeline.schedule)})
+    # Transfers that overlap in time lie on threads of their own.
+    assert {"send", "send 2", "receive 2"} <= {
+        e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {
+        first + rank: f"{group} rank {rank}"
+        for first, group in ((1000, "predicted"), (2000, "measured"))
+        for rank in range(P)
+    }
+    sides = [
+        {
+            (e["pid"] % 1000, e["name"]): e["args"]
+            for e in events
+            if e["ph"] == "X" and e["pid"] // 1000 == side
+        }
+        for side in (1, 2)
+    ]
+    assert sides[0] == sides[1]
+    zero = min(e.start_ns for e in measured)
+    assert {
+        (e["pid"] - 2000, ns(e["ts"]), ns(e["dur"]), e["cat"])
+        for e in events
+        if e["ph"] == "X" and e["pid"] >= 2000
+    } == {(e.rank, e.start_ns - zero, e.end_ns - e.start_ns, e.thread) for e in measured}
+    for first in (1000, 2000):
+        for rank in range(P):
+            held = [
+                e["args"]["count"]
+                for e in events
+                if e["ph"] == "C" and e["pid"] == first + rank and e["name"].startswith("held")
+            ]
+            assert max(held) == peak_activations(timeline.schedule)[rank]
+            assert held[-1] == 0
+
+
+def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
+    measured = measured_like(timeline_of("1f1b"))
+    assert causality_violations(measured) == []
+    zero = min(e.start_ns for e in measured)
+    moved = [
+        replace(e, start_ns=zero, end_ns=zero + 10)
+        if (e.kind, e.stage, e.microbatch, e.thread) == ("F", 1, 0, "compute")
+        else e
+        for e in measured
+    ]
+    assert causality_violations(moved) == [(Op("F", 0, 0), Op("F", 1, 0))]
+    document = trace_document(measured=moved)
+    assert document["otherData"] == {"results used before they were there": {"measured": 1}}
+    events = document["traceEvents"]
+    sends = transfers(timeline_of("1f1b").schedule)
+    check_arrows(events, {(str(a), str(b)) for a, b in sends if (str(a), str(b)) != ("0F0", "1F0")})
+    (noted,) = [e for e in events if "starts before the end of" in e.get("args", {})]
+    assert (noted["name"], noted["args"]["starts before the end of"]) == ("1F0", "0F0")
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    timeline = timeline_of("gpipe")
+    with pytest.raises(UserError, match="nothing to trace"):
+        write_trace(tmp_path / "t.json", predicted=None, measured=[])
+    with pytest.raises(UserError, match=r"cannot write .*No such file"):
+        write_trace(tmp_path / "no" / "t.json", predicted=timeline)
+    events = measured_like(timeline)
+    with pytest.raises(ValueError, match="twice"):
+        trace_document(measured=[*events, next(e for e in events if e.thread == "compute")])
+    for wrong in ({"kind": "X"}, {"thread": "nccl"}, {"end_ns": 0, "start_ns": 1}):
+        fields = {"rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start_ns": 0,
+                  "end_ns": 1, "thread": "compute"}  # fmt: skip
+        with pytest.raises(ValueError, match="no event"):
+            trace_document(measured=[MeasuredEvent(**(fields | wrong))])
