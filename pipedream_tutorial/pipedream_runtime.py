@@ -138,6 +138,8 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
     config = parse_arguments(base, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _one_stage_a_rank()
+    for key in ("schedule", "num_microbatches"):
+        config[key] = list(dict.fromkeys(config[key]))  # each case once
     if config["calibrate_on"] is None:
         config["calibrate_on"] = config["num_microbatches"][0]
     if config["calibrate_on"] not in config["num_microbatches"]:
@@ -241,7 +243,10 @@ def render(record: Mapping[str, Any]) -> str:
         f"{'; '.join(average)}; from stage to stage {found['communication_ms']:.2f} ms",
     ]
     impossible = sum(case["measured"]["causality_violations"] for case in record["cases"])
-    lines.append(f"results received before they were sent: {impossible}")
+    lines += [
+        "bubble: the share of all stages' time that is idle; utilisation is the rest",
+        f"results received before they were sent: {impossible}",
+    ]
     memory = [
         f"{case['schedule']} m={case['num_microbatches']}: "
         + ", ".join(f"{mib:.0f}" for mib in case["measured"]["peak_memory_mib"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,6 +89,7 @@ def launch(command: Sequence[str], num_stages: int) -> int:
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
     user can mend, 1 for the rest. The processes end, too, when this one is killed.
     """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     workers: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
         try:
@@ -204,6 +206,7 @@ def run_worker(body: Callable[[Process], None], process: Process) -> NoReturn:
 def _end_with_parent() -> None:
     """launch() holds the other end of our standard input, and so does nobody once it is killed."""
     os.read(0, 1)
+    shutil.rmtree(os.environ[REPORTS], ignore_errors=True)
     os._exit(1)
 
 

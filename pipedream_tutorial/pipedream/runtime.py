@@ -172,19 +172,20 @@ def warm_up_compute(station: Station) -> None:
     The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU loads
     each kernel on first use, which can wait for ever while a receive is pending.
     """
-    trainer = build_trainer(station, POLICIES["flush"], num_microbatches=4, num_batches=1)
     inputs, target = station.task.microbatch(0)
-    before = station.neighbours.before
+    before, is_last = station.neighbours.before, station.loss is not None
     if before is not None:
         inputs = torch.zeros(before.shape, dtype=before.dtype, device=station.device)
-    for i in range(4):
-        out = trainer.forward(i, inputs, target if station.loss is not None else None)
-        gradient = None if station.loss is not None else torch.zeros_like(out)
-        if i % 2:
-            trainer.input_gradient(i, gradient)
-            trainer.weight_gradient(i)
-        else:
-            trainer.backward(i, gradient)
+    for policy in ("flush", "in-place"):
+        trainer = build_trainer(station, POLICIES[policy], num_microbatches=4, num_batches=1)
+        for i in range(4):
+            out = trainer.forward(i, inputs, target if is_last else None)
+            gradient = None if is_last else torch.zeros_like(out)
+            if i % 2:
+                trainer.input_gradient(i, gradient)
+                trainer.weight_gradient(i)
+            else:
+                trainer.backward(i, gradient)
 
 
 def run_stage(

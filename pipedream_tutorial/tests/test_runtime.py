@@ -5,6 +5,7 @@ RUNTIME_RUNS=50 python -m pytest tests/test_runtime.py -k one_process   starts i
 
 import json
 import os
+import sys
 import time
 
 import pytest
@@ -124,6 +125,22 @@ def test_benchmark_on_a_tiny_model(tmp_path):
     computed = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "compute"]
     assert len(computed) == 2 * 2 * 2 * 4 * 2  # groups, stages, F and B, m, batches
     assert trace["otherData"]["results used before they were there"]["measured"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.timeout(240)
+def test_two_gpus_give_the_bits_of_one(tmp_path):
+    done = run(
+        ["--device=cuda", "--num_stages=2", "--schedule=gpipe,1f1b,pipedream",
+         "--record", str(tmp_path / "record.json")],
+        start=[sys.executable, "pipedream_runtime.py"], limit_s=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for case in json.loads((tmp_path / "record.json").read_text())["cases"]:
+        assert case["measured"]["weights_equal"] is True
+        assert case["measured"]["causality_violations"] == 0
+        assert min(case["measured"]["peak_memory_mib"]) > 0
 
 
 def test_blocks_are_cut_evenly_or_not_at_all():

@@ -241,7 +241,7 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
 
 def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
     text = call(capsys, monkeypatch, "--schedule", "zb-v", "--steps", "5")
-    assert "Not trained: zb-v is simulated only" in text
+    assert "Not trained: ZB-V: zb-v is simulated only" in text
 
 
 @pytest.mark.parametrize(
