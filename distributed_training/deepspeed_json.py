@@ -49,6 +49,12 @@ def fill_deepspeed_json(
             f"{strategy.source}: it has a scheduler section but CONFIG lr_schedule decides",
             fix="remove the section",
         )
+    for key in set(document.get("pipeline", {})) - {"stages"}:
+        raise UserError(
+            f"{strategy.source}: pipeline.{key} is not for the JSON",
+            "CONFIG pipeline_cut and activation_checkpointing decide",
+            "remove it",
+        )
     for part in ("offload_optimizer", "offload_param"):
         section = document.get("zero_optimization", {}).get(part) or {}
         if section.get("nvme_path") == AUTO:

@@ -121,8 +121,8 @@ def pipeline_rows(pipeline: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [
         (
             "pipeline",
-            f"{pipeline['schedule']}, {pipeline['num_microbatches']} micro-batches a step; blocks "
-            f"a stage {blocks}",
+            f"{pipeline['schedule']}, {pipeline['num_microbatches']} micro-batches a step, blocks "
+            f"a stage {blocks}; idle {100 * pipeline['ideal_bubble']:.0f}% if stages were equal",
         )
     ]
 

@@ -21,6 +21,9 @@ from distributed_training.topology import Topology
 class ScheduleRule:
     """What one pipeline schedule asks for."""
 
+    bubble: Callable[[int, int], float]
+    """(pp, micro-batches) -> idle share of a step if all stages took equally long and a backward
+    pass twice a forward one (2401.10241, section 2; the tutorial's closed_forms.py)."""
     stages_per_rank: int = 1
     v_shaped: bool = False
     """Rank r holds stages r and 2 pp - 1 - r instead of r and pp + r."""
@@ -34,11 +37,20 @@ class ScheduleRule:
 
 # Rules of torch.distributed.pipelining's schedules.
 SCHEDULE_RULES: dict[str, ScheduleRule] = {
-    "gpipe": ScheduleRule(),
-    "1f1b": ScheduleRule(minimum=lambda pp: pp),
-    "interleaved": ScheduleRule(stages_per_rank=2, equal_rounds=True),
-    "zb-h1": ScheduleRule(splits_backward=True, equal_rounds=True),
-    "zb-v": ScheduleRule(stages_per_rank=2, v_shaped=True, splits_backward=True),
+    "gpipe": ScheduleRule(bubble=lambda p, m: (p - 1) / (m + p - 1)),
+    "1f1b": ScheduleRule(bubble=lambda p, m: (p - 1) / (m + p - 1), minimum=lambda p: p),
+    "interleaved": ScheduleRule(
+        bubble=lambda p, m: (p - 1) / (2 * m + p - 1), stages_per_rank=2, equal_rounds=True
+    ),
+    "zb-h1": ScheduleRule(
+        bubble=lambda p, m: (p - 1) / (3 * m + p - 1), splits_backward=True, equal_rounds=True
+    ),
+    "zb-v": ScheduleRule(
+        bubble=lambda p, m: (p - 1) / (6 * m + p - 1),
+        stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+    ),
 }
 
 

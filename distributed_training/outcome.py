@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.data import Data, Sampler
+from distributed_training.layout import SCHEDULE_RULES
 from distributed_training.metrics import disk_bytes, summarise_performance
 from distributed_training.plan import Plan
 from distributed_training.strategy import estimate_state_bytes
@@ -92,6 +93,9 @@ def _describe_pipeline(plan: Plan, topology: Topology) -> dict[str, Any] | None:
         "num_microbatches": plan.config.grad_accum_steps,
         "blocks_per_stage": [len(blocks) for blocks in plan.layout.stages],
         "stage_ranks": list(plan.layout.ranks),
+        "ideal_bubble": SCHEDULE_RULES[plan.config.pipeline_schedule].bubble(
+            topology.pp, plan.config.grad_accum_steps
+        ),
     }
 
 

@@ -39,7 +39,7 @@ Record = dict[str, Any]
 # Column -> text from a record. Everything shown anywhere comes through here. GPU memory is what
 # PyTorch's allocator reserved: "allocated" leaves out the buffers of CUDA graphs.
 COLUMNS: dict[str, Callable[[Record], str]] = {
-    "strategy": lambda r: r["strategy"]["name"],
+    "strategy": lambda r: " ".join([r["strategy"]["name"], *layout_words(r)]),
     "processes": lambda r: str(r["world_size"]),
     "batch": lambda r: f"{r['batch']['micro_batch_size']} x {r['config']['max_length']}",
     "precision": lambda r: r["config"]["precision"],
@@ -62,6 +62,18 @@ DEFAULT_COLUMNS = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
     "peak host memory", "loss", "perplexity", "status",
 )  # fmt: skip
+
+
+def layout_words(record: Record) -> list[str]:
+    """What tells two runs of one strategy apart: axes and, with a pipeline, schedule and
+    micro-batches. Nothing where the strategy's name says it all."""
+    axes = record.get("topology", {})
+    both = axes.get("dp_replicate", 1) > 1 and axes.get("dp_shard", 1) > 1
+    if not both and axes.get("tp", 1) == axes.get("pp", 1) == 1:
+        return []
+    words = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+    pipeline = record.get("pipeline")
+    return words + ([f"{pipeline['schedule']}-m{pipeline['num_microbatches']}"] if pipeline else [])
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -63,7 +63,12 @@ SIZES: dict[str, ModelSize] = {
     "gpt2-medium": _gpt2(24, 16, 1024),
     "gpt2-large": _gpt2(36, 20, 1280),
     "gpt2-xl": _gpt2(48, 25, 1600),
+    # gpt2-xl's 25 heads split over 5 or 25 processes only: the same matrices with 20 heads of 80.
+    # There are no published weights of this one.
+    "gpt2-xl-20-heads": _gpt2(48, 20, 1600),
 }
 
 # Where the published weights and GPT-2's tokenizer live on the Hugging Face Hub.
-HUB_IDS = {name: f"openai-community/{name}" for name in SIZES if name != "gpt2-tiny"}
+HUB_IDS = {
+    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+}

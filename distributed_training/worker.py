@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distributed_training.checkpoint import check_same_data
 from distributed_training.config import RunConfig
-from distributed_training.data import Sampler
+from distributed_training.data import Data, Sampler
 from distributed_training.display import Display, header_rows, summary_rows
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.errors import UserError
@@ -152,14 +152,7 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
     """Data, engine and record of a run, brought to where it starts or goes on. Collective."""
     config = plan.config
     data, tokenizer = load_plan_data(plan)
-    sampler = Sampler(
-        num_samples=len(data.train),
-        micro_batch_size=config.micro_batch_size,
-        grad_accum_steps=config.grad_accum_steps,
-        dp_size=topology.dp_size,
-        dp_rank=topology.dp_rank,
-        seed=config.seed,
-    )
+    sampler = build_sampler(config, data, topology)
     num_steps = config.num_epochs * sampler.steps_per_epoch
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
@@ -198,6 +191,18 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
     else:
         seed_dropout(config, topology)
     return trainer, tokenizer
+
+
+def build_sampler(config: RunConfig, data: Data, topology: Topology) -> Sampler:
+    """The order in which this rank sees the training samples."""
+    return Sampler(
+        num_samples=len(data.train),
+        micro_batch_size=config.micro_batch_size,
+        grad_accum_steps=config.grad_accum_steps,
+        dp_size=topology.dp_size,
+        dp_rank=topology.dp_rank,
+        seed=config.seed,
+    )
 
 
 def seed_dropout(config: RunConfig, topology: Topology) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from distributed_training.record import RECORD_FILE, write_json  # noqa: E402
-from distributed_training.report import table  # noqa: E402
+from distributed_training.report import layout_words, table  # noqa: E402
 
 COLUMNS = (
     "strategy", "processes", "batch", "precision", "tokens/s", "ms a step", "timed steps", "MFU",
@@ -87,6 +87,7 @@ def unpack(bundle: Path, folder: Path) -> None:
         parts = (
             record["config"]["model"],
             record["strategy"]["name"],
+            *layout_words(record),
             record["config"]["precision"],
             f"b{record['batch']['micro_batch_size']}",
             f"x{record['world_size']}",

@@ -8,8 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from distributed_training.data import StepBatch
+from distributed_training.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
@@ -83,3 +85,22 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
+
+
+def collect_stages(state: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
+    """Parameters of all stages on rank 0, from the first process of each; called by those."""
+    per_stage = topology.world_size // topology.pp
+    shapes: list[dict[str, tuple[int, ...]]]
+    if topology.rank != 0:
+        shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()}]
+        dist.send_object_list(shapes, 0, device=torch.device("cpu"))
+        for tensor in state.values():
+            dist.send(tensor, 0)
+        return state
+    for sender in range(per_stage, topology.world_size, per_stage):
+        shapes = [{}]
+        dist.recv_object_list(shapes, sender, device=torch.device("cpu"))
+        for name, shape in shapes[0].items():
+            state[name] = torch.empty(shape)
+            dist.recv(state[name], sender)
+    return state

@@ -23,8 +23,8 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from distributed_training.config import RunConfig
 from distributed_training.data import StepBatch
+from distributed_training.engines.base import collect_stages, to_device
 from distributed_training.engines.deepspeed import DeepSpeedEngine
-from distributed_training.engines.native import _collect
 from distributed_training.layout import Layout
 from distributed_training.model import GPT2
 from distributed_training.strategy import Strategy
@@ -128,9 +128,9 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return PipelinedGPT2(model, self.stages, self.topology)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
+        device = self.topology.device
         micro_batches = [
-            (torch.from_numpy(inputs), torch.from_numpy(targets))
-            for inputs, targets in batch.micro_batches
+            tuple(to_device(array, device) for array in arrays) for arrays in batch.micro_batches
         ]
         self._expect(micro_batches[0][0].shape)
         self.model.scale = scale
@@ -141,7 +141,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        loss = self._evaluate(torch.from_numpy(inputs), torch.from_numpy(targets))
+        device = self.topology.device
+        loss = self._evaluate(to_device(inputs, device), to_device(targets, device))
         return torch.zeros((), device=self.topology.device) if loss is None else loss
 
     @torch.no_grad()
@@ -189,5 +190,5 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         )
         state = self._gather(own, keep=leads)
         if leads:
-            state = _collect(state, self.topology)
+            state = collect_stages(state, self.topology)
         return state if self.topology.rank == 0 else None

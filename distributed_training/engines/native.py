@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from distributed_training.engines.base import (
     INITIAL_LOSS_SCALE,
     LOSS_SCALE_WINDOW,
     StepResult,
+    collect_stages,
     to_device,
 )
 from distributed_training.gradients import clip_by_norm, global_norm, settle_gradients
@@ -233,7 +233,7 @@ class NativeEngine:
                 if leads:
                     state[name] = full.cpu().clone()
         if leads and topology.pp > 1:
-            state = _collect(state, topology)
+            state = collect_stages(state, topology)
         return state if topology.rank == 0 else None
 
     def close(self) -> None:
@@ -287,20 +287,3 @@ class NativeEngine:
             self.loss_scale = max(1.0, self.loss_scale / 2)
         elif self._good_steps % LOSS_SCALE_WINDOW == 0:
             self.loss_scale *= 2
-
-
-def _collect(state: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
-    """Parameters of all stages on rank 0, from the first process of each; called by those."""
-    per_stage = topology.world_size // topology.pp
-    if topology.rank != 0:
-        dist.send_object_list([{name: tuple(t.shape) for name, t in state.items()}], 0)
-        for tensor in state.values():
-            dist.send(tensor, 0)
-        return state
-    for sender in range(per_stage, topology.world_size, per_stage):
-        shapes: list[dict[str, tuple[int, ...]]] = [{}]
-        dist.recv_object_list(shapes, sender)
-        for name, shape in shapes[0].items():
-            state[name] = torch.empty(shape)
-            dist.recv(state[name], sender)
-    return state

@@ -23,13 +23,12 @@ sizes.SIZES["six-layers"] = sizes.ModelSize(
 
 from distributed_training import launch  # noqa: E402
 from distributed_training.config import build_config  # noqa: E402
-from distributed_training.data import Sampler  # noqa: E402
 from distributed_training.machine import detect_machine  # noqa: E402
 from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
 from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.topology import build_topology, process_group  # noqa: E402
 from distributed_training.train import learning_rate  # noqa: E402
-from distributed_training.worker import build_engine, seed_dropout  # noqa: E402
+from distributed_training.worker import build_engine, build_sampler, seed_dropout  # noqa: E402
 
 NUM_STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 
@@ -39,14 +38,7 @@ def run_case(config, machine, topology):
         config, machine, num_processes=topology.world_size, processes_here=topology.world_size
     )
     data, _ = load_plan_data(plan)
-    sampler = Sampler(
-        num_samples=len(data.train),
-        micro_batch_size=config.micro_batch_size,
-        grad_accum_steps=config.grad_accum_steps,
-        dp_size=topology.dp_size,
-        dp_rank=topology.dp_rank,
-        seed=config.seed,
-    )
+    sampler = build_sampler(config, data, topology)
     engine = build_engine(plan, topology)
     seed_dropout(config, topology)
     losses, norms = [], []

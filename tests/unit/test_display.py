@@ -134,3 +134,18 @@ def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     assert "loss 2.0000" in lines[0]
     assert "500.0 ms/step  0:50 left" in lines[0]
+
+
+def test_the_header_shows_the_pipeline():
+    pipeline = {
+        "schedule": "1f1b",
+        "num_microbatches": 8,
+        "blocks_per_stage": [7, 7, 7, 3],
+        "stage_ranks": [0, 1, 2, 3],
+        "ideal_bubble": 3 / 11,
+    }
+    rows = dict(header_rows(made_record(pipeline=pipeline)))
+    assert rows["pipeline"] == (
+        "1f1b, 8 micro-batches a step, blocks a stage 7, 7, 7, 3; idle 27% if stages were equal"
+    )
+    assert "pipeline" not in dict(header_rows(made_record()))

@@ -22,6 +22,7 @@ ORDER = (
     ("parallel",),
     ("engines.base",),
     ("engines",),
+    ("engines.deepspeed_pipeline",),
     ("checkpoint",),
     ("plan",),
     ("launch", "train"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
 
 import pytest
 
 from distributed_training.config import build_config
 from distributed_training.layout import (
+    SCHEDULE_RULES,
     balanced_cut,
     block_flops,
     build_layout,
@@ -17,7 +20,7 @@ from distributed_training.layout import (
 from distributed_training.model import build_model
 from distributed_training.parallel.pipeline import build_stages
 from distributed_training.sizes import SIZES, ModelSize
-from distributed_training.strategy import load_strategy
+from distributed_training.strategy import ROOT, load_strategy
 from distributed_training.topology import build_topology, nearest_axes
 from tests.unit.conftest import refused
 
@@ -150,6 +153,23 @@ def test_selective_recomputation_and_two_halves_of_a_backward_pass(schedule):
     with refused("'selective' does not work", schedule, "set it to full or none"):
         layout_for(2, activation_checkpointing="selective", **words)
     layout_for(2, activation_checkpointing="full", **words)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_RULES)
+def test_bubbles_are_those_of_the_tutorials_simulator(schedule):
+    """Equal stages, backward twice as long as forward; whole rounds of micro-batches."""
+    sys.path.insert(0, str(ROOT / "pipedream_tutorial"))
+    try:
+        simulator = importlib.import_module("pipedream.simulator")
+        schedules = importlib.import_module("pipedream.schedules")
+        measures = importlib.import_module("pipedream.measures")
+    finally:
+        sys.path.pop(0)
+    for pp, m in [(2, 4), (4, 8), (4, 16), (3, 12)]:
+        order = schedules.build_schedule(schedule, pp, m)
+        timeline = simulator.simulate(order, simulator.build_costs(order))
+        expected = float(measures.idle(timeline).makespan_fraction)
+        assert SCHEDULE_RULES[schedule].bubble(pp, m) == pytest.approx(expected)
 
 
 def test_what_is_not_a_multiple_of_pp_and_allowed():

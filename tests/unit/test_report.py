@@ -11,6 +11,7 @@ from distributed_training.report import (
     comparison,
     differing_keys,
     group_by_work,
+    layout_words,
     main,
     render,
     table,
@@ -388,3 +389,27 @@ def test_plots_in_place_of_a_file_are_explained(tmp_path, capsys):
         out, err = capsys.readouterr()
         assert out.startswith("| strategy"), "the table is there all the same"
         assert err.startswith(f"error: plots cannot be written to {folder}; ")
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"dp_shard": 4}, []),
+        ({"dp_replicate": 4}, []),
+        ({"dp_replicate": 2, "dp_shard": 2}, ["dp_replicate2", "dp_shard2"]),
+        ({"tp": 4}, ["tp4"]),
+        ({"pp": 2, "tp": 2}, ["pp2", "tp2", "zb-v-m8"]),
+    ],
+)
+def test_rows_of_one_strategy_are_told_apart_by_their_layout(axes, words):
+    whole = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
+    pipeline = {"schedule": "zb-v", "num_microbatches": 8} if whole["pp"] > 1 else None
+    record = made_record(topology=whole, pipeline=pipeline)
+    assert layout_words(record) == words
+    assert COLUMNS["strategy"](record) == " ".join(["zero2", *words])
+
+
+def test_records_from_before_there_were_layouts_are_shown():
+    record = made_record()
+    del record["topology"], record["pipeline"]
+    assert COLUMNS["strategy"](record) == "zero2"

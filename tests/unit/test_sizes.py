@@ -26,6 +26,7 @@ def test_parameters_equal_hugging_faces(name):
 def test_published_sizes():
     millions = {name: round(size.num_parameters / 1e6) for name, size in SIZES.items()}
     assert millions.pop("gpt2-tiny") < 1
+    assert millions.pop("gpt2-xl-20-heads") == millions["gpt2-xl"]
     assert millions == {"gpt2": 124, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558}
     assert set(HUB_IDS) == set(millions)
     assert {size.vocab_size for name, size in SIZES.items() if name in HUB_IDS} == {50257}

@@ -1,0 +1,131 @@
+"""Bytes that a step hands to other processes, by the formulas of strategies/*/README.md.
+
+No torch import. Sizes are those of the tensors given to an operation: of the whole one for
+all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network.
+Letters as in the READMEs: D hidden size, A bytes of one micro-batch between two blocks, k or m
+micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from distributed_training.config import RunConfig
+from distributed_training.layout import build_layout
+from distributed_training.sizes import SIZES
+from distributed_training.strategy import load_strategy
+from distributed_training.topology import build_topology
+
+Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
+
+
+def sent_bytes(kind: str, tensor_bytes: int, members: int) -> float:
+    """What each of `members` processes sends where collectives run as rings."""
+    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    return turns[kind] * (members - 1) / members * tensor_bytes if kind in turns else tensor_bytes
+
+
+class Formulas:
+    """Those of process `rank` of `count` under `config`."""
+
+    def __init__(self, config: RunConfig, count: int, rank: int) -> None:
+        self.config, self.strategy = config, load_strategy(config)
+        self.topology = build_topology(
+            self.strategy, world_size=count, rank=rank, local_rank=rank, device_type="cpu"
+        )
+        self.size = SIZES[config.model]
+        layout = build_layout(config, self.strategy, self.size, self.topology)
+        self.ranks = layout.ranks
+        last = len(layout.stages) - 1
+        mine = [i for i, place in enumerate(self.ranks) if place == self.topology.pp_rank]
+        self.first, self.last = 0 in mine, last in mine
+        self.num_blocks = sum(len(layout.stages[i]) for i in mine)
+
+        d, tp = self.size.hidden_size, self.topology.tp
+        self.micro_batches = config.grad_accum_steps
+        self.width = 4 if config.precision == "fp32" else 2
+        self.tokens = config.micro_batch_size * config.seq_len
+        self.activation = self.tokens * d * self.width  # A
+        self.embedding = self.size.padded_vocab_size * d // tp
+        # Parameters before dp_shard divides them: in blocks, and in what lies around them.
+        self.in_blocks = self.num_blocks * ((12 * d * d + 7 * d) // tp + 6 * d)
+        self.around = self.first * (self.embedding + self.size.num_positions * d)
+        self.around += self.last * (2 * d + self.embedding * (len(self.ranks) > 1))
+
+    def total(self) -> Bytes:
+        """Everything but numbers of at most 8 bytes."""
+        if self.strategy.engine == "deepspeed":
+            return self.pipeline() + self.zero()
+        return self.pipeline() + self.tensor() + self.data()
+
+    def data(self) -> Bytes:
+        """dp and fsdp, alone or inside tp and pp."""
+        axes, held = self.topology, self.in_blocks + self.around
+        if axes.dp_replicate == axes.world_size:  # DDP: once a step
+            return Counter({("dp_replicate", "all_reduce"): 4 * held})
+        # FSDP: every micro-batch; within a pipeline once a step, and a block is gathered once.
+        times, gathers = (1, 1) if axes.pp > 1 else (self.micro_batches, 2)
+        found: Bytes = Counter()
+        if axes.dp_shard > 1:
+            gathered = self.width * (gathers * self.in_blocks + self.around)
+            found["dp_shard", "all_gather"] = times * gathered
+            found["dp_shard", "reduce_scatter"] = times * 4 * held
+        if axes.dp_replicate > 1:
+            found["dp_replicate", "all_reduce"] = times * 4 * held // axes.dp_shard
+        return found
+
+    def tensor(self) -> Bytes:
+        """tp: four exchanges a block forward and backward each with sequence parallelism, two
+        all-reduces each without; embedding, output layer and loss; gradients of norms.
+        """
+        if self.topology.tp == 1:
+            return Counter()
+        k, d, sharded = self.micro_batches, self.size.hidden_size, self.topology.dp_size > 1
+        outer = self.width if sharded else 4  # parameters are fp32 where FSDP rounds none
+        embedded = self.tokens * d * outer
+        exchanged = k * (
+            (4 * self.num_blocks + self.last) * self.activation + self.first * embedded
+        )
+        loss = k * 12 * self.tokens * self.last
+        if not self.config.sequence_parallel:
+            return Counter({("tp", "all_reduce"): exchanged + loss})
+        norms = (4 * self.num_blocks + 2 * self.last) * d
+        each_time = sharded and self.topology.pp == 1  # FSDP takes them with every micro-batch
+        positions = k * self.config.seq_len * d * outer * self.first
+        return Counter(
+            {
+                ("tp", "all_gather"): exchanged + positions,
+                ("tp", "reduce_scatter"): exchanged,
+                ("tp", "all_reduce"): loss + norms * (k * self.width if each_time else 4),
+            }
+        )
+
+    def pipeline(self) -> Bytes:
+        """pp: activations on, their gradients back; the tied embedding's gradient once a step."""
+        axes = self.topology
+        if axes.pp == 1:
+            return Counter()
+        split = axes.tp if self.config.sequence_parallel else 1
+        pairs = list(zip(self.ranks, self.ranks[1:], strict=False))
+        ends = sum(pair.count(axes.pp_rank) for pair in pairs if pair[0] != pair[1])
+        found: Bytes = Counter(
+            {("pp", "send"): ends * self.micro_batches * self.activation // split}
+        )
+        if self.first != self.last:
+            if self.strategy.engine == "deepspeed":
+                found["pp", "all_reduce"] = self.width * self.embedding
+            else:
+                found["pp", "send"] += 4 * self.embedding // axes.dp_shard
+        return found
+
+    def zero(self) -> Bytes:
+        """DeepSpeed's stages, on the whole model or on a stage of its pipeline."""
+        held = self.width * (self.in_blocks + self.around)
+        section, k = self.strategy.document["zero_optimization"], self.micro_batches
+        if section["stage"] == 3:
+            gathers = 1 if section["stage3_max_reuse_distance"] else 2
+            gathered, reduced = gathers * k * held, ("dp_shard", "reduce_scatter")
+        else:
+            gathered, reduced = held, ("dp_shard", "all_reduce")
+        times = k if section["stage"] > 1 else 1
+        return Counter({("dp_shard", "all_gather"): gathered, reduced: times * held})
