@@ -32,11 +32,13 @@ STEPS = {
     "tp": (40, 30),
     "pp": (40, 30),
     "3d": (40, 30),
+    "hybrid": (40, 30),
 }
 # Layouts whose processes do not all work on samples of their own.
 LAYOUTS = {
     "tp": {"batch_size": 4, "sequence_parallel": False},
     "pp": {"batch_size": 1, "grad_accum_steps": 4, "pipeline_schedule": "zb-h1"},
+    "hybrid": {"batch_size": 1, "grad_accum_steps": 4},
     "3d": {"batch_size": 2, "grad_accum_steps": 2, "tp": 1, "dp_shard": 1},
 }
 GLOBAL_BATCH = 4
@@ -49,6 +51,7 @@ LAUNCHERS = {
     "tp": ("spawn", 2),
     "pp": ("torchrun", 2),
     "3d": ("spawn", 2),
+    "hybrid": ("spawn", 2),
 }
 
 
@@ -149,7 +152,7 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(
     assert load_record(run_dir)["resumed_from"].endswith(names[-1])
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "offload", "tp", "pp", "3d"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "offload", "tp", "pp", "3d", "hybrid"])
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
     """The uninterrupted run's folder, as it was when it had saved step 20, and resumed there."""
     whole = uninterrupted(strategy)

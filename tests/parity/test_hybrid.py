@@ -10,7 +10,7 @@ from distributed_training.config import build_config
 from distributed_training.deepspeed_json import fill_deepspeed_json
 from distributed_training.errors import UserError
 from distributed_training.strategy import load_strategy
-from tests.conftest import assert_ok, only_record, run_script
+from tests.conftest import assert_ok, only_record, run_script, settings
 from tests.parity.test_strategies import BASE, GLOBAL_BATCH, assert_equal_runs, run_cases
 
 SIX = {**BASE, "model": "six-layers", "seed": 7}
@@ -100,8 +100,7 @@ def test_evaluation_and_sample_equal_one_process(tmp_path):
             "num_samples": 64,
             "generate": "The",
         }
-        arguments = [part for item in values.items() for part in ("--set", "{}={}".format(*item))]
-        command = ["--strategy", strategy, "--num_gpus", str(count), *arguments]
+        command = ["--strategy", strategy, "--num_gpus", str(count), *settings(values)]
         result = run_script(*command, output_dir=tmp_path / strategy)
         assert_ok(result)
         assert "autograd" not in result.stderr, "a broadcast that torch takes for training"

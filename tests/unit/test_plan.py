@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -278,7 +279,11 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
         assert plan.offload_dir is None
     assert {key: words[key] for key in kept} == {key: requested[key] for key in kept}
     batch = plan.config.micro_batch_size * plan.config.grad_accum_steps
-    assert plan.work["global_batch_size"] == batch * num_processes
+    assert plan.work["global_batch_size"] == batch * plan.dp_size
+    assert math.prod(plan.axes.values()) == num_processes
+    assert [block for blocks in plan.layout.stages for block in blocks] == list(
+        range(plan.size.num_layers)
+    )
     if machine.num_gpus:
         assert num_processes <= machine.num_gpus
     if plan.deepspeed_json is not None:
