@@ -7,16 +7,18 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 import torch
-from pipedream.channels import Inbox, Neighbour
+from pipedream.channels import Inbox, Neighbour, Neighbours
 from pipedream.errors import UserError
 from pipedream.ops import Op
 from pipedream.oracle import schedule_for_training, train
 from pipedream.policies import weight_use
-from pipedream.runtime import EventClock
-from pipedream.stages import build_stages
+from pipedream.prediction import makespan_ns
+from pipedream.runtime import EventClock, Station, pace_from_ms, run_stage
+from pipedream.stages import build_stages, build_task
 from pipedream.workload import build_workload
 from starting import FAST, no_process_is_left, run  # noqa: F401
 
@@ -206,6 +208,40 @@ def test_event_clock_times_the_work_and_not_the_launches():
         assert third - second == pytest.approx(5_000_000, abs=10)
         # On the host's clock, but for what the anchor is off.
         assert launched + 57_000_000 < third < finished + 1_000_000
+
+
+def test_a_run_timed_by_events(monkeypatch):
+    """The path that a GPU takes: anchored, marked, waited for, and only then read."""
+    monkeypatch.setattr("pipedream.runtime.dist.barrier", lambda: None)
+    device, m = FakeDevice(), 3
+    task = build_task(seed=1)
+    (module,) = build_stages(1, 1, seed=1)
+    station = Station(
+        stage=0,
+        num_stages=1,
+        module=module,
+        loss=torch.nn.functional.cross_entropy,
+        task=task,
+        neighbours=Neighbours(before=None, after=None),
+        clock=EventClock(device.event, device.synchronize),
+        receive_depth=2,
+        learning_rate=0.1,
+        device=torch.device("cpu"),
+    )
+    schedule, policy = schedule_for_training("1f1b", 1, m, 1)
+    begun = time.perf_counter_ns()
+    done = run_stage(
+        station, schedule, policy, num_microbatches=m, num_batches=1, pace=pace_from_ms(2, 4)
+    )
+    ended = time.perf_counter_ns()
+    assert [(e.kind, e.microbatch) for e in done.events] == [
+        (op.kind, op.microbatch) for op in schedule.orders[0]
+    ]
+    assert makespan_ns(done.events) >= m * 6_000_000
+    assert begun < done.events[0].start_ns + 1_000_000
+    assert done.events[-1].end_ns < ended + 1_000_000
+    assert all(a.end_ns <= b.start_ns for a, b in pairwise(done.events))
+    assert done.peak_memory_bytes is None
 
 
 class FakeWork:

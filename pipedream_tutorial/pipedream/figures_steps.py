@@ -1,0 +1,213 @@
+"""Pictures of single steps of the tutorial: a few timelines above each other, on one time axis.
+
+Drawn by python -m pipedream.results --write, always at the same sizes: README.md quotes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from pipedream.comparison import Case, Row, measure
+from pipedream.drawing import (
+    TEXT,
+    draw_grid,
+    kind_legend,
+    new_figure,
+    number,
+    percent,
+    row_height,
+)
+from pipedream.figures import idle_text, panel_title, time_label
+from pipedream.measures import idle
+from pipedream.planner import Plan, plan_pipeline
+from pipedream.profile import load_profile
+from pipedream.replicated import simulate_plan
+from pipedream.simulator import Timeline
+
+
+class Panel(NamedTuple):
+    """A timeline, and the line above it."""
+
+    text: str
+    timeline: Timeline
+
+
+class Picture(NamedTuple):
+    """What is drawn."""
+
+    title: str
+    panels: list[Panel]
+    unit: str | None = None
+    """The time axis's label; None: the durations, which are the same for all panels."""
+    notes: tuple[str, ...] = ()
+
+
+def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
+    """A schedule on 4 ranks with F = I = W = 1."""
+    one = Fraction(1)
+    case = Case(
+        num_stages=4,
+        num_microbatches=m,
+        num_batches=batches,
+        chunks=2,
+        forward=one,
+        backward=one,
+        weight_gradient=one,
+        communication=Fraction(communication),
+        overlap_saving=Fraction(0),
+        stage_scale=None,
+    )
+    return measure(name, case)
+
+
+def _batches(names: Sequence[str], communication: Fraction | int = 0) -> list[Panel]:
+    panels = []
+    for name in names:
+        row = row_of(name, communication=communication)
+        shares = idle_text(row.batch_idle)
+        text = f"{row.title}: ends at {number(row.batch.makespan)}, idle {shares}"
+        panels.append(Panel(text, row.batch))
+    return panels
+
+
+def one_f_one_b() -> Picture:
+    panels = []
+    for name in ("gpipe", "1f1b"):
+        row = row_of(name)
+        held = ", ".join(map(number, row.peak_activations))
+        text = f"{row.title}: ends at {number(row.batch.makespan)}; microbatches held at most"
+        panels.append(Panel(f"{text} by rank {held}", row.batch))
+    title = "GPipe and 1F1B: as much idle time, but different numbers of microbatches in memory"
+    return Picture(title, panels)
+
+
+def asynchronous() -> Picture:
+    panels = []
+    for name in ("1f1b", "pipedream"):
+        row = row_of(name, m=4, batches=2)
+        share = percent(row.stream_idle.makespan_fraction)
+        text = f"{row.title}: ends at {number(row.stream.makespan)}, idle {share}"
+        panels.append(Panel(text, row.stream))
+    ends = [number(panel.timeline.makespan) for panel in panels]
+    title = (
+        f"Two batches of 4 microbatches: with a flush after each until time {ends[0]}, "
+        f"without until {ends[1]}"
+    )
+    return Picture(title, panels)
+
+
+def interleaving() -> Picture:
+    panels = _batches(("1f1b", "interleaved"))
+    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
+    title = f"Two stages a rank: a rank idles for {idles[1]} time units instead of {idles[0]}"
+    return Picture(title, panels)
+
+
+def zero_bubble() -> Picture:
+    panels = _batches(("1f1b", "zb-h1", "zb-h2", "zb-v"))
+    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
+    title = (
+        "The backward pass cut in two: a rank idles for "
+        f"{', '.join(idles[1:-1])} or {idles[-1]} time units instead of {idles[0]}"
+    )
+    return Picture(title, panels)
+
+
+def two_directions() -> Picture:
+    panels = _batches(("dualpipe-v", "chimera"))
+    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
+    title = f"Filled from both sides: a rank idles for {idles[0]} (V) or {idles[1]} (two copies)"
+    return Picture(title, panels)
+
+
+def communication() -> Picture:
+    c = Fraction(1)
+    panels = _batches(("gpipe", "1f1b", "zb-h2"), c)
+    without = [row_of(name).batch.makespan for name in ("gpipe", "1f1b")]
+    costs = [number(p.timeline.makespan - t) for p, t in zip(panels, without, strict=False)]
+    title = (
+        f"Sending takes {number(c)}, as long as a forward: it costs GPipe {costs[0]} and 1F1B "
+        f"{costs[1]} time units"
+    )
+    return Picture(title, panels)
+
+
+def plan() -> Picture:
+    found = _shipped_plan()
+    run = simulate_plan(found, 24, busy_links=False)
+    layers = load_profile(_profile()).layers
+    names = [
+        " to ".join(dict.fromkeys((layers[stage.first].name, layers[stage.last].name)))
+        + (f" (x {stage.replicas})" if stage.replicas > 1 else "")
+        for stage in found.stages
+    ]
+    notes = tuple(
+        f"Stage {place}: passes are drawn as long as its {stage.replicas} workers synchronise, "
+        f"{float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
+        for place, stage in enumerate(found.stages)
+        if stage.sync_s > stage.compute_s
+    )
+    text = f"1F1B of 24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    title = f"GPT-2 on 8 workers at 1 Gbit/s: {', '.join(names)}"
+    return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes)
+
+
+def _profile() -> Path:
+    return Path(__file__).resolve().parent.parent / "profiles/gpt2_cpu.json"
+
+
+def _shipped_plan() -> Plan:
+    layers = load_profile(_profile()).layers
+    return plan_pipeline(layers, num_workers=8, bandwidth=Fraction("1.25e8"))
+
+
+PICTURES = {
+    "one_f_one_b": one_f_one_b,
+    "asynchronous": asynchronous,
+    "interleaving": interleaving,
+    "zero_bubble": zero_bubble,
+    "two_directions": two_directions,
+    "communication": communication,
+    "plan": plan,
+}
+
+
+def draw_picture(picture: Picture, path: Path) -> Figure:
+    """Write the PNG; what it was drawn from is in its metadata as a digest."""
+    timelines = [panel.timeline for panel in picture.panels]
+    until = max(timeline.makespan for timeline in timelines)
+    ranks = timelines[0].schedule.num_ranks
+    figure, axes = new_figure(
+        picture.title,
+        [1.2 * ranks * row_height(ranks)] * len(timelines),
+        legend=kind_legend(timelines),
+        head=0.45,
+        gap=0.5,
+        notes=picture.notes,
+    )
+    for ax, panel in zip(axes, picture.panels, strict=True):
+        draw_grid(ax, panel.timeline, until=until)
+        panel_title(ax, panel.text)
+    for ax in axes[:-1]:
+        ax.tick_params(labelbottom=False)
+    if picture.unit is None:
+        time_label(axes[-1], timelines[0])
+    else:
+        axes[-1].set_xlabel(picture.unit, fontsize=TEXT)
+    figure.savefig(path, metadata={"Software": None, "Source": digest(picture)})
+    return figure
+
+
+def digest(picture: Picture) -> str:
+    """Of every event, its start and its end, and of all texts."""
+    parts = [picture.title, str(picture.unit), *picture.notes]
+    for panel in picture.panels:
+        parts.append(panel.text)
+        parts += [f"{e.rank} {e.item} {e.start} {e.end}" for e in panel.timeline.all_events()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,185 @@
+"""Formulas of memory and traffic against counting: real modules, a simulated ring, real orders."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from pipedream.errors import UserError
+from pipedream.gpt2_layers import GPT2_SIZES, GPT2Size, gpt2_layers
+from pipedream.measures import peak_activations
+from pipedream.schedules import build_schedule
+from pipedream.trace import transfers
+from pipedream.traffic import (
+    MODELS,
+    Layout,
+    Model,
+    block_activations,
+    comparison_table,
+    cost,
+    layouts,
+    ring_share,
+    sent,
+    stage_parameters,
+)
+
+SMALL = Model(name="small", layers=8, hidden=16, heads=4, vocabulary=40, sequence=8)
+MEDIUM = MODELS["gpt2-medium"]
+
+
+def test_parameters_are_those_of_the_modules() -> None:
+    for name, model in (("gpt2-medium", MEDIUM), ("gpt2-xl", MODELS["gpt2-xl"])):
+        size = GPT2_SIZES.get(name) or GPT2Size(
+            num_layers=model.layers, hidden=model.hidden, heads=model.heads
+        )
+        with torch.device("meta"):
+            counts = [sum(p.numel() for p in layer.parameters()) for layer in gpt2_layers(size)]
+        untied = model.vocabulary * model.hidden  # our layers' projection has its own weights
+        assert model.parameters == sum(counts) - untied
+        assert model.embedding_parameters == counts[0]
+        assert model.block_parameters == counts[1] == counts[-2]
+    assert MEDIUM.parameters == 354_823_168  # as published
+    assert MODELS["gpt2-xl"].parameters == 1_557_611_200
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_a_rings_devices_send_that_share(n: int) -> None:
+    """Reduce-scatter and all-gather, chunk by chunk from neighbour to neighbour, on numbers."""
+    chunks = [[10 * rank + c for c in range(n)] for rank in range(n)]
+    expected = [sum(column) for column in zip(*chunks, strict=True)]
+    sent_chunks = [0] * n
+    for step in range(2 * (n - 1)):
+        reduces = step < n - 1
+        first = 0 if reduces else n  # each gathers on from the chunk whose sum it has
+        moved = [(r, (r + first - step) % n) for r in range(n)]
+        values = [chunks[r][c] for r, c in moved]
+        for (r, c), value in zip(moved, values, strict=True):
+            to = (r + 1) % n
+            chunks[to][c] = chunks[to][c] + value if reduces else value
+            sent_chunks[r] += 1
+    assert chunks == [expected] * n
+    assert {Fraction(count, n) for count in sent_chunks} == {2 * ring_share(n)}
+
+
+def test_model_state_is_that_of_the_zero_paper() -> None:
+    """Its table: 16 N, 4 N + 12 N / P, 2 N + 14 N / P, 16 N / P."""
+    n = MEDIUM.parameters
+    for devices in (2, 8):
+        found = []
+        for stage in range(4):
+            layout = Layout(title="", data=devices, zero=stage)
+            one = cost(MEDIUM, layout, sequences=devices, microbatch=1)
+            found.append(one.weights + one.gradients + one.optimizer)
+        gathered = 2 * MEDIUM.embedding_parameters
+        share = Fraction(n, devices)
+        assert found == [16 * n, 4 * n + 12 * share, 2 * n + 14 * share, 16 * share + gathered]
+
+
+def test_traffic_of_one_microbatch_is_that_of_the_zero_paper() -> None:
+    """2 r N elements for stages 0 to 2, 3 r N for stage 3."""
+    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):
+        found = sent(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
+        elements = times * Fraction(7, 8) * MEDIUM.parameters
+        assert found == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
+
+
+def test_all_devices_together_hold_the_model_once_but_for_what_is_not_cut() -> None:
+    for t, p in product((1, 2, 4), (1, 2, 4)):
+        layout = Layout(title="", tensor=t, pipeline=p)
+        held = t * sum(stage_parameters(SMALL, layout, s) for s in range(p))
+        d = SMALL.hidden
+        whole = SMALL.layers * 6 * d + SMALL.sequence * d + 2 * d
+        tied = SMALL.vocabulary * d * (p > 1)
+        assert held == SMALL.parameters + (t - 1) * whole + tied
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "pipedream"])
+def test_pipeline_traffic_is_counted_in_the_orders(name: str) -> None:
+    p, k, b = 4, 8, 2
+    schedule = build_schedule(name, p, k)
+    ranks = schedule.ranks()
+    messages = [0] * p
+    for sender, _ in transfers(schedule):
+        messages[ranks[sender]] += 1
+    layout = Layout(title="", pipeline=p, schedule=name)
+    tensor = b * SMALL.sequence * SMALL.hidden
+    for stage, count in enumerate(messages):
+        tied = SMALL.vocabulary * SMALL.hidden * (stage in (0, p - 1))
+        assert sent(SMALL, layout, k, b, stage)["pipeline"] == 2 * (count * tensor + tied)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "pipedream"])
+def test_activations_are_those_that_the_order_holds(name: str) -> None:
+    """With blocks so wide that the fullest stage is the one that holds most of them."""
+    held = peak_activations(build_schedule(name, 4, 8))
+    wide = replace(SMALL, hidden=1024, vocabulary=1)
+    layout = Layout(title="", pipeline=4, schedule=name)
+    found = cost(wide, layout, sequences=16, microbatch=2).activations
+    blocks = 2 * block_activations(wide, layout, 2)
+    passed = 2 * wide.sequence * wide.hidden
+    first = held[0] * (blocks + passed)
+    last = held[3] * (blocks + 4 * passed + 4 * 2 * wide.sequence)
+    assert found == max(first, held[1] * blocks, last)
+
+
+def test_tensor_parallel_traffic_written_out() -> None:
+    """4 all-reduces of [b, T, D] a block, one at the embedding and one at the projection."""
+    t, k, b = 4, 3, 2
+    tensor = b * SMALL.sequence * SMALL.hidden
+    reduce_all = 2 * Fraction(t - 1, t) * tensor
+    found = sent(SMALL, Layout(title="", tensor=t), k, b, 0)
+    assert found["tensor"] == 2 * k * (4 * SMALL.layers + 2) * reduce_all
+    cut = sent(SMALL, Layout(title="", tensor=t, sequence_parallel=True), k, b, 0)
+    assert cut["tensor"] == 2 * k * (5 * SMALL.layers + Fraction(5, 2)) * reduce_all
+    # In a pipeline each stage has its own blocks' share, and together that is all.
+    layout = Layout(title="", tensor=t, pipeline=2)
+    assert sum(sent(SMALL, layout, k, b, s)["tensor"] for s in (0, 1)) == found["tensor"]
+
+
+def test_sequence_parallelism_divides_all_of_a_blocks_activations() -> None:
+    whole = block_activations(SMALL, Layout(title=""), 2)
+    assert whole == 34 * 2 * SMALL.sequence * SMALL.hidden
+    cut = block_activations(SMALL, Layout(title="", tensor=4, sequence_parallel=True), 2)
+    uncut = block_activations(SMALL, Layout(title="", tensor=4), 2)
+    assert cut == whole / 4
+    assert uncut == whole * Fraction(16, 34)
+
+
+def test_idle_shares() -> None:
+    def share(**changes: object) -> Fraction:
+        layout = Layout(title="", pipeline=4, **changes)
+        return cost(SMALL, layout, sequences=8, microbatch=1).idle
+
+    assert share() == share(schedule="gpipe") == Fraction(3, 11)
+    assert share(schedule="zb-h1") == Fraction(3, 27)
+    assert share(schedule="pipedream") == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (Layout(title="", tensor=3), "4 heads cannot be cut into 3"),
+        (Layout(title="", pipeline=3), "8 blocks cannot be cut into 3"),
+        (Layout(title="", data=16), "8 sequences cannot be cut into 16"),
+        (Layout(title="", data=2, pipeline=2, zero=2), "ZeRO-2 communicates at every microbatch"),
+    ],
+)
+def test_what_cannot_be_is_said(layout: Layout, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        cost(SMALL, layout, sequences=8, microbatch=1)
+
+
+def test_a_table_has_every_layout_once_and_its_numbers() -> None:
+    lines = comparison_table("gpt2-medium", 8).splitlines()[2:]
+    titles = [line.split("|")[1].strip() for line in lines]
+    assert titles == [layout.title for layout in layouts(8)]
+    assert len(set(titles)) == len(titles)
+    assert all(one.data * one.tensor * one.pipeline == 8 for one in layouts(8))
+    one = cost(MEDIUM, Layout(title="", data=8, zero=3), sequences=64, microbatch=4)
+    cells = lines[titles.index("ZeRO-3")].split("|")
+    assert cells[6].strip() == f"{float(one.memory) / 2**30:.2f}"
+    assert cells[7].strip() == f"{float(one.sent) / 2**30:.2f}"
+    # 64 sequences over 8 devices, 4 at a time: two microbatches, each gathers twice and scatters.
+    assert one.sent == 2 * 2 * 3 * Fraction(7, 8) * MEDIUM.parameters
+    assert "25 heads cannot be cut into 8" in comparison_table("gpt2-xl", 8)
