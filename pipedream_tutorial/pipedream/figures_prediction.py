@@ -52,6 +52,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         columns=columns,
         legend=legend,
         head=0.5,
+        gap=1.05,
         notes=["Points: measured; lines: simulated. Below: simulated minus measured, in points"],
     )
     limit = 1.25 * max(1.0, *(abs(points_off(case)) for case in cases))
