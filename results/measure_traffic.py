@@ -17,37 +17,51 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+sys.path.insert(0, str(ROOT))
 
-from traffic_formulas import Formulas, sent_bytes
-
-from distributed_training import launch, sizes
-from distributed_training.config import RunConfig, build_config
-from distributed_training.data import Sampler
-from distributed_training.files import load_json
-from distributed_training.machine import detect_machine
-from distributed_training.plan import load_plan_data, make_plan
-from distributed_training.record import git_commit, timestamp, versions, write_json
-from distributed_training.strategy import MESH_AXES, load_strategy
-from distributed_training.topology import Topology, build_topology, process_group
-from distributed_training.worker import build_engine, seed_dropout
+from distributed_training import sizes  # noqa: E402
 
 SIZE = sizes.ModelSize(
     vocab_size=2048, num_positions=128, num_layers=8, num_heads=4, hidden_size=32
 )
-sizes.SIZES["eight-layers"] = SIZE
+DEEPER = dataclasses.replace(SIZE, num_layers=12)  # the difference is what blocks send
+MODELS = {"eight-blocks": SIZE, "twelve-blocks": DEEPER}
+sizes.SIZES.update(MODELS)  # before config reads SIZES
+
+from traffic_counter import Traffic  # noqa: E402
+from traffic_formulas import Formulas, sent_bytes  # noqa: E402
+
+from distributed_training import launch  # noqa: E402
+from distributed_training.config import RunConfig, build_config  # noqa: E402
+from distributed_training.files import load_json  # noqa: E402
+from distributed_training.machine import detect_machine  # noqa: E402
+from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
+from distributed_training.record import (  # noqa: E402
+    git_commit,
+    timestamp,
+    versions,
+    write_json,
+)
+from distributed_training.strategy import MESH_AXES, load_strategy  # noqa: E402
+from distributed_training.topology import (  # noqa: E402
+    Topology,
+    build_topology,
+    process_group,
+)
+from distributed_training.worker import (  # noqa: E402
+    build_engine,
+    build_sampler,
+    seed_dropout,
+)
+
 BASE = {
-    "model": "eight-layers",
+    "model": "eight-blocks",
     "tokenizer": "embedded",
     "dataset": "embedded",
     "max_length": 32,
@@ -79,6 +93,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "`fsdp` 2 copies x 2, k = 2": {"strategy": "fsdp", "dp_replicate": 2},
         "`tp` 4, k = 2": {"strategy": "tp"},
         "`tp` 4, k = 2, no sequence_parallel": {"strategy": "tp", "sequence_parallel": False},
+        "`tp` 4, k = 2, recomputed": {"strategy": "tp", "activation_checkpointing": "full"},
         "`pp` 4, m = 8, gpipe": {**_PIPELINE, "pipeline_schedule": "gpipe"},
         "`pp` 4, m = 8, 1f1b": {**_PIPELINE, "pipeline_schedule": "1f1b"},
         "`pp` 4, m = 8, interleaved": {**_PIPELINE, "pipeline_schedule": "interleaved"},
@@ -97,82 +112,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
-SMALL_BYTES = 8
-# Operation -> (kind, its argument that is counted, whether the argument is one process's part).
-COUNTED = {
-    "c10d.allreduce_": ("all_reduce", 0, False),
-    "c10d._allgather_base_": ("all_gather", 0, False),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", 1, False),
-    "c10d.broadcast_": ("broadcast", 0, False),
-    "c10d.send": ("send", 0, False),
-    "_c10d_functional.all_reduce": ("all_reduce", 0, False),
-    "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
-    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
+IN_DEPTH = (
+    "`dp` 4, k = 2", "`fsdp` 4, k = 2", "`fsdp` 2 copies x 2, k = 2", "`tp` 4, k = 2",
+    "`tp` 4, k = 2, no sequence_parallel", "`pp` 4, m = 8, 1f1b",
+)  # fmt: skip
+CASES[4] |= {
+    f"{name}, 12 blocks": {**CASES[4][name], "model": "twelve-blocks"} for name in IN_DEPTH
 }
-# The other end of a send; waiting, and marks for autograd.
-PASSED_OVER = {
-    "c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd",
-}  # fmt: skip
-
-
-class Traffic(TorchDispatchMode):
-    """Counts what is handed to torch.distributed while it is entered, on this thread."""
-
-    def __init__(self, topology: Topology) -> None:
-        super().__init__()
-        self.topology = topology
-        self.large: dict[str, Counter[str]] = {}
-        """ "axis kind" -> calls, tensor_bytes, sent_bytes."""
-        self.small: Counter[str] = Counter()
-        """ "axis kind" -> calls."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if DTensor in types:
-            return NotImplemented  # DTensor takes the operation apart and comes here again
-        name = f"{func.namespace}.{func.__name__.split('.')[0]}"
-        if name in COUNTED:
-            self._count(name, args)
-        elif "c10d" in func.namespace and name not in PASSED_OVER:
-            raise NotImplementedError(f"{name} is not known here: add it to COUNTED")
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        kind, place, is_part = COUNTED[name]
-        members = dist.get_process_group_ranks(_group_of(args))
-        if kind == "send":
-            members = [self.topology.rank, members[args[2]]]
-        size = _num_bytes(args[place]) * (len(members) if is_part else 1)
-        key = f"{self._axis(members)} {kind}"
-        if size <= SMALL_BYTES:
-            self.small[key] += 1
-            return
-        sent = sent_bytes(kind, size, len(members))
-        self.large.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
-
-    def _axis(self, members: list[int]) -> str:
-        """The axes along which these ranks differ."""
-        places = [dataclasses.replace(self.topology, rank=rank) for rank in members]
-        shards = self.topology.dp_shard
-        coordinates = {
-            "pp": {p.pp_rank for p in places},
-            "dp_replicate": {p.dp_rank // shards for p in places},
-            "dp_shard": {p.dp_rank % shards for p in places},
-            "tp": {p.tp_rank for p in places},
-        }
-        return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)
-
-
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """c10d's operations carry their group as an object, functional ones its name, last."""
-    if isinstance(args[-1], str):
-        return dist.distributed_c10d._resolve_process_group(args[-1])
-    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-
-
-def _num_bytes(tensors: Any) -> int:
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_num_bytes, tensors))
 
 
 def build_case(values: dict[str, Any], folder: Path) -> RunConfig:
@@ -182,7 +128,7 @@ def build_case(values: dict[str, Any], folder: Path) -> RunConfig:
     if changes is not None:
         document = load_json(ROOT / f"configs/ds_config_{values['strategy']}.json", "JSON")
         document["zero_optimization"].update(changes)
-        file = folder / f"zero{abs(hash(str(changes)))}.json"
+        file = folder / f"{values['strategy']}-{len(changes)}-changes.json"
         file.write_text(json.dumps(document))
         values["deepspeed_config"] = str(file)
     return build_config(values)
@@ -193,14 +139,7 @@ def run_case(config: RunConfig, topology: Topology) -> dict[str, Any]:
     count = topology.world_size
     plan = make_plan(config, detect_machine(), num_processes=count, processes_here=count)
     data, _ = load_plan_data(plan)
-    sampler = Sampler(
-        num_samples=len(data.train),
-        micro_batch_size=config.micro_batch_size,
-        grad_accum_steps=config.grad_accum_steps,
-        dp_size=topology.dp_size,
-        dp_rank=topology.dp_rank,
-        seed=config.seed,
-    )
+    sampler = build_sampler(config, data, topology)
     engine = build_engine(plan, topology)
     seed_dropout(config, topology)
     for step in range(2):
@@ -209,7 +148,9 @@ def run_case(config: RunConfig, topology: Topology) -> dict[str, Any]:
         engine.train_step(sampler.step_batch(data.train, 2))
     engine.close()
     formulas: dict[str, float] = {}
-    for (axis, kind), size in Formulas(config, count, topology.rank).total().items():
+    for (axis, kind), size in (
+        Formulas(config, MODELS[config.model], count, topology.rank).total().items()
+    ):
         members = 2 if axis == "pp" else topology.axes[axis]
         formulas[f"{axis} {kind}"] = sent_bytes(kind, size, members)
     return {
@@ -260,6 +201,12 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
     return max(rows, key=lambda row: row["in all"])
 
 
+def block_row(deeper: dict[str, float], row: dict[str, float]) -> dict[str, float]:
+    """What one block adds to a step."""
+    blocks = DEEPER.num_layers - SIZE.num_layers
+    return {name: (deeper[name] - row[name]) / blocks for name in ("in all", "by formula")}
+
+
 def differences(cases: dict[str, Any]) -> list[str]:
     """Where a count is not what its formula says."""
     found = []
@@ -287,6 +234,8 @@ def main() -> int:
             run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             subprocess.run([*run, f"--nproc_per_node={count}", __file__, part], check=True)
             cases.update(json.loads(part.read_text()))
+    rows = {name: table_row(case) for name, case in cases.items()}
+    deeper = {name: rows.pop(f"{name}, 12 blocks") for name in IN_DEPTH}
     record = {
         "what": "one training step on CPU processes over gloo: bytes given to each operation of "
         "torch.distributed, and what a process sends for them in a ring",
@@ -294,9 +243,10 @@ def main() -> int:
         "made_at": timestamp(),
         "git_commit": git_commit(),
         "versions": versions(),
-        "model": dataclasses.asdict(SIZE),
+        "models": {name: dataclasses.asdict(size) for name, size in MODELS.items()},
         "base": BASE,
-        "bytes_sent": {name: table_row(case) for name, case in cases.items()},
+        "bytes_sent": rows,
+        "bytes_sent_for_a_block": {name: block_row(deeper[name], rows[name]) for name in IN_DEPTH},
         "cases": cases,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

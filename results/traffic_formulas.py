@@ -12,7 +12,7 @@ from collections import Counter
 
 from distributed_training.config import RunConfig
 from distributed_training.layout import build_layout
-from distributed_training.sizes import SIZES
+from distributed_training.sizes import ModelSize
 from distributed_training.strategy import load_strategy
 from distributed_training.topology import build_topology
 
@@ -26,14 +26,13 @@ def sent_bytes(kind: str, tensor_bytes: int, members: int) -> float:
 
 
 class Formulas:
-    """Those of process `rank` of `count` under `config`."""
+    """Those of process `rank` of `count` for a model of `size` under `config`."""
 
-    def __init__(self, config: RunConfig, count: int, rank: int) -> None:
-        self.config, self.strategy = config, load_strategy(config)
+    def __init__(self, config: RunConfig, size: ModelSize, count: int, rank: int) -> None:
+        self.config, self.size, self.strategy = config, size, load_strategy(config)
         self.topology = build_topology(
             self.strategy, world_size=count, rank=rank, local_rank=rank, device_type="cpu"
         )
-        self.size = SIZES[config.model]
         layout = build_layout(config, self.strategy, self.size, self.topology)
         self.ranks = layout.ranks
         last = len(layout.stages) - 1
@@ -75,8 +74,8 @@ class Formulas:
         return found
 
     def tensor(self) -> Bytes:
-        """tp: four exchanges a block forward and backward each with sequence parallelism, two
-        all-reduces each without; embedding, output layer and loss; gradients of norms.
+        """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice
+        backward, without it all-reduces as often; embedding, output layer, loss; norms' gradients.
         """
         if self.topology.tp == 1:
             return Counter()
@@ -86,16 +85,19 @@ class Formulas:
         exchanged = k * (
             (4 * self.num_blocks + self.last) * self.activation + self.first * embedded
         )
+        # Recomputation stops before the last exchange of the forward pass: nobody needs its result.
+        again = k * self.num_blocks * self.activation
+        again *= self.config.activation_checkpointing != "none"
         loss = k * 12 * self.tokens * self.last
         if not self.config.sequence_parallel:
-            return Counter({("tp", "all_reduce"): exchanged + loss})
+            return Counter({("tp", "all_reduce"): exchanged + again + loss})
         norms = (4 * self.num_blocks + 2 * self.last) * d
         each_time = sharded and self.topology.pp == 1  # FSDP takes them with every micro-batch
         positions = k * self.config.seq_len * d * outer * self.first
         return Counter(
             {
-                ("tp", "all_gather"): exchanged + positions,
-                ("tp", "reduce_scatter"): exchanged,
+                ("tp", "all_gather"): exchanged + 2 * again + positions,
+                ("tp", "reduce_scatter"): exchanged + again,
                 ("tp", "all_reduce"): loss + norms * (k * self.width if each_time else 4),
             }
         )
