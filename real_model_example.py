@@ -11,7 +11,7 @@ Change CONFIG, or put single keys over it with --set key=value.
 
 CONFIG = {
     # The work: the same under every strategy.
-    "model": "auto",  # gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl; auto: by machine
+    "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by machine
     "strategy": "zero2",  # dp, zero1, zero2, zero3, offload, infinity, fsdp, tp, pp, 3d, hybrid
     "batch_size": 4,  # sequences per GPU and micro-batch
     "epochs": 2,  # passes over the training samples

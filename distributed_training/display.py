@@ -118,11 +118,13 @@ def pipeline_rows(pipeline: dict[str, Any] | None) -> list[tuple[str, str]]:
     if pipeline is None:
         return []
     blocks = ", ".join(map(str, pipeline["blocks_per_stage"]))
+    bubble = pipeline["ideal_bubble"]
+    idle = "" if bubble is None else f"; idle {100 * bubble:.0f}% if stages were equal"
     return [
         (
             "pipeline",
             f"{pipeline['schedule']}, {pipeline['num_microbatches']} micro-batches a step, blocks "
-            f"a stage {blocks}; idle {100 * pipeline['ideal_bubble']:.0f}% if stages were equal",
+            f"a stage {blocks}{idle}",
         )
     ]
 

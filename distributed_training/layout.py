@@ -21,9 +21,9 @@ from distributed_training.topology import Topology
 class ScheduleRule:
     """What one pipeline schedule asks for."""
 
-    bubble: Callable[[int, int], float]
+    bubble: Callable[[int, int], float | None]
     """(pp, micro-batches) -> idle share of a step if all stages took equally long and a backward
-    pass twice a forward one (2401.10241, section 2; the tutorial's closed_forms.py)."""
+    pass twice a forward one (the tutorial's closed_forms.py); None where there is no formula."""
     stages_per_rank: int = 1
     v_shaped: bool = False
     """Rank r holds stages r and 2 pp - 1 - r instead of r and pp + r."""
@@ -35,18 +35,26 @@ class ScheduleRule:
     """Whether the micro-batches must make max(1, m // pp) rounds of equal length."""
 
 
+def _share(idle: int, busy: int) -> float:
+    return idle / (busy + idle)
+
+
 # Rules of torch.distributed.pipelining's schedules.
 SCHEDULE_RULES: dict[str, ScheduleRule] = {
-    "gpipe": ScheduleRule(bubble=lambda p, m: (p - 1) / (m + p - 1)),
-    "1f1b": ScheduleRule(bubble=lambda p, m: (p - 1) / (m + p - 1), minimum=lambda p: p),
+    "gpipe": ScheduleRule(bubble=lambda p, m: _share(p - 1, m)),
+    "1f1b": ScheduleRule(bubble=lambda p, m: _share(p - 1, m), minimum=lambda p: p),
     "interleaved": ScheduleRule(
-        bubble=lambda p, m: (p - 1) / (2 * m + p - 1), stages_per_rank=2, equal_rounds=True
+        bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
+        stages_per_rank=2,
+        equal_rounds=True,
     ),
     "zb-h1": ScheduleRule(
-        bubble=lambda p, m: (p - 1) / (3 * m + p - 1), splits_backward=True, equal_rounds=True
+        bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
+        splits_backward=True,
+        equal_rounds=True,
     ),
     "zb-v": ScheduleRule(
-        bubble=lambda p, m: (p - 1) / (6 * m + p - 1),
+        bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
         stages_per_rank=2,
         v_shaped=True,
         splits_backward=True,

@@ -256,7 +256,9 @@ def estimate_state_bytes(
     if strategy.engine == "native":
         mesh = strategy.mesh
         shards = mesh["dp_shard"] if mesh["dp_shard"] != -1 else dp_size // mesh["dp_replicate"]
-        return _bytes(4 / shards, 4 / shards, 8 / shards, num_parameters)
+        # A pipeline's stage adds its gradients up whole and divides them after the last one.
+        gradients = 4 if strategy.pipelined else 4 / shards
+        return _bytes(4 / shards, gradients, 8 / shards, num_parameters)
     width = 4 if precision == "fp32" else 2
     stage = strategy.zero_stage
     parameters = width / (shards if stage >= 3 else 1)

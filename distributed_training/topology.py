@@ -100,11 +100,19 @@ def build_topology(
     open_axes = [axis for axis, size in axes.items() if size == -1]
     fixed = math.prod(size for size in axes.values() if size != -1)
     if len(open_axes) > 1 or fixed < 1 or any(size < 1 and size != -1 for size in axes.values()):
-        raise UserError(f"mesh {show_axes(axes)} is not understood", "at most one axis may be -1")
+        raise UserError(
+            f"mesh {show_axes(axes)} is not understood",
+            "at most one axis may be -1",
+            "give the others whole numbers of 1 or more",
+        )
     if open_axes and world_size % fixed == 0:
         axes[open_axes[0]] = world_size // fixed
     if math.prod(axes.values()) != world_size:
-        near = " or ".join(show_axes(other) for other in nearest_axes(axes, world_size))
+        used = [axis for axis, size in strategy.mesh.items() if size != 1] or ["dp_replicate"]
+        near = "; or ".join(
+            ", ".join(f"{axis}={other[axis]}" for axis in used)
+            for other in nearest_axes(strategy.mesh, world_size)
+        )
         raise UserError(
             f"mesh {show_axes(axes)} does not make {world_size} processes",
             fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes, or set {near} "

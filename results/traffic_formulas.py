@@ -62,7 +62,8 @@ class Formulas:
         axes, held = self.topology, self.in_blocks + self.around
         if axes.dp_replicate == axes.world_size:  # DDP: once a step
             return Counter({("dp_replicate", "all_reduce"): 4 * held})
-        # FSDP: every micro-batch; within a pipeline once a step, and a block is gathered once.
+        # FSDP: shards every micro-batch, within a pipeline once a step, where a block is gathered
+        # once, too; between copies once a step.
         times, gathers = (1, 1) if axes.pp > 1 else (self.micro_batches, 2)
         found: Bytes = Counter()
         if axes.dp_shard > 1:
@@ -70,7 +71,7 @@ class Formulas:
             found["dp_shard", "all_gather"] = times * gathered
             found["dp_shard", "reduce_scatter"] = times * 4 * held
         if axes.dp_replicate > 1:
-            found["dp_replicate", "all_reduce"] = times * 4 * held // axes.dp_shard
+            found["dp_replicate", "all_reduce"] = 4 * held // axes.dp_shard
         return found
 
     def tensor(self) -> Bytes:

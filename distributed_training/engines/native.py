@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.config import RunConfig
 from distributed_training.data import StepBatch
@@ -256,11 +258,13 @@ class NativeEngine:
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """DDP averages once a step. FSDP reduce-scatters every micro-batch, so that gradients
-        stay sharded between them.
+        stay sharded between them, and adds up the shards of copies once a step.
         """
-        if last or self.module is self.parts[0]:
-            return contextlib.nullcontext()
-        return self.module.no_sync()
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_all_reduce(last)
+        elif isinstance(self.module, DistributedDataParallel) and not last:
+            return self.module.no_sync()
+        return contextlib.nullcontext()
 
     def _update(self) -> tuple[torch.Tensor | None, bool]:
         """Unscale, clip, step; skip the step when fp16 gradients overflowed on any rank."""

@@ -18,7 +18,7 @@ DOCUMENTS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["README.md", "TRAINING_RESULTS.md"])
+@pytest.mark.parametrize("name", ["README.md", "TRAINING_RESULTS.md", "strategies/README.md"])
 def test_figures_equal_their_records(name):
     assert check_documents([ROOT / name]) == []
 
