@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from distributed_training.resolve import Resolved, resolve
 from distributed_training.sizes import SIZES, ModelSize
 from distributed_training.strategy import Strategy, load_strategy
 from distributed_training.tokenizer import Tokenizer
-from distributed_training.topology import build_topology
+from distributed_training.topology import build_topology, show_axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +147,8 @@ def _identity(
     sequence_parallel = config.sequence_parallel and axes["tp"] > 1
     return {
         "strategy": strategy.name,
-        "mesh": axes,
+        "num_processes": math.prod(axes.values()),
+        "mesh": show_axes(axes),
         "stages": stages,
         "sequence_parallel": sequence_parallel,
         **work,

@@ -60,10 +60,8 @@ def test_a_plan_holds_what_follows_from_config(name, tmp_path):
     )
     assert plan.work["global_batch_size"] == 3 * 5 * 4
     assert plan.work["seed"] == 9
-    axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1}
-    if name == "dp":
-        axes.update(dp_replicate=4, dp_shard=1)
-    layout = {"mesh": axes, "stages": [[0, 2]], "sequence_parallel": False}
+    mesh = "dp_replicate 4" if name == "dp" else "dp_shard 4"
+    layout = {"num_processes": 4, "mesh": mesh, "stages": [[0, 2]], "sequence_parallel": False}
     assert plan.identity == {**plan.work, "strategy": name, **layout}
     assert plan.size == SIZES["gpt2-tiny"]
     assert plan.run_dir.parent == tmp_path / "runs"
