@@ -257,13 +257,13 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         "launch command",
         f"  {typed_command}",
     ]
-    if plan.deepspeed_json is not None:
-        lines += [f"DeepSpeed JSON (from {os.path.relpath(plan.strategy.source)})"]
-        lines += ["  " + line for line in json.dumps(plan.deepspeed_json, indent=2).splitlines()]
     lines += [f"mesh (from {os.path.relpath(plan.strategy.source)}): {show_axes(plan.axes)}"]
     if plan.axes["pp"] > 1:
         blocks = ", ".join(str(len(blocks)) for blocks in plan.layout.stages)
         lines += [f"pipeline: {plan.config.pipeline_schedule}, blocks a stage {blocks}"]
+    if plan.deepspeed_json is not None:
+        lines += [f"DeepSpeed JSON (from {os.path.relpath(plan.strategy.source)})"]
+        lines += ["  " + line for line in json.dumps(plan.deepspeed_json, indent=2).splitlines()]
     return "\n".join(lines)
 
 
