@@ -191,7 +191,7 @@ def test_counters_are_the_measures(name: str) -> None:
     v = schedule.stages_per_rank
     timeline = simulate(schedule, build_costs(schedule))
     policy = POLICIES[SCHEDULES[name].policy]
-    batch = M if SCHEDULES[name].policy == "flush" else 2
+    batch = M if SCHEDULES[name].policy == "flush" else 3  # 2BW needs p - 1 of them
     document = trace_document(predicted=timeline, policy=policy, batch_size=batch)
     series = defaultdict(list)
     for e in document["traceEvents"]:
