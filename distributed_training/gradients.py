@@ -66,12 +66,14 @@ def global_norm(
     and none is needed.
     """
     held = [p for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    norms = torch.stack(torch._foreach_norm([local_part(p.grad) for p in held])).float()
+    norms = torch._foreach_norm([local_part(p.grad) for p in held])
     if topology.world_size == topology.dp_replicate and not isinstance(held[0].grad, DTensor):
-        return norms.norm()
+        return torch.stack(norms).norm()
     per_stage = topology.world_size // topology.pp
-    copies = torch.tensor([per_stage // _num_parts(p.grad) for p in held], device=norms.device)
-    total = (norms.square() / copies).sum()
+    # Numbers of Python: the CPU would wait for a tensor's copy to the GPU.
+    torch._foreach_mul_(norms, norms)
+    torch._foreach_div_(norms, [float(per_stage // _num_parts(p.grad)) for p in held])
+    total = torch.stack(norms).sum()
     dist.all_reduce(total)
     return total.sqrt()
 

@@ -78,7 +78,7 @@ def build_layout(
     config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology
 ) -> Layout:
     """Cut the model for this topology; raise UserError for a layout that cannot be."""
-    _check_tp(config, size, topology)
+    _check_tp(config, strategy, size, topology)
     if topology.pp == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
@@ -96,12 +96,12 @@ def build_layout(
     num_stages = topology.pp * rule.stages_per_rank
     if num_stages > size.num_layers:
         most = size.num_layers // rule.stages_per_rank
-        fitting = [n for n in range(1, most + 1) if topology.world_size % n == 0]
+        fitting = _instead(strategy, topology, "pp", list(range(most, 0, -1)))
         raise UserError(
             f"pp={topology.pp} needs {num_stages} stages but {config.model} has "
             f"{size.num_layers} blocks",
             f"pipeline_schedule={config.pipeline_schedule!r} has {rule.stages_per_rank} a process",
-            f"set pp to {' or '.join(map(str, fitting[::-1][:3]))} or take a larger model",
+            f"{fitting}, or take a larger model",
         )
     counts = _given_cut(config, size, num_stages) or balanced_cut(size, config.seq_len, num_stages)
     ends = [sum(counts[: i + 1]) for i in range(num_stages)]
@@ -160,14 +160,25 @@ def _rank_of(stage: int, pp: int, v_shaped: bool) -> int:
     return min(stage, 2 * pp - 1 - stage) if v_shaped else stage % pp
 
 
-def _check_tp(config: RunConfig, size: ModelSize, topology: Topology) -> None:
+def _instead(strategy: Strategy, topology: Topology, axis: str, sizes: list[int]) -> str:
+    """Up to three other sizes of `axis` as settings to type, with the copies that take up the
+    processes; "" where there are none."""
+    whole = topology.axes[axis] * topology.dp_replicate
+    texts = [f"{axis}={n}" for n in sizes if whole % n == 0]
+    if strategy.engine == "native":  # DeepSpeed's data-parallel axis is what is left
+        texts = [f"{axis}={n}, dp_replicate={whole // n}" for n in sizes if whole % n == 0]
+    return f"set {'; or '.join(texts[:3])}" if texts else ""
+
+
+def _check_tp(config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology) -> None:
     tp = topology.tp
     if tp > 1 and size.num_heads % tp:
         fitting = [n for n in range(1, size.num_heads + 1) if size.num_heads % n == 0]
         raise UserError(
             f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}",
             "attention is split by heads",
-            f"use {', '.join(map(str, fitting[1:]))}",
+            _instead(strategy, topology, "tp", fitting[1:])
+            or f"start {' or '.join(map(str, fitting[1:]))} processes, or take fsdp",
         )
     if tp > 1 and config.sequence_parallel and config.seq_len % tp:
         near = config.seq_len - config.seq_len % tp
@@ -200,12 +211,12 @@ def _check_microbatches(config: RunConfig, rule: ScheduleRule, pp: int) -> None:
 
 
 def _check_recomputation(config: RunConfig, rule: ScheduleRule) -> None:
-    if rule.splits_backward and config.activation_checkpointing == "selective":
+    if rule.splits_backward and config.activation_checkpointing != "none":
         raise UserError(
-            f"activation_checkpointing='selective' does not work with "
+            f"activation_checkpointing={config.activation_checkpointing!r} does not go with "
             f"pipeline_schedule={config.pipeline_schedule!r}",
-            "it goes backward through a block once, and the schedule does so twice",
-            "set it to full or none, or pipeline_schedule to 1f1b",
+            "the schedule goes backward through a block in pieces, and each would compute it anew",
+            "set it to none, or pipeline_schedule to 1f1b",
         )
 
 

@@ -109,6 +109,8 @@ def build_topology(
         axes[open_axes[0]] = world_size // fixed
     if math.prod(axes.values()) != world_size:
         used = [axis for axis, size in strategy.mesh.items() if size != 1] or ["dp_replicate"]
+        if strategy.engine == "deepspeed":  # its data-parallel axis takes what is left
+            used = ["pp"]
         near = "; or ".join(
             ", ".join(f"{axis}={other[axis]}" for axis in used)
             for other in nearest_axes(strategy.mesh, world_size)

@@ -49,7 +49,7 @@ from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.topology import Topology, build_topology, process_group  # noqa: E402
 from distributed_training.worker import build_engine, build_sampler  # noqa: E402
 
-NUM_STEPS, NUM_WARMUP = 10, 4
+NUM_STEPS, NUM_WARMUP = 13, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "status",
 )  # fmt: skip
@@ -57,6 +57,7 @@ PHASES = {
     Pipeline: ["forward_backward"],
     PipelineStage: ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
 }
+REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
 
 
 class Spans:
@@ -71,6 +72,8 @@ class Spans:
         for owner, names in PHASES.items():
             for name in names:
                 setattr(owner, name, self._watched(owner.__name__, getattr(owner, name)))
+        reduce = getattr(PipelineStage, REDUCTION)
+        setattr(PipelineStage, REDUCTION, self._watched(REDUCTION, reduce))
 
     def _watched(self, kind: str, function: Any) -> Any:
         def call(*arguments: Any, **words: Any) -> Any:
@@ -123,11 +126,11 @@ def run_one(values: dict[str, Any], machine: Any, process: launch.Process, spans
             engine.train_step(sampler.step_batch(data.train, step))
             timer.mark()
         memory.end()
-        durations = timer.durations_s()[NUM_WARMUP:]
+        durations = timer.durations_s()
         mine = {
             "rank": topology.rank,
             **memory.as_dict(),
-            "phase_s": spans.seconds("Pipeline"),
+            "phase_s": spans.seconds("Pipeline") - spans.seconds(REDUCTION),
             "computing_s": spans.seconds("PipelineStage"),
         }
         ranks: list[Any] = [None] * topology.world_size
@@ -157,7 +160,7 @@ def run_one(values: dict[str, Any], machine: Any, process: launch.Process, spans
 
 
 def summarise(plan: Any, topology: Topology, sampler: Any, durations: list[float]) -> Any:
-    """As for a training; warm-up is left out already."""
+    """As for a training. The last step of an epoch takes as long with fewer samples."""
     return summarise_performance(
         durations,
         tokens_per_step=sampler.global_batch_size * plan.config.seq_len,
@@ -202,6 +205,7 @@ def main() -> None:
                 break
             record = attempt({**plan["common"], **run}, machine, process, spans)
             gc.collect()
+            torch.compiler.reset()  # else graphs of other batch sizes become dynamic ones
             if machine.num_gpus:
                 torch.cuda.empty_cache()
             if process.rank == 0:

@@ -95,6 +95,7 @@ def collect_stages(state: dict[str, torch.Tensor], topology: Topology) -> dict[s
         shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()}]
         dist.send_object_list(shapes, 0, device=torch.device("cpu"))
         for tensor in state.values():
+            assert tensor.dtype is torch.float32
             dist.send(tensor, 0)
         return state
     for sender in range(per_stage, topology.world_size, per_stage):

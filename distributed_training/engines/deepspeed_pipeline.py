@@ -192,3 +192,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         if leads:
             state = collect_stages(state, self.topology)
         return state if self.topology.rank == 0 else None
+
+    def close(self) -> None:
+        super().close()
+        deepspeed.utils.groups.mpu = None  # the next engine of this process would take our grid

@@ -199,15 +199,17 @@ class NativeEngine:
     def load(self, folder: Path) -> None:
         # torch creates the optimizer state to load into only where no gradient is in the way.
         self._zero_grad(set_to_none=True)
-        state = self._state()
-        dcp.load(state, checkpoint_id=folder / "dcp")
         for part, optimizer in zip(self.parts, self.optimizers, strict=True):
-            own = get_state_dict(part, optimizer, options=_BY_NAME)
+            # Each part reads for itself: with zb-v both ends of the model lie here, and moments
+            # that the two copies of the tied embedding shared would be updated twice.
+            model_state, optimizer_state = get_state_dict(part, optimizer, options=_BY_NAME)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            dcp.load(state, checkpoint_id=folder / "dcp")
             set_state_dict(
                 part,
                 optimizer,
-                model_state_dict={key: state["model"][key] for key in own[0]},
-                optim_state_dict={key: state["optimizer"][key] for key in own[1]},
+                model_state_dict=model_state,
+                optim_state_dict=optimizer_state,
                 options=_BY_NAME,
             )
             assert len(optimizer.state) == len(list(part.parameters()))
@@ -227,7 +229,8 @@ class NativeEngine:
         leads = topology.tp_rank == topology.dp_rank == 0
         state = {}
         for part in self.parts:
-            for name, parameter in part.named_parameters():
+            # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
+            for name, parameter in part.state_dict().items():
                 full = parameter.detach()
                 full = full.full_tensor() if isinstance(full, DTensor) else full
                 if name == "token_embedding.weight":  # tp may have appended rows

@@ -50,7 +50,12 @@ def run_case(config, machine, topology):
         dist.all_reduce(loss)
         losses.append(float(loss) / batch.num_targets)
         norms.append(float(result.grad_norm))
+    before = engine.full_state()
+    engine.eval_step(*batch.micro_batches[0])
     state = engine.full_state()
+    if state is not None:
+        assert all(tensor.dtype is torch.float32 for tensor in state.values())
+        assert all(torch.equal(state[name], before[name]) for name in before), "evaluation"
     engine.close()
     return {"losses": losses, "grad_norms": norms, "state": state}
 

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parity.test_strategies import BASE, GLOBAL_BATCH, assert_equal_runs, run_cases
 
@@ -100,6 +101,34 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("count", "name"), NAMED, ids=[name for _, name in NAMED])
 def test_layout_equals_one_process(count, name, results, reference):
     assert_equal_runs(results(count)[name], reference[name.split("/")[0]])
+
+
+RESUMED = Path(__file__).parent / "resume_cases.py"
+
+
+def test_a_resumed_layout_goes_on_bit_for_bit(tmp_path):
+    """zb-v too, where one process holds both copies of the tied embedding."""
+    cases = {
+        "zb-v": {**DEEP, **split(pp=2), **accumulated(2), "pipeline_schedule": "zb-v"},
+        "1f1b": {**DEEP, **split(pp=2), **accumulated(2)},
+        "tp": {**DEEP, **split(tp=2), **accumulated(1)},
+    }
+    out = run_cases(cases, 2, tmp_path, RESUMED)
+    for name, both in out.items():
+        for key, weight in both["straight"].items():
+            assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"
+
+
+def test_what_is_exported_after_an_evaluation_in_bf16(tmp_path):
+    """run_cases.py compares it with the state before, which FSDP's gathered copies are not."""
+    noted = {**DEEP, "precision": "bf16"}
+    cases = {
+        "fsdp": {**noted, "strategy": "fsdp", **accumulated(1, 4)},
+        "shard2-pp2": {**noted, **split(dp_shard=2, pp=2), **accumulated(2, 2)},
+    }
+    out = run_cases(cases, 4, tmp_path, steps=2)
+    for name, values in out.items():
+        assert all(torch.isfinite(tensor).all() for tensor in values["state"].values()), name
 
 
 STREAMS = Path(__file__).parent / "dropout_streams.py"

@@ -27,7 +27,12 @@ LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-4, 1e-3
 
 
 def run_cases(
-    cases: dict, num_processes: int, folder: Path, script: Path = CASES, **environment: str
+    cases: dict,
+    num_processes: int,
+    folder: Path,
+    script: Path = CASES,
+    steps: int = 20,
+    **environment: str,
 ) -> dict:
     """Run cases on `num_processes` processes and return what they saved."""
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -37,6 +42,7 @@ def run_cases(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
                 f"--nproc_per_node={num_processes}", script, folder / "cases.json", out,
+                steps,
             ],
             timeout_s=500,
             **environment,
