@@ -90,9 +90,7 @@ def make_plan(
     size = SIZES[config_here.model]
     layout = build_layout(config_here, strategy, size, topology)
     output_dir = user_path("output_dir", config_here.output_dir)
-    offload_dir = output_dir / ".offload"
-    if config_here.offload_dir is not None:
-        offload_dir = user_path("offload_dir", config_here.offload_dir)
+    offload_dir = _offload_dir(config_here, output_dir)
     run_checks(
         Situation(
             config=config_here,
@@ -133,6 +131,13 @@ def make_plan(
         work=work,
         offload_dir=offload_here if strategy.needs_async_io else None,
     )
+
+
+def _offload_dir(config: RunConfig, output_dir: Path) -> Path:
+    """The folder under which runs keep state on disk, each in one of its own."""
+    if config.offload_dir is None:
+        return output_dir / ".offload"
+    return user_path("offload_dir", config.offload_dir)
 
 
 def _identity(
