@@ -19,7 +19,7 @@ from distributed_training.layout import Layout, build_layout
 from distributed_training.machine import Machine
 from distributed_training.preflight import Situation, run_checks
 from distributed_training.record import new_run_dir
-from distributed_training.resolve import Resolved, resolve
+from distributed_training.resolve import Resolved, fetch, settle
 from distributed_training.sizes import SIZES, ModelSize
 from distributed_training.strategy import Strategy, load_strategy
 from distributed_training.tokenizer import Tokenizer
@@ -85,8 +85,8 @@ def make_plan(
     topology = build_topology(
         strategy, world_size=num_processes, rank=0, local_rank=0, device_type="cpu"
     )
-    resolved = resolve(config, machine, strategy, topology)
-    config_here = resolved.config
+    settled = settle(config, machine, strategy, topology, processes_here=processes_here)
+    config_here = settled.config
     size = SIZES[config_here.model]
     layout = build_layout(config_here, strategy, size, topology)
     output_dir = user_path("output_dir", config_here.output_dir)
@@ -103,6 +103,8 @@ def make_plan(
             offload_dir=offload_dir,
         )
     )
+    resolved = fetch(settled)  # what the network may have to bring comes after all other checks
+    config_here = resolved.config
     if resolved.weights_dir is not None:
         check_hf_folder(resolved.weights_dir, size)
     global_batch = config_here.micro_batch_size * config_here.grad_accum_steps * topology.dp_size

@@ -162,6 +162,9 @@ def check_disk(situation: Situation) -> None:
 def _written(situation: Situation) -> list[tuple[str, Path, int]]:
     """(CONFIG key, folder, bytes at most) of what the run writes."""
     config, count = situation.config, situation.size.num_parameters
+    if situation.strategy.engine == "deepspeed" and situation.strategy.pipelined:
+        # Both ends of the pipeline save the tied embedding.
+        count += situation.size.vocab_size * situation.size.hidden_size
     output = 0
     if config.checkpoint_every != 0:
         output += 16 * count * (config.keep_checkpoints + 1)

@@ -33,24 +33,28 @@ class Resolved:
     """Choices that were made for the user and why, one sentence each."""
 
 
-def resolve(
-    config: RunConfig, machine: Machine, strategy: Strategy, topology: Topology
-) -> Resolved:
-    """Decide every "auto"; download what is asked for by name.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """A RunConfig in which "auto" is left only where the network has a say (`fetch` decides)."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+
+
+def settle(
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    topology: Topology,
+    *,
+    processes_here: int,
+) -> Settled:
+    """Decide every "auto" that the machine decides; nothing is downloaded.
 
     Raises UserError where an explicit value is impossible here.
     """
     notes: list[str] = []
     model = _resolve_model(config, machine, notes)
-    precision = _resolve_precision(config, machine)
-    compiled = _resolve_compile(config, machine, strategy, topology, notes)
-    tokenizer, tokenizer_dir = _resolve_tokenizer(config, model, notes)
-    weights, weights_dir = _resolve_weights(config, model, tokenizer, notes)
-    dataset = _resolve_dataset(config, notes)
-    rate = config.learning_rate
-    if rate == AUTO:
-        tiny = model == "gpt2-tiny"
-        rate = 5e-5 if weights_dir is not None else (3e-3 if tiny else 3e-4)
     size = SIZES[model]
     if config.seq_len > size.num_positions:
         raise UserError(
@@ -60,29 +64,48 @@ def resolve(
         )
     if config.generate is not None:
         check_unicode("generate", config.generate)
-    num_tokens = Tokenizer(tokenizer_dir).num_tokens
-    if num_tokens > size.vocab_size:
-        raise UserError(
-            f"tokenizer={tokenizer!r} has {num_tokens} tokens",
-            f"{model} knows {size.vocab_size}",
-            'set tokenizer to "embedded" or choose a larger model',
-        )
-    resolved = dataclasses.replace(
+    settled = dataclasses.replace(
         config,
         checkpoint_every=_resolve_checkpoints(config, strategy, notes),
         model=model,
-        precision=precision,
-        compile=compiled,
-        tokenizer=tokenizer,
-        weights=weights,
-        dataset=dataset,
-        learning_rate=rate,
+        precision=_resolve_precision(config, machine),
+        compile=_resolve_compile(config, machine, strategy, topology, notes),
+    )
+    if processes_here % topology.tp:
+        notes.append(
+            f"tp={topology.tp} REACHES ACROSS MACHINES ({processes_here} processes on this one): "
+            "every layer waits for the network four times; give tp a divisor of "
+            f"{processes_here} and the rest to another axis"
+        )
+    return Settled(config=settled, notes=tuple(notes))
+
+
+def fetch(settled: Settled) -> Resolved:
+    """Decide what is left, tokenizer, weights and dataset; download what is asked for by name.
+
+    Raises UserError where an explicit value is not to be had.
+    """
+    config, notes = settled.config, list(settled.notes)
+    model = config.model
+    tokenizer, tokenizer_dir = _resolve_tokenizer(config, model, notes)
+    num_tokens, known = Tokenizer(tokenizer_dir).num_tokens, SIZES[model].vocab_size
+    if num_tokens > known:
+        raise UserError(
+            f"tokenizer={tokenizer!r} has {num_tokens} tokens",
+            f"{model} knows {known}",
+            'set tokenizer to "embedded" or choose a larger model',
+        )
+    weights, weights_dir = _resolve_weights(config, model, tokenizer, notes)
+    dataset = _resolve_dataset(config, notes)
+    rate = config.learning_rate
+    if rate == AUTO:
+        tiny = model == "gpt2-tiny"
+        rate = 5e-5 if weights_dir is not None else (3e-3 if tiny else 3e-4)
+    resolved = dataclasses.replace(
+        config, tokenizer=tokenizer, weights=weights, dataset=dataset, learning_rate=rate
     )
     return Resolved(
-        config=resolved,
-        tokenizer_dir=tokenizer_dir,
-        weights_dir=weights_dir,
-        notes=tuple(notes),
+        config=resolved, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir, notes=tuple(notes)
     )
 
 

@@ -249,17 +249,20 @@ def estimate_state_bytes(
     (layout.py), all of them otherwise; `dp_size` processes hold the same part.
     Mixed precision under DeepSpeed (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32
     master copy and both Adam moments 12 bytes a parameter. The native engines keep fp32
-    parameters (4), gradients (4) and moments (8). "host" is what offload moves to RAM, "disk"
+    parameters (4), gradients (4) and moments (8); a pipeline's stages, while a step runs, also what
+    they gather. "host" is what offload moves to RAM, "disk"
     what it moves to files; the other entries are on the training device.
     """
     shards = dp_size
+    width = 4 if precision == "fp32" else 2
     if strategy.engine == "native":
         mesh = strategy.mesh
         shards = mesh["dp_shard"] if mesh["dp_shard"] != -1 else dp_size // mesh["dp_replicate"]
-        # A pipeline's stage adds its gradients up whole and divides them after the last one.
-        gradients = 4 if strategy.pipelined else 4 / shards
-        return _bytes(4 / shards, gradients, 8 / shards, num_parameters)
-    width = 4 if precision == "fp32" else 2
+        if not strategy.pipelined:
+            return _bytes(4 / shards, 4 / shards, 8 / shards, num_parameters)
+        # A stage stays gathered for all micro-batches of a step and adds its gradients up whole.
+        gathered = width if dp_size > 1 else 0
+        return _bytes(4 / shards + gathered, 4, 8 / shards, num_parameters)
     stage = strategy.zero_stage
     parameters = width / (shards if stage >= 3 else 1)
     gradients = width / (shards if stage >= 2 else 1)

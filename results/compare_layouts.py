@@ -14,6 +14,7 @@ that phase and are in the step time only.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -44,14 +45,15 @@ from distributed_training.outcome import describe_run  # noqa: E402
 from distributed_training.parallel.pipeline import Pipeline  # noqa: E402
 from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
 from distributed_training.record import start_record, timestamp, write_json  # noqa: E402
-from distributed_training.report import table  # noqa: E402
 from distributed_training.strategy import load_strategy  # noqa: E402
+from distributed_training.tables import table  # noqa: E402
 from distributed_training.topology import Topology, build_topology, process_group  # noqa: E402
 from distributed_training.worker import build_engine, build_sampler  # noqa: E402
 
 NUM_STEPS, NUM_WARMUP = 13, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
-    "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "status",
+    "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
+    "ideal bubble", "status",
 )  # fmt: skip
 PHASES = {
     Pipeline: ["forward_backward"],
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--deadline_s", type=float, default=float("inf"))
+    parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
     parser.add_argument("--git_commit", help="of this tree, where it has no .git")
     arguments = parser.parse_args()
     plan = json.loads(arguments.plan.read_text())
@@ -193,12 +196,14 @@ def main() -> None:
         world_size=process.world_size, rank=process.rank, local_rank=process.local_rank,
         device_type="cuda" if machine.num_gpus else "cpu", **axes,
     )  # fmt: skip
+    # Every mesh brings communicators that live as long as the process, with memory of their own.
+    Topology.build_mesh = functools.cache(Topology.build_mesh)  # type: ignore[method-assign]
     began = time.monotonic()
     records: list[Any] = []
     with process_group(place):
         spans = Spans(place.device)
         spans.watch()
-        for run in plan["runs"]:
+        for index, run in enumerate(plan["runs"][arguments.first :], arguments.first):
             late = torch.tensor(float(time.monotonic() - began > arguments.deadline_s))
             dist.broadcast(late, 0)  # all ranks stop at the same run
             if late:
@@ -209,11 +214,11 @@ def main() -> None:
             if machine.num_gpus:
                 torch.cuda.empty_cache()
             if process.rank == 0:
-                print(f"[{time.monotonic() - began:5.0f} s] {run}", flush=True)
+                print(f"[{time.monotonic() - began:5.0f} s] {index} {run}", flush=True)
                 if record is not None:
                     record["git_commit"] = record["git_commit"] or arguments.git_commit
                     records.append(record)
-                    print(table([record], COLUMNS).splitlines()[-1], record["bubble"], flush=True)
+                    print(table([record], COLUMNS).splitlines()[-1], flush=True)
                 write_json(arguments.out, {"records": records})
     if process.rank == 0:
         print(table(records, COLUMNS))

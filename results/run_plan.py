@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from distributed_training.record import RECORD_FILE, write_json  # noqa: E402
-from distributed_training.report import layout_words, table  # noqa: E402
+from distributed_training.tables import layout_words, table  # noqa: E402
 
 COLUMNS = (
     "strategy", "processes", "batch", "precision", "tokens/s", "ms a step", "timed steps", "MFU",

@@ -14,7 +14,7 @@ PACKAGE = Path(distributed_training.__file__).parent
 ORDER = (
     ("errors", "sizes", "display", "metrics", "trackers", "plots"),
     ("files", "machine"),
-    ("config", "hub"),
+    ("config", "hub", "tables"),
     ("strategy", "corpus", "hf_format", "model"),
     ("topology", "deepspeed_json", "tokenizer", "record", "preflight", "hf_checkpoint"),
     ("layout", "gradients"),

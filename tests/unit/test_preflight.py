@@ -213,6 +213,18 @@ def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
             check_disk(situation(tmp_path, model="gpt2", **config))
 
 
+def test_the_embedding_is_saved_at_both_ends_of_deepspeeds_pipeline(tmp_path, monkeypatch):
+    size = SIZES["gpt2"]
+    needed = 16 * 2 * (size.num_parameters + 50257 * 768)
+    free_disk(monkeypatch, needed - 1)
+    here = {"model": "gpt2", "export": False}
+    check_disk(situation(tmp_path, "3d", **here))  # torch's checkpoints are by name: saved once
+    with refused("GiB free"):
+        check_disk(situation(tmp_path, "hybrid", **here))
+    free_disk(monkeypatch, needed)
+    check_disk(situation(tmp_path, "hybrid", **here))
+
+
 def test_infinitys_files_need_room(tmp_path, monkeypatch):
     count = SIZES["gpt2"].num_parameters
     config = {"model": "gpt2", "checkpoint_every": 0, "export": False}

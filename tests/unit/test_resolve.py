@@ -6,7 +6,8 @@ import pytest
 
 from distributed_training import hub
 from distributed_training.config import build_config
-from distributed_training.resolve import resolve
+from distributed_training.plan import make_plan
+from distributed_training.resolve import fetch, settle
 from distributed_training.strategy import load_strategy
 from distributed_training.tokenizer import EMBEDDED_DIR
 from distributed_training.topology import build_topology
@@ -23,7 +24,7 @@ def decide(machine=CPU_MACHINE, **config):
     built = build_config(config)
     strategy = load_strategy(built)
     topology = build_topology(strategy, world_size=1, rank=0, local_rank=0, device_type="cpu")
-    return resolve(built, machine, strategy, topology)
+    return fetch(settle(built, machine, strategy, topology, processes_here=1))
 
 
 @pytest.fixture
@@ -216,8 +217,6 @@ def test_a_tokenizer_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("key", ["tokenizer", "weights"])
 @pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
 def test_paths_that_pathlib_refuses(key, path, tmp_path):
-    from distributed_training.plan import make_plan
-
     config = build_config({key: path, "output_dir": str(tmp_path)})
     with refused(f"{key}="):
         make_plan(config, CPU_MACHINE, num_processes=1, processes_here=1)
@@ -231,3 +230,27 @@ def test_a_prompt_that_is_no_text_is_refused_before_training():
 def test_weights_below_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert decide(model="gpt2", weights="~/hf").weights_dir == tmp_path / "hf"
+
+
+@pytest.mark.parametrize(("processes_here", "said"), [(4, False), (8, False), (2, True), (6, True)])
+def test_tensor_parallelism_across_machines_is_pointed_out(processes_here, said):
+    built = build_config({"strategy": "tp", "tp": 4, "dp_replicate": 6})
+    strategy = load_strategy(built)
+    topology = build_topology(strategy, world_size=24, rank=0, local_rank=0, device_type="cpu")
+    notes = settle(built, CPU_MACHINE, strategy, topology, processes_here=processes_here).notes
+    assert any("tp=4 REACHES ACROSS MACHINES" in note for note in notes) == said
+
+
+def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
+    def unwanted(*_, **__):
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr(hub, "fetch_all", unwanted)
+    given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
+    with refused("tp=2 does not divide num_heads=25"):
+        make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)
+    small = gpu(gpu_memory_bytes=2 * GIB)
+    with refused("for its state alone"):
+        make_plan(
+            build_config({**given, "strategy": "dp"}), small, num_processes=1, processes_here=1
+        )
