@@ -14,20 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed_training.assemble import (
+    build_engine,
+    build_extensions,
+    build_sampler,
+    check_ranks_agree,
+    seed_dropout,
+)
 from distributed_training.checkpoint import check_same_data
 from distributed_training.config import RunConfig
-from distributed_training.data import Data, Sampler
 from distributed_training.display import Display, header_rows, summary_rows
-from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.engines.base import Engine
 from distributed_training.errors import UserError
-from distributed_training.hf_checkpoint import load_hf_weights, save_hf_folder
+from distributed_training.hf_checkpoint import save_hf_folder
 from distributed_training.launch import Process, threads_per_process
 from distributed_training.machine import Machine
 from distributed_training.metrics import disk_bytes
-from distributed_training.model import build_model
 from distributed_training.outcome import collect_results, describe_run, explain_out_of_memory
 from distributed_training.plan import Plan, load_plan_data, make_plan, reserve_run_dir
-from distributed_training.preflight import needed_extensions
 from distributed_training.record import (
     FAILURE_FILE,
     claim_failure,
@@ -152,11 +156,12 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
     """Data, engine and record of a run, brought to where it starts or goes on. Collective."""
     config = plan.config
     data, tokenizer = load_plan_data(plan)
+    check_ranks_agree(data, topology)
     sampler = build_sampler(config, data, topology)
     num_steps = config.num_epochs * sampler.steps_per_epoch
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
-    _build_extensions(plan, topology, display)
+    build_extensions(plan, topology, display)
     history = load_record(plan.run_dir) if plan.checkpoint else None
     values = describe_run(plan, topology, sampler, num_steps, data, history)
     dist.barrier()  # every rank has read the old record before it is written anew
@@ -191,68 +196,6 @@ def _build_trainer(plan: Plan, topology: Topology, display: Display) -> tuple[Tr
     else:
         seed_dropout(config, topology)
     return trainer, tokenizer
-
-
-def build_sampler(config: RunConfig, data: Data, topology: Topology) -> Sampler:
-    """The order in which this rank sees the training samples."""
-    return Sampler(
-        num_samples=len(data.train),
-        micro_batch_size=config.micro_batch_size,
-        grad_accum_steps=config.grad_accum_steps,
-        dp_size=topology.dp_size,
-        dp_rank=topology.dp_rank,
-        seed=config.seed,
-    )
-
-
-def seed_dropout(config: RunConfig, topology: Topology) -> None:
-    """Start this rank's stream of random numbers: ranks that compute the same draw the same masks.
-
-    Those are the ranks along tp without sequence parallelism, outside of attention. All others
-    hold other samples, tokens or layers, and other masks.
-    """
-    alike = 1 if config.sequence_parallel else topology.tp
-    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
-
-
-def build_engine(plan: Plan, topology: Topology) -> Engine:
-    """Initial weights (equal on every rank and under every strategy) into the right engine."""
-    config = plan.config
-    model = build_model(plan.size, dropout=config.dropout, seed=config.seed)
-    model.compute_dtype = COMPUTE_DTYPES[config.precision]
-    if plan.resolved.weights_dir is not None:
-        load_hf_weights(model, plan.resolved.weights_dir)
-    if model.compute_dtype is not None:
-        # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(model.compute_dtype).float()
-    if plan.deepspeed_json is not None and topology.pp > 1:
-        from distributed_training.engines.deepspeed_pipeline import DeepSpeedPipelineEngine
-
-        return DeepSpeedPipelineEngine(
-            model, config, plan.strategy, topology, plan.deepspeed_json, plan.layout
-        )
-    if plan.deepspeed_json is not None:
-        from distributed_training.engines.deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine(model, config, plan.strategy, topology, plan.deepspeed_json)
-    from distributed_training.engines.native import NativeEngine
-
-    return NativeEngine(model, config, topology, plan.layout)
-
-
-def _build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
-    """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
-    names = needed_extensions(plan.strategy)
-    if names and topology.local_rank == 0:
-        from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
-
-        builders = {"cpu_adam": CPUAdamBuilder, "async_io": AsyncIOBuilder}
-        for name in names:
-            display.say(f"DeepSpeed extension {name}: loading (the first time it is compiled, "
-                        "which takes a minute or two) ...")  # fmt: skip
-            builders[name]().load(verbose=False)
-    dist.barrier()
 
 
 def _finish(

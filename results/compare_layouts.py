@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from distributed_training import launch  # noqa: E402
+from distributed_training.assemble import build_engine, build_sampler  # noqa: E402
 from distributed_training.config import build_config  # noqa: E402
 from distributed_training.errors import UserError  # noqa: E402
 from distributed_training.machine import detect_machine  # noqa: E402
@@ -48,7 +49,6 @@ from distributed_training.record import start_record, timestamp, write_json  # n
 from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.tables import table  # noqa: E402
 from distributed_training.topology import Topology, build_topology, process_group  # noqa: E402
-from distributed_training.worker import build_engine, build_sampler  # noqa: E402
 
 NUM_STEPS, NUM_WARMUP = 13, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (

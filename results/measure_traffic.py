@@ -38,6 +38,11 @@ from traffic_counter import Traffic  # noqa: E402
 from traffic_formulas import Formulas, sent_bytes  # noqa: E402
 
 from distributed_training import launch  # noqa: E402
+from distributed_training.assemble import (  # noqa: E402
+    build_engine,
+    build_sampler,
+    seed_dropout,
+)
 from distributed_training.config import RunConfig, build_config  # noqa: E402
 from distributed_training.files import load_json  # noqa: E402
 from distributed_training.machine import detect_machine  # noqa: E402
@@ -53,11 +58,6 @@ from distributed_training.topology import (  # noqa: E402
     Topology,
     build_topology,
     process_group,
-)
-from distributed_training.worker import (  # noqa: E402
-    build_engine,
-    build_sampler,
-    seed_dropout,
 )
 
 BASE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -9,11 +10,13 @@ import time
 
 import pytest
 
-from tests.conftest import ROOT, SMALL, only_record, run_command, settings
+from tests.conftest import ROOT, SCRIPT, SMALL, only_record, run_command, settings
 from tests.e2e.support import (
+    free_port,
     launcher_command,
     left_over,
     metrics,
+    our_errors,
     processes_with,
     run_folders,
     running,
@@ -97,3 +100,26 @@ def test_killed_rank_is_recorded_by_the_parent(strategy, ranks, tmp_path):
     if len(ranks) == 2:
         assert "a process ended without a word" in record["error"]
     assert metrics(run_dir), "what was measured before is kept"
+
+
+def test_nodes_that_read_other_texts_are_refused(tmp_path):
+    """Two nodes (folders of this machine) hold different files under the same relative name."""
+    values = {**SMALL, "dataset": "text.txt", "strategy": "dp", "output_dir": tmp_path / "runs"}
+    port, logs = free_port(), [tmp_path / "node0.log", tmp_path / "node1.log"]
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for rank, log in enumerate(logs):
+            folder = tmp_path / f"node{rank}"
+            folder.mkdir()
+            (folder / "text.txt").write_text(f"The text of node {rank}, word after word.\n" * 2000)
+            node = ["--nnodes=2", f"--node_rank={rank}", f"--master_port={port}"]
+            start = ["env", "-C", folder, "torchrun", "--nproc_per_node=1", *node]
+            command = [*start, "--master_addr=127.0.0.1", SCRIPT, *settings(values)]
+            nodes.append(stack.enter_context(running(command, log)))
+        for node in nodes:
+            assert node.wait(timeout=LIMIT_S) != 0
+    said = [line for log in logs for line in our_errors(log.read_text())]
+    assert len(said) == 1, said
+    assert "rank 1 on" in said[0]
+    assert "another training data than rank 0" in said[0]
+    assert "a dataset that all of them see as the same file" in said[0]

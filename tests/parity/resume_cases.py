@@ -11,8 +11,8 @@ from pathlib import Path
 import run_cases
 import torch.distributed as dist
 
+from distributed_training.assemble import build_engine, build_sampler
 from distributed_training.plan import load_plan_data, make_plan
-from distributed_training.worker import build_engine, build_sampler
 
 BEFORE, AFTER = 3, 3
 

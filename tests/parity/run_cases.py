@@ -22,13 +22,13 @@ sizes.SIZES["six-layers"] = sizes.ModelSize(
 )
 
 from distributed_training import launch  # noqa: E402
+from distributed_training.assemble import build_engine, build_sampler, seed_dropout  # noqa: E402
 from distributed_training.config import build_config  # noqa: E402
 from distributed_training.machine import detect_machine  # noqa: E402
 from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
 from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.topology import build_topology, process_group  # noqa: E402
 from distributed_training.train import learning_rate  # noqa: E402
-from distributed_training.worker import build_engine, build_sampler, seed_dropout  # noqa: E402
 
 NUM_STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 

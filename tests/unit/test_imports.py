@@ -25,7 +25,7 @@ ORDER = (
     ("engines.deepspeed_pipeline",),
     ("checkpoint",),
     ("plan",),
-    ("launch", "train"),
+    ("launch", "train", "assemble"),
     ("outcome",),
     ("worker",),
 )

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from distributed_training import outcome, worker
+from distributed_training import assemble, outcome
 from distributed_training.config import build_config
 from distributed_training.engines import deepspeed, native
 from distributed_training.model import build_model
@@ -47,7 +47,7 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path):
     expected = dict(build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=SEED).named_parameters())
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         plan, topology = plan_for(tmp_path, strategy, precision=precision)
-        parameters = dict(worker.build_engine(plan, topology).named_parameters())
+        parameters = dict(assemble.build_engine(plan, topology).named_parameters())
         assert parameters.keys() == expected.keys()
         for name, parameter in parameters.items():
             assert parameter.dtype == torch.float32
@@ -57,14 +57,14 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path):
 @pytest.mark.usefixtures("handed_over")
 def test_fp16_rounds_as_well(tmp_path):
     plan, topology = plan_for(tmp_path, machine=GPU_MACHINE, precision="fp16")
-    for parameter in worker.build_engine(plan, topology).parameters():
+    for parameter in assemble.build_engine(plan, topology).parameters():
         assert torch.equal(parameter, parameter.half().float())
 
 
 @pytest.mark.usefixtures("handed_over")
 def test_rounding_keeps_the_output_layer_the_embedding(tmp_path):
     plan, topology = plan_for(tmp_path, precision="bf16")
-    model = worker.build_engine(plan, topology)
+    model = assemble.build_engine(plan, topology)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         before = model(ids)
