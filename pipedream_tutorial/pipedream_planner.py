@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipedream.config import Rule, main_with_errors, parse_arguments
+from pipedream.config import Rule, main_with_errors, parse_arguments, shipped
 from pipedream.errors import UserError, nearest
 from pipedream.planner import Plan, make_plan, plan_pipeline
 from pipedream.profile import (
@@ -113,7 +113,7 @@ def main() -> None:
 
 def get_profile(config: dict[str, Any]) -> Profile:
     """The profile that CONFIG names, loaded or measured (and then saved where CONFIG says)."""
-    path, target = Path(config["profile"]), config["save_profile"]
+    path, target = shipped(Path(config["profile"])), config["save_profile"]
     if path.suffix == ".json":
         if target is not None:
             raise UserError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,8 +22,10 @@ from pipedream.config import Rule, main_with_errors, parse_arguments
 from pipedream.errors import UserError
 from pipedream.launch import Process, launch, run_worker, this_process
 from pipedream.prediction import MeasuredRun, build_record, calibrate, can_predict, predict
-from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.runtime_table import render
+from pipedream.schedules import SCHEDULES
 from pipedream.trace import write_trace
+from pipedream.training_orders import schedule_for_training, trainable
 
 if TYPE_CHECKING:
     from pipedream.session import Outcome
@@ -45,6 +47,7 @@ CONFIG: dict[str, Any] = {
     "repeats": 1,  # timed runs of each case; the one with the median makespan is reported
     "warmups": 1,  # runs of each case before those, not timed
     "receive_depth": 2,  # receives that are posted before they are asked for
+    "nccl_max_ctas": 4,  # multiprocessors that a pending receive may take; None: as NCCL likes
     "calibrate_on": None,  # the m of the run, of the first schedule, that durations are from
     "check_weights": True,  # train in one process, too, and compare the final weights bit for bit
     "timeout_s": 120,  # a stage that waits longer for another one gives up
@@ -113,6 +116,13 @@ RULES: dict[str, Rule] = {
     "repeats": Rule(text="timed runs of each case", kind=int, low=1, high=1000),
     "warmups": Rule(text="runs of each case before those", kind=int, low=0, high=1000),
     "receive_depth": Rule(text="receives posted ahead", kind=int, low=0, high=64),
+    "nccl_max_ctas": Rule(
+        text="multiprocessors of a GPU that one pending receive may take; None: as NCCL likes",
+        kind=int,
+        none=True,
+        low=1,
+        high=32,
+    ),
     "calibrate_on": Rule(
         text="the m of the run, of the first schedule, that durations are from; None: the first m",
         kind=int,
@@ -137,7 +147,7 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
         base |= BENCHMARK
     config = parse_arguments(base, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
     if "all" in config["schedule"]:
-        config["schedule"] = _one_stage_a_rank()
+        config["schedule"] = _those_that_can_run(config)
     for key in ("schedule", "num_microbatches"):
         config[key] = list(dict.fromkeys(config[key]))  # each case once
     if config["calibrate_on"] is None:
@@ -149,15 +159,32 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
             "name one that is run",
         )
     for key in EXTRA:
-        if config[key] is not None and not Path(config[key]).absolute().parent.is_dir():
-            raise UserError(f"--{key} {config[key]}: no such folder", "make it first")
+        if config[key] is not None:
+            _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
     return config
 
 
-def _one_stage_a_rank() -> list[str]:
-    """Names of the schedules that can be run; sizes that all of them allow tell which."""
-    built = {name: build_schedule(name, 4, 8) for name in SCHEDULES}
-    return [n for n, s in built.items() if s.stages_per_rank == 1 and len(s.chains) == 1]
+def _check_writable(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"{option} is a folder", "add a file's name")
+    if not path.parent.is_dir():
+        raise UserError(f"{option}: no such folder", "make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} cannot be written", "give another path")
+
+
+def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
+    """The schedules that every one of the given sizes allows; the others are named on stderr."""
+    fitting = []
+    for name in trainable():
+        try:
+            for m in config["num_microbatches"]:
+                schedule_for_training(name, config["num_stages"], m, config["num_batches"])
+            fitting.append(name)
+        except UserError as error:
+            if os.environ.get("RANK") is None:  # the process that starts the stages
+                print(f"note: left out: {name}: {error}", file=sys.stderr)
+    return fitting
 
 
 def main() -> NoReturn:
@@ -174,20 +201,38 @@ def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) 
     """Run this process's stage; on rank 0 also print and write what came of it."""
     from pipedream.session import about, run_session  # torch is imported by the stages only
 
+    how = about({key: config[key] for key in CONFIG}, arguments)
+
+    def keep(runs: list[MeasuredRun]) -> None:
+        """A record of the runs so far, so that one that fails does not take them along."""
+        chosen = _calibration(runs, config)
+        if config["record"] is not None and chosen is not None:
+            _write_whole(Path(config["record"]), build_record(runs, chosen, how))
+
     outcome = run_session(
-        config, process, keep_weights=config["weights"] is not None, say=_print_now
+        config, process, keep_weights=config["weights"] is not None, say=_print_now, keep=keep
     )
     if outcome is None:
         return
-    chosen = next(run for run in outcome.runs if run.num_microbatches == config["calibrate_on"])
-    record = build_record(outcome.runs, chosen, about({k: config[k] for k in CONFIG}, arguments))
-    print(render(record), flush=True)
-    if config["record"] is not None:
-        Path(config["record"]).write_text(json.dumps(record, indent=1) + "\n")
+    chosen = _calibration(outcome.runs, config)
+    assert chosen is not None
+    print(render(build_record(outcome.runs, chosen, how)), flush=True)
     if config["trace"] is not None:
         _write_trace(config["trace"], outcome.runs[-1], chosen)
     if config["weights"] is not None:
         _save_weights(config["weights"], outcome)
+
+
+def _calibration(runs: Sequence[MeasuredRun], config: Mapping[str, Any]) -> MeasuredRun | None:
+    """The run that durations are from, once it has been run."""
+    return next((run for run in runs if run.num_microbatches == config["calibrate_on"]), None)
+
+
+def _write_whole(path: Path, record: Mapping[str, Any]) -> None:
+    """Replace the file at once: whenever the run ends, a whole record is there."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    beside.replace(path)
 
 
 def _print_now(text: str) -> None:
@@ -217,63 +262,6 @@ def _save_weights(path: str, outcome: Outcome) -> None:
         for run, weights in zip(outcome.runs, outcome.weights, strict=True)
     }
     torch.save(saved, path)
-
-
-def render(record: Mapping[str, Any]) -> str:
-    """The table of a record: measured against predicted, one line a run."""
-    found = record["calibration"]
-    lines = [
-        "",
-        f"{'schedule':20}{'m':>4}  {'makespan, ms':^24}  {'bubble, %':^26}  versions  weights",
-        f"{'':24}  {'measured':>8} {'simulated':>9} {'%':>5}  "
-        f"{'measured':>8} {'simulated':>9} {'points':>7}",
-    ]
-    for case in record["cases"]:
-        lines.append(_line(case))
-    average = [
-        f"stage {stage}: {forward:.2f} + {backward:.2f}"
-        for stage, (forward, backward) in enumerate(
-            zip(found["forward_ms"], found["backward_ms"], strict=True)
-        )
-    ]
-    lines += [
-        "",
-        f"* the run that the durations are from ({found['schedule']}, "
-        f"m={found['num_microbatches']}): forward + backward in ms, "
-        f"{'; '.join(average)}; from stage to stage {found['communication_ms']:.2f} ms",
-    ]
-    impossible = sum(case["measured"]["causality_violations"] for case in record["cases"])
-    lines += [
-        "bubble: the share of all stages' time that is idle; utilisation is the rest",
-        f"results received before they were sent: {impossible}",
-    ]
-    memory = [
-        f"{case['schedule']} m={case['num_microbatches']}: "
-        + ", ".join(f"{mib:.0f}" for mib in case["measured"]["peak_memory_mib"])
-        for case in record["cases"]
-        if case["measured"]["peak_memory_mib"] is not None
-    ]
-    if memory:
-        lines += ["peak memory by stage, MiB", *(f"  {text}" for text in memory)]
-    return "\n".join(lines)
-
-
-def _line(case: Mapping[str, Any]) -> str:
-    measured, predicted = case["measured"], case["predicted"]
-    name = case["schedule"] + "*" * case["calibrated_on"]
-    line = f"{name:20}{case['num_microbatches']:4d}  {measured['makespan_ms']:8.1f} "
-    if predicted is None:
-        line += f"{'-':>9} {'-':>5}  {100 * measured['bubble']:8.2f} {'-':>9} {'-':>7}"
-    else:
-        error = predicted["makespan_ms"] / measured["makespan_ms"] - 1
-        points = 100 * (predicted["bubble"] - measured["bubble"])
-        line += (
-            f"{predicted['makespan_ms']:9.1f} {100 * error:+5.1f}  "
-            f"{100 * measured['bubble']:8.2f} {100 * predicted['bubble']:9.2f} {points:+7.2f}"
-        )
-    versions = ",".join(map(str, measured["peak_versions"]))
-    equal = {None: "not checked", True: "equal", False: "DIFFER"}[measured["weights_equal"]]
-    return f"{line}  {versions:8}  {equal}"
 
 
 if __name__ == "__main__":

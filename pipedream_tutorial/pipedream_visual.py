@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from pipedream.comparison import Case, Refused, Row, measure
-from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
+from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments, shipped
 from pipedream.errors import UserError
 from pipedream.figure_data import Standing, forwards_only, idle_curves, same_orders, standings
 from pipedream.figures import (
@@ -121,7 +121,7 @@ def activations_and_versions(work: Work, path: Path) -> Figure:
 
 
 def gradient_error(work: Work, path: Path) -> Figure:
-    return draw_gradient_error(_load_study(Path(work.config["study"])), path)
+    return draw_gradient_error(_load_study(shipped(Path(work.config["study"]))), path)
 
 
 def _load_study(path: Path) -> list[dict[str, Any]]:

@@ -183,12 +183,16 @@ class NativeEngine:
     def describe_dtypes(self) -> dict[str, str]:
         compute = str(self.compute_dtype or torch.float32)
         parameter = str(next(self.parts[0].parameters()).dtype)
+        reduction, topology = str(torch.float32), self.topology
+        if self.compute_dtype and topology.tp > 1 and topology.dp_size > 1 and topology.pp == 1:
+            # FSDP's hook brings gradients to their layout before it converts them.
+            reduction += f"; norms and some biases over tp {compute}"
         return {
             "parameters": parameter,
             "arithmetic": compute,
             "gradients": parameter,
             "optimizer_state": parameter,
-            "reduction": str(torch.float32),
+            "reduction": reduction,
         }
 
     def save(self, folder: Path) -> None:

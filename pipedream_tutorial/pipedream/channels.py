@@ -65,16 +65,26 @@ def connect(
     backend: str,
     device: torch.device,
     timeout: datetime.timedelta,
+    max_ctas: int | None = None,
 ) -> dict[tuple[int, int], Any]:
     """(sender, receiver) -> the process group of that pair and direction, each used once.
 
     Every process makes all groups in the same order, and a pair's first message follows at once:
     communicators that NCCL sets up on first use then cannot wait for each other in a circle.
+    A receive that is posted ahead keeps multiprocessors of its GPU from computing until its message
+    comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
     groups = {}
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
     for edge in range(num_stages - 1):
         for sender, receiver in ((edge, edge + 1), (edge + 1, edge)):
-            group = dist.new_group([edge, edge + 1], backend=backend, timeout=timeout)
+            group = dist.new_group(
+                [edge, edge + 1], backend=backend, timeout=timeout, pg_options=options
+            )
             if stage not in (sender, receiver):
                 continue
             groups[sender, receiver] = group

@@ -15,9 +15,13 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pipedream.errors import UserError, nearest
+
+FOLDER = Path(__file__).resolve().parent.parent
+"""The tutorial's own."""
 
 # Short enough that no exponent or digit string can make the arithmetic on it slow.
 _NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?", re.ASCII | re.I)
@@ -278,6 +282,12 @@ def _shown(value: object) -> str:
     if not text.strip() or not text.isprintable():
         text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shipped(path: Path) -> Path:
+    """A path as given, or below the tutorial's folder where there is nothing of that name here:
+    the scripts can be started from any folder."""
+    return path if path.exists() else FOLDER / path
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:

@@ -63,7 +63,7 @@ def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
     v = schedule.stages_per_rank
     return tuple(
-        Fraction(max(held for _, held in steps), v)
+        Fraction(max((held for _, held in steps), default=0), v)
         for _, steps in sorted(activation_steps(schedule).items())
     )
 

@@ -127,6 +127,8 @@ def load_csv(path: Path) -> Schedule:
         for number, row in enumerate(csv.reader(file), 1):
             where = f"{path}, line {number}"
             orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
+    while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
+        orders.pop()
     stages = sorted({op.stage for order in orders for item in order for op in item.parts})
     if not stages:
         raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")

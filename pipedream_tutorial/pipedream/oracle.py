@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipedream.errors import UserError
-from pipedream.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Schedule, repeat
-from pipedream.policies import POLICIES, Policy
-from pipedream.schedules import SCHEDULES, build_schedule
+from pipedream.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Schedule
+from pipedream.policies import Policy
 from pipedream.simulator import build_costs, simulate
 from pipedream.stages import Task, build_stages, build_task
 from pipedream.trainer import StageTrainer, Weights
+from pipedream.training_orders import schedule_for_training
 
 Watcher = Callable[[Op, list[StageTrainer]], None]
 
@@ -35,34 +34,6 @@ class TrainResult:
     def diverged(self) -> bool:
         """Whether a loss is no number, or the last one is above the first."""
         return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
-
-
-def schedule_for_training(
-    name: str, num_stages: int, num_microbatches: int, num_batches: int
-) -> tuple[Schedule, Policy]:
-    """Orders over all batches: flushing schedules again and again, the others without a pause.
-
-    Raises UserError for schedules with more than one stage a rank, which are simulated only, and
-    for 2BW with fewer than p - 1 microbatches a batch.
-    """
-    entry = SCHEDULES.get(name)
-    policy = POLICIES[entry.policy] if entry else POLICIES["flush"]
-    if entry is None or entry.policy == "flush":
-        batch = build_schedule(name, num_stages, num_microbatches)
-        if len(batch.chains) > 1 or batch.stages_per_rank > 1:
-            able = [n for n, e in SCHEDULES.items() if n not in _SIMULATED_ONLY]
-            raise UserError(f"{name} is simulated only", f"train with one of {', '.join(able)}")
-        return repeat(batch, num_batches), policy
-    if entry.policy == "2bw" and num_microbatches < num_stages - 1:
-        raise UserError(
-            f"{name} cannot run {num_microbatches} microbatches a batch over {num_stages} stages: "
-            "the weights one batch behind would not be there in time",
-            f"set num_microbatches to {num_stages - 1} or more",
-        )
-    return build_schedule(name, num_stages, num_microbatches * num_batches), policy
-
-
-_SIMULATED_ONLY = ("interleaved", "zb-v", "dualpipe-v", "chimera")
 
 
 def build_trainers(

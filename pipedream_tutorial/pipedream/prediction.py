@@ -5,9 +5,10 @@ Imports no torch. Times of the simulator are nanoseconds here, kept as exact fra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -38,6 +39,8 @@ class MeasuredRun:
     """By stage, as the GPU's allocator counted them; None on a CPU."""
     losses: tuple[float, ...]
     """Mean loss of each batch."""
+    enqueued_ns: tuple[int, ...] | None = None
+    """By stage: how long the host took to hand all work to its GPU; None on a CPU."""
     weights_equal: bool | None = None
     """Whether the final weights are those of the one-process run bit for bit; None: not checked."""
 
@@ -138,7 +141,7 @@ def predict(schedule: Schedule, costs: Costs) -> Prediction:
     )
 
 
-def causality_violations(events: Sequence[MeasuredEvent]) -> list[Op]:
+def received_before_sent(events: Sequence[MeasuredEvent]) -> list[Op]:
     """Operations whose result had been received before its sending began: none, if the stages'
     clocks agree."""
     sent = {_sending(e): e.start_ns for e in events if e.thread == "send"}
@@ -168,7 +171,8 @@ def build_record(
 
     measured: makespan_ms, utilisation, bubble (1 - utilisation), repeat_makespans_ms,
     forward_ms and backward_ms (medians; B, or I + W), peak_versions, peak_memory_mib (null on a
-    CPU), causality_violations, losses (a batch), weights_equal (null: not checked).
+    CPU), enqueued_ms (how long the host took to hand all work to its GPU; null on a CPU),
+    received_before_sent, losses (a batch; null: not finite), weights_equal (null: not checked).
     predicted: makespan_ms, utilisation, bubble, peak_versions; null where durations of the
     calibration say nothing about the schedule (see can_predict).
     """
@@ -219,8 +223,9 @@ def _measured(run: MeasuredRun) -> dict[str, Any]:
         "backward_ms": per_stage(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
         "peak_versions": list(run.peak_versions),
         "peak_memory_mib": None if memory is None else [round(b / 2**20, 1) for b in memory],
-        "causality_violations": len(causality_violations(run.events)),
-        "losses": list(run.losses),
+        "received_before_sent": len(received_before_sent(run.events)),
+        "enqueued_ms": None if run.enqueued_ns is None else [_ms(t) for t in run.enqueued_ns],
+        "losses": [loss if isfinite(loss) else None for loss in run.losses],
         "weights_equal": run.weights_equal,
     }
 
@@ -238,3 +243,17 @@ def _predicted(run: MeasuredRun, costs: Costs) -> dict[str, Any]:
 
 def _ms(ns: Fraction | float) -> float:
     return round(float(ns) / 1e6, 4)
+
+
+HOST_SHARE = 0.8
+
+
+def waited_for_host(record: Mapping[str, Any]) -> list[str]:
+    """The record's runs in which the host took so long to hand work to a GPU, more than HOST_SHARE
+    of the makespan, that what its events bracket may be launching instead of computing."""
+    return [
+        f"{case['schedule']} m={case['num_microbatches']}"
+        for case in record["cases"]
+        for measured in [case["measured"]]
+        if max(measured.get("enqueued_ms") or [0]) > HOST_SHARE * measured["makespan_ms"]
+    ]

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipedream.prediction import waited_for_host
 from pipedream.schedules import SCHEDULES
 
 Record = Mapping[str, Any]
@@ -132,7 +133,7 @@ def section(name: str, record: Record) -> str:
         for forward, backward in zip(found["forward_ms"], found["backward_ms"], strict=True)
     )
     config = record["config"]
-    too_early = sum(case["measured"]["causality_violations"] for case in record["cases"])
+    too_early = sum(case["measured"]["received_before_sent"] for case in record["cases"])
     facts = [
         f"record `records/{name}`; {machine['device']}{gpus}, {machine['cores']} cores, "
         f"{machine['system']}; {versions}",
@@ -143,6 +144,11 @@ def section(name: str, record: Record) -> str:
         f"to stage {found['communication_ms']:.2f} ms",
         f"results received before they were sent, which would be a clock that is off: {too_early}",
     ]
+    late = waited_for_host(record)
+    if late:
+        facts.append(
+            f"runs in which a GPU waited for the host to start its work: {', '.join(late)}"
+        )
     lines = [
         f"### {describe(record)}",
         "",

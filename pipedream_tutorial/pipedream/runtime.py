@@ -114,7 +114,7 @@ class Station:
     stage: int
     num_stages: int
     module: nn.Module
-    """Initial weights; every run trains a copy."""
+    """Initial weights, on the CPU; every run trains a copy on `device`."""
     loss: Loss | None
     """Of the last stage only."""
     task: Task
@@ -133,6 +133,9 @@ class StageRun:
     events: list[MeasuredEvent]
     trainer: StageTrainer
     peak_memory_bytes: int | None
+    enqueued_ns: int | None
+    """How long the host took to enqueue all work of a GPU; as long as the run itself means that the
+    GPU waited for it. None on a CPU, where to call is to compute."""
 
 
 Pace = Mapping[str, float]
@@ -155,7 +158,7 @@ def build_trainer(
 ) -> StageTrainer:
     """A trainer of the station's initial weights; `num_microbatches` counts those of a batch."""
     return StageTrainer(
-        copy.deepcopy(station.module),
+        copy.deepcopy(station.module).to(station.device),
         policy,
         stage=station.stage,
         num_stages=station.num_stages,
@@ -211,7 +214,11 @@ def run_stage(
             torch.cuda.reset_peak_memory_stats(station.device)
         with connection_to("the other stages"):
             dist.barrier()
-        spans = _run_order(station, schedule, trainer, pace)
+        begun_ns = time.perf_counter_ns()
+        spans, outboxes = _run_order(station, schedule, trainer, pace)
+        enqueued_ns = time.perf_counter_ns() - begun_ns
+        for outbox in outboxes:
+            outbox.drain()
         station.clock.finish()
     read = station.clock.read
     return StageRun(
@@ -229,6 +236,7 @@ def run_stage(
         ],
         trainer=trainer,
         peak_memory_bytes=torch.cuda.max_memory_allocated(station.device) if on_gpu else None,
+        enqueued_ns=enqueued_ns if on_gpu else None,
     )
 
 
@@ -237,8 +245,9 @@ _Span = tuple[str, Op, Any, Any]
 
 def _run_order(
     station: Station, schedule: Schedule, trainer: StageTrainer, pace: Pace
-) -> list[_Span]:
-    """Run the stage's operations; (thread, operation, mark at its start, mark at its end)."""
+) -> tuple[list[_Span], list[Outbox]]:
+    """Run the stage's operations; (thread, operation, mark at its start, mark at its end) of each,
+    and what may still be on its way."""
     spans: list[_Span] = []
     mark, before, after = station.clock.mark, station.neighbours.before, station.neighbours.after
     inboxes, outboxes = {}, {}
@@ -263,9 +272,7 @@ def _run_order(
             begun = mark()
             outboxes[forward].send(result)
             spans.append(("send", op, begun, mark()))
-    for outbox in outboxes.values():
-        outbox.drain()
-    return spans
+    return spans, list(outboxes.values())
 
 
 def _own_ops(schedule: Schedule, stage: int) -> list[Op]:

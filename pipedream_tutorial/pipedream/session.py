@@ -6,17 +6,17 @@ import datetime
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pipedream.alone import equal_bits, on_cpu, train_alone
 from pipedream.channels import connect, connection_to, meet_neighbours
 from pipedream.errors import UserError
 from pipedream.launch import Process, meet
 from pipedream.ops import Schedule
-from pipedream.oracle import run_schedule, schedule_for_training
 from pipedream.policies import Policy
 from pipedream.prediction import MeasuredRun, makespan_ns
 from pipedream.profile import device_name
@@ -27,7 +27,8 @@ from pipedream.runtime import (
     run_stage,
     warm_up_compute,
 )
-from pipedream.trainer import StageTrainer, Weights
+from pipedream.trainer import Weights
+from pipedream.training_orders import schedule_for_training
 from pipedream.workload import Workload, build_workload, count
 
 Config = Mapping[str, Any]
@@ -66,18 +67,18 @@ def build_cases(config: Config) -> list[Case]:
     ]
 
 
-def choose_device(config: Config, process: Process) -> torch.device:
-    """This process's GPU, or the CPU; UserError when there are fewer GPUs than stages."""
-    wanted = config["device"]
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if torch.cuda.device_count() < process.world_size:
+def on_gpus(config: Config) -> bool:
+    """Whether the stages run on GPUs: where device=auto finds one for each of them, they do.
+
+    Raises UserError where device=cuda finds fewer.
+    """
+    wanted, stages, gpus = config["device"], config["num_stages"], torch.cuda.device_count()
+    if wanted == "cuda" and gpus < stages:
         raise UserError(
-            f"{process.world_size} stages need as many GPUs, and this machine has "
-            f"{torch.cuda.device_count()}",
+            f"{stages} stages need as many GPUs, and this machine has {gpus}",
             "set a smaller num_stages, or device=cpu",
         )
-    return torch.device("cuda", process.local_rank)
+    return wanted != "cpu" and gpus >= stages
 
 
 def emulated_ms(config: Config, device: torch.device) -> tuple[float, float]:
@@ -93,13 +94,21 @@ def run_session(
     *,
     keep_weights: bool,
     say: Callable[[str], None],
+    keep: Callable[[list[MeasuredRun]], None],
 ) -> Outcome | None:
-    """Run all cases; what came of them on rank 0, None on the others. `say` prints on rank 0."""
+    """Run all cases; what came of them on rank 0, None on the others.
+
+    On rank 0 `say` prints, and `keep` gets the runs so far, after each.
+    """
     cases = build_cases(config)
-    device = choose_device(config, process)
+    device = torch.device("cpu")
     torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
-    if device.type == "cuda":
+    if on_gpus(config):
+        device = torch.device("cuda", process.local_rank)
         torch.cuda.set_device(device)
+        if config["check_weights"]:  # sums in any order give other bits
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+            torch.use_deterministic_algorithms(True, warn_only=True)
     workload = build_workload(config, device)
     timeout = datetime.timedelta(seconds=float(config["timeout_s"]))
     meet(process, timeout)
@@ -108,25 +117,32 @@ def run_session(
         say(_describe(config, device, workload))
     del workload
     warm_up_compute(station)
-    runs, weights = [], []
+    runs: list[MeasuredRun] = []
+    weights: list[list[Weights]] = []
     wanted = keep_weights or config["check_weights"]
     for case in cases:
         gathered = _gather(_run_case(config, station, case, with_weights=wanted), process)
         if gathered is None:
             continue
         summaries, stage_weights = zip(*gathered, strict=True)
-        equal = None
-        if config["check_weights"]:
-            equal = _equal(stage_weights, _train_alone(config, case, device))
-        run = _measured_run(config, case, summaries, equal)
-        say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(run.events) / 1e9:.3f} s")
-        runs.append(run)
-        if keep_weights:
-            weights.append(list(stage_weights))
+        runs.append(_measured_run(config, case, summaries))
+        weights.append(list(stage_weights))
+        seconds = makespan_ns(runs[-1].events) / 1e9
+        say(f"  {case.name}, m={case.num_microbatches}: {seconds:.3f} s")
+        keep(runs)
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
-    return Outcome(runs=runs, weights=weights) if process.rank == 0 else None
+    if process.rank != 0:
+        return None
+    if config["check_weights"]:  # only now: the others would wait for it, and not for ever
+        say("  training in one process, to compare the weights")
+        runs = [
+            replace(run, weights_equal=equal_bits(ours, _alone(config, case, device)))
+            for case, run, ours in zip(cases, runs, weights, strict=True)
+        ]
+        keep(runs)
+    return Outcome(runs=runs, weights=weights if keep_weights else [])
 
 
 def _build_station(
@@ -139,16 +155,19 @@ def _build_station(
     """Connect this stage to its neighbours; of the workload's stages it keeps only its own."""
     stage, p = process.rank, process.world_size
     backend = "nccl" if device.type == "cuda" else "gloo"
-    groups = connect(stage, p, backend=backend, device=device, timeout=timeout)
+    groups = connect(
+        stage, p, backend=backend, device=device, timeout=timeout, max_ctas=config["nccl_max_ctas"]
+    )
     module = workload.modules[stage]
     example, _ = workload.task.microbatch(0)
+    neighbours = meet_neighbours(stage, p, groups, module, example)
     return Station(
         stage=stage,
         num_stages=p,
-        module=module,
+        module=module.cpu(),
         loss=workload.loss if stage == p - 1 else None,
         task=workload.task,
-        neighbours=meet_neighbours(stage, p, groups, module, example),
+        neighbours=neighbours,
         clock=build_clock(device),
         receive_depth=config["receive_depth"],
         learning_rate=config["learning_rate"],
@@ -175,17 +194,17 @@ def _run_case(
                 "events": run.events,
                 "peak_versions": run.trainer.peak_versions,
                 "peak_memory_bytes": run.peak_memory_bytes,
+                "enqueued_ns": run.enqueued_ns,
                 "losses": {i: float(loss) for i, loss in run.trainer.losses.items()},
             }
         )
         if with_weights and repeat == config["repeats"] - 1:
-            weights = _on_cpu(run.trainer.weights)
+            weights = on_cpu(run.trainer.weights)
+        del run  # or its memory would count in the next one's peak
     return summaries, weights
 
 
-def _measured_run(
-    config: Config, case: Case, summaries: tuple[list[Summary], ...], equal: bool | None
-) -> MeasuredRun:
+def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ...]) -> MeasuredRun:
     """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
     repeats = list(zip(*summaries, strict=True))  # [repeat][stage]
     events = [tuple(e for stage in repeat for e in stage["events"]) for repeat in repeats]
@@ -194,6 +213,7 @@ def _measured_run(
     chosen = repeats[median]
     m, losses = case.num_microbatches, chosen[-1]["losses"]
     memory = [stage["peak_memory_bytes"] for stage in chosen]
+    enqueued = [stage["enqueued_ns"] for stage in chosen]
     return MeasuredRun(
         name=case.name,
         schedule=case.schedule,
@@ -204,43 +224,15 @@ def _measured_run(
         repeat_makespans_ns=tuple(spans),
         peak_versions=tuple(stage["peak_versions"] for stage in chosen),
         peak_memory_bytes=None if None in memory else tuple(memory),
+        enqueued_ns=None if None in enqueued else tuple(enqueued),
         losses=tuple(
             sum(losses[b * m + i] for i in range(m)) / m for b in range(config["num_batches"])
         ),
-        weights_equal=equal,
     )
 
 
-def _train_alone(config: Config, case: Case, device: torch.device) -> list[Weights]:
-    """The same training by the one-process oracle."""
-    workload = build_workload(config, device)
-    last = len(workload.modules) - 1
-    trainers = [
-        StageTrainer(
-            module,
-            case.policy,
-            stage=stage,
-            num_stages=last + 1,
-            batch_size=case.num_microbatches,
-            num_microbatches=case.num_microbatches * config["num_batches"],
-            learning_rate=config["learning_rate"],
-            loss=workload.loss if stage == last else None,
-        )
-        for stage, module in enumerate(workload.modules)
-    ]
-    run_schedule(case.schedule, trainers, workload.task)
-    return [_on_cpu(trainer.weights) for trainer in trainers]
-
-
-def _on_cpu(weights: Weights) -> Weights:
-    return {name: tensor.detach().cpu() for name, tensor in weights.items()}
-
-
-def _equal(ours: tuple[Weights, ...], theirs: list[Weights]) -> bool:
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+def _alone(config: Config, case: Case, device: torch.device) -> list[Weights]:
+    return train_alone(config, case.schedule, case.policy, case.num_microbatches, device)
 
 
 def _gather(item: Any, process: Process) -> list[Any] | None:
@@ -251,9 +243,13 @@ def _gather(item: Any, process: Process) -> list[Any] | None:
 
 
 def _describe(config: Config, device: torch.device, workload: Workload) -> str:
+    p = config["num_stages"]
     forward, backward = emulated_ms(config, device)
-    where = "NCCL, a GPU each" if device.type == "cuda" else "gloo, on the CPU"
-    lines = [f"{count(config['num_stages'], 'stage')}, a process each ({where}): {workload.text}"]
+    where, gpus = "NCCL, a GPU each", torch.cuda.device_count()
+    if device.type == "cpu":
+        few = gpus and config["device"] == "auto"
+        where = "gloo, on the CPU" + f", as there are {gpus} GPUs for {p} stages" * bool(few)
+    lines = [f"{count(p, 'stage')}, a process each ({where}): {workload.text}"]
     if forward or backward:
         lines.append(
             f"emulated device: each forward sleeps {forward:g} ms and each backward "
@@ -264,7 +260,7 @@ def _describe(config: Config, device: torch.device, workload: Workload) -> str:
 
 def about(config: Config, arguments: list[str]) -> dict[str, Any]:
     """What a record says of how it came about: command, versions, machine, CONFIG, emulation."""
-    on_gpu = config["device"] != "cpu" and torch.cuda.is_available()
+    on_gpu = on_gpus(config)
     device = torch.device("cuda" if on_gpu else "cpu")
     forward, backward = emulated_ms(config, device)
     versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -66,13 +66,12 @@ class Task:
 def build_task(
     *,
     seed: int,
-    num_samples: int = 512,
+    num_microbatches: int = 64,
     microbatch_size: int = 8,
     dtype: torch.dtype = torch.float64,
 ) -> Task:
     """Normal inputs, classified by a random two-layer network."""
-    if num_samples % microbatch_size:
-        raise ValueError(f"{num_samples} samples are no whole number of {microbatch_size}")
+    num_samples = num_microbatches * microbatch_size
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
     first = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5

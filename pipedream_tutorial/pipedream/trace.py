@@ -137,14 +137,6 @@ def trace_document(
     }
 
 
-def causality_violations(measured: Sequence[MeasuredEvent]) -> list[tuple[Op, Op]]:
-    """(sender, receiver) wherever a result is used before the operation that makes it has ended.
-
-    There are none on a sound clock; a run with any has clocks that do not agree.
-    """
-    return _impossible(_measured_run(measured))
-
-
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that sends, operation that receives) for each result that leaves its rank."""
     ranks = schedule.ranks()

@@ -6,6 +6,7 @@ process and sends them. That their results are the same bits is a matter of the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,8 +50,9 @@ class StageTrainer:
         learning_rate: float,
         loss: Loss | None = None,
     ) -> None:
-        """`batch_size` counts microbatches; `loss` belongs to the last stage only."""
-        self.module, self.policy, self.loss = module, policy, loss
+        """`batch_size` counts microbatches; `loss` belongs to the last stage only. `module` gives
+        the first version of the weights, in its memory, and is not used afterwards."""
+        self.module, self.policy, self.loss = _without_weights(module), policy, loss
         self.stage, self.num_stages = stage, num_stages
         self.batch_size, self.num_microbatches = batch_size, num_microbatches
         self.learning_rate = learning_rate
@@ -165,3 +167,10 @@ class StageTrainer:
             )
             kept |= set(range(oldest, self.updates))
         self.versions = {v: w for v, w in self.versions.items() if v in kept}
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """The module with parameters that take no memory: else the first version would never be freed,
+    as the module holds it. functional_call puts a version in their place."""
+    empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in module.parameters()}
+    return copy.deepcopy(module, empty)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from pipedream.errors import UserError
+from pipedream.measures import peak_activations
 from pipedream.ops import Op, Pair, Schedule, load_csv, one_chain, repeat, save_csv
 from pipedream.schedules import SCHEDULES, build_schedule
 from pipedream.simulator import build_costs, simulate
@@ -53,6 +54,16 @@ def test_empty_cells_are_bubbles_and_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "orders.csv"
     path.write_text("0F0,,0F1,, 0B0 ,0B1\n,1F0,1B0,1F1,1B1,\n")
     assert load_csv(path).orders == build_schedule("1f1b", 2, 2).orders
+
+
+def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n\n\n")
+    read = load_csv(path)
+    assert read.num_ranks == 2
+    assert peak_activations(read) == (1, 1)
+    path.write_text("0F0,0B0\n\n1F0,1B0\n")  # between others: a rank that has nothing to do
+    assert peak_activations(load_csv(path)) == (1, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import pytest
 import torch
 from pipedream.errors import UserError
 from pipedream.ops import FORWARD, Op, Schedule
-from pipedream.oracle import build_trainers, run_schedule, schedule_for_training, train
+from pipedream.oracle import build_trainers, run_schedule, train
 from pipedream.simulator import needs
 from pipedream.stages import build_stages, build_task, evaluate
 from pipedream.trainer import StageTrainer, Weights
+from pipedream.training_orders import schedule_for_training
 from torch import nn
 
 SEED, RATE = 5, 0.4

@@ -1,12 +1,15 @@
 """StageTrainer against torch's own optimizer and against the counting in policies.weight_use."""
 
+import weakref
+
 import pytest
 import torch
 from pipedream.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
-from pipedream.oracle import build_trainers, run_schedule, schedule_for_training, train
+from pipedream.oracle import build_trainers, run_schedule, train
 from pipedream.policies import POLICIES, weight_use
 from pipedream.stages import build_stages, build_task
 from pipedream.trainer import StageTrainer
+from pipedream.training_orders import schedule_for_training
 from torch import nn
 
 NAMES = ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"]
@@ -201,3 +204,27 @@ def test_versions_and_staleness_of_the_papers(p: int) -> None:
             seed=0,
         )
         assert result.peak_versions == versions, name
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
+)
+def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
+    """The module that it came with does not hold it; in place it stays."""
+    (module,) = build_stages(1, 1, seed=1)
+    trainer = StageTrainer(
+        module,
+        POLICIES[policy],
+        stage=0,
+        num_stages=1,
+        batch_size=1,
+        num_microbatches=2,
+        learning_rate=0.1,
+        loss=nn.functional.cross_entropy,
+    )
+    assert all(parameter.is_meta for parameter in trainer.module.parameters())
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    first = weakref.ref(next(iter(trainer.weights.values())))
+    trainer.forward(0, *build_task(seed=1).microbatch(0))
+    trainer.backward(0)
+    assert (first() is not None) == kept

@@ -7,8 +7,9 @@ import itertools
 import sys
 
 import pytest
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from distributed_training.config import build_config
+from distributed_training.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.layout import (
     SCHEDULE_RULES,
     balanced_cut,
@@ -18,7 +19,7 @@ from distributed_training.layout import (
     stage_parameters,
 )
 from distributed_training.model import build_model
-from distributed_training.parallel.pipeline import build_stages
+from distributed_training.parallel.pipeline import SCHEDULES, build_stages
 from distributed_training.sizes import SIZES, ModelSize
 from distributed_training.strategy import ROOT, load_strategy
 from distributed_training.topology import build_topology, nearest_axes
@@ -40,6 +41,14 @@ def all_cuts(num_layers, num_stages):
     for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
         bounds = (0, *ends, num_layers)
         yield [b - a for a, b in itertools.pairwise(bounds)]
+
+
+def test_every_schedule_of_config_has_a_rule_and_an_implementation():
+    assert tuple(SCHEDULE_RULES) == tuple(SCHEDULES) == PIPELINE_SCHEDULES
+    for name, rule in SCHEDULE_RULES.items():
+        assert rule.v_shaped <= (rule.stages_per_rank == 2), name
+        one_stage_only = issubclass(SCHEDULES[name], PipelineScheduleSingle)
+        assert not (one_stage_only and rule.stages_per_rank > 1), name
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2", "deep"])
