@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.closed_forms import CLOSED_FORMS
-from pipedream.config import main_with_errors
+from pipedream.config import FOLDER, main_with_errors
 from pipedream.errors import UserError, nearest
 from pipedream.prediction import RECORD_FORMAT
 from pipedream.results_text import (
     describe,
     final_loss_table,
+    printed,
     render_page,
     summary,
 )
 from pipedream.schedules import SCHEDULES
 from pipedream.traffic import MODELS, comparison_table
 
-FOLDER = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "COMPARISON.md")
+PAGES = ("README.md", "QUICKSTART.md", "COMPARISON.md")
 _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -101,6 +101,7 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         "memory": memory_table,
         "final losses": lambda: final_loss_table(study),
         "prediction": lambda: summary(load_records(folder / "records")),
+        "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }
     for name in MODELS:
         for devices in (4, 8):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream.prediction import waited_for_host
+from pipedream.runtime_table import render
 from pipedream.schedules import SCHEDULES
 
 Record = Mapping[str, Any]
@@ -100,6 +101,12 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
     parts += ["## What weight stashing is for", *study_intro(study), gradient_table(study)]
     parts += [_wrapped(_LOSS_INTRO), final_loss_table(study)]
     return "\n\n".join(parts) + "\n"
+
+
+def printed(record: Record) -> str:
+    """What the runtime printed of a record, as a block of a page: its table alone."""
+    table = render(record).strip("\n").partition("\n\n")[0]
+    return f"```text measured\n{table}\n```"
 
 
 def _wrapped(text: str, begin: str = "") -> str:
