@@ -103,35 +103,45 @@ def build_layout(
             f"pipeline_schedule={config.pipeline_schedule!r} has {rule.stages_per_rank} a process",
             f"{fitting}, or take a larger model",
         )
-    counts = _given_cut(config, size, num_stages) or balanced_cut(size, config.seq_len, num_stages)
+    ranks = tuple(_rank_of(stage, topology.pp, rule.v_shaped) for stage in range(num_stages))
+    counts = _given_cut(config, size, ranks) or balanced_cut(size, config.seq_len, ranks)
     ends = [sum(counts[: i + 1]) for i in range(num_stages)]
     stages = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
-    ranks = tuple(_rank_of(stage, topology.pp, rule.v_shaped) for stage in range(num_stages))
     held = [0] * topology.pp
     for stage, rank in enumerate(ranks):
         held[rank] += stage_parameters(size, stages, stage)
     return Layout(stages=stages, ranks=ranks, num_parameters=-(-max(held) // topology.tp))
 
 
-def balanced_cut(size: ModelSize, seq_len: int, num_stages: int) -> list[int]:
-    """Blocks of each stage (at least one) so that the costliest stage costs least.
+def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
+    """Blocks of each stage, at least one, so that the costliest process costs least.
 
-    The cost is FLOPs a token; the output layer counts, looking embeddings up does not. Among
-    equals the later stages get fewer blocks, as the first ones hold more micro-batches.
+    `ranks`: the process along pp that holds each stage, one or two a process. The cost is FLOPs a
+    token; the output layer counts, looking embeddings up does not. Of two stages of a process the
+    one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
+    pipedream_tutorial found these the shorter.
     """
     head = Fraction(output_flops(size), block_flops(size, seq_len))  # in blocks
-    best = None
-    # The last stage's blocks decide what is left to spread evenly over the others.
-    for last in range(1, size.num_layers - num_stages + 2):
-        others, stages = size.num_layers - last, num_stages - 1
-        most = -(-others // stages) if stages else 0
-        cost = max(Fraction(most), last + head)
-        if best is None or cost < best[0]:
-            longer = others - stages * (others // stages) if stages else 0
-            counts = [others // stages + (i < longer) for i in range(stages)]
-            best = (cost, [*counts, last])
-    assert best is not None
-    return best[1]
+    pp = max(ranks) + 1
+    each = len(ranks) // pp
+    v_shaped = each > 1 and ranks[pp] == pp - 1
+
+    def others(last: int) -> int:
+        """Blocks of the costliest process that has not the output layer."""
+        return -(-(size.num_layers - last) // (pp - 1))
+
+    choices = range(each, size.num_layers - each * (pp - 1) + 1)
+    last = min(choices, key=lambda blocks: max(Fraction(others(blocks)), blocks + head))
+    rest = size.num_layers - last
+    totals = [rest // (pp - 1) + (i < rest % (pp - 1)) for i in range(pp - 1)]
+    totals.insert(ranks[-1], last)
+    if each == 1:
+        return totals
+    first = [-(-total // 2) if v_shaped else total // 2 for total in totals]
+    # The stage with the output layer is to cost what the other one of its process does.
+    first[ranks[-1]] = last - max(1, int((last - head) / 2))
+    second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
+    return first + (second[::-1] if v_shaped else second)
 
 
 def block_flops(size: ModelSize, seq_len: int) -> int:
@@ -230,13 +240,14 @@ def _check_deepspeed(config: RunConfig, strategy: Strategy) -> None:
         )
 
 
-def _given_cut(config: RunConfig, size: ModelSize, num_stages: int) -> list[int] | None:
+def _given_cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int] | None:
     if config.pipeline_cut is None:
         return None
+    num_stages = len(ranks)
     words = config.pipeline_cut.split(",")
     counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != size.num_layers:
-        example = balanced_cut(size, config.seq_len, num_stages)
+        example = balanced_cut(size, config.seq_len, ranks)
         raise UserError(
             f"pipeline_cut={config.pipeline_cut!r} is not {num_stages} numbers that add up to "
             f"the {size.num_layers} blocks of {config.model}",

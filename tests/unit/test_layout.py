@@ -51,22 +51,52 @@ def test_every_schedule_of_config_has_a_rule_and_an_implementation():
         assert not (one_stage_only and rule.stages_per_rank > 1), name
 
 
+def one_stage_each(pp):
+    return tuple(range(pp))
+
+
+def in_turns(pp):
+    return (*range(pp), *range(pp))
+
+
+def in_a_v(pp):
+    return (*range(pp), *reversed(range(pp)))
+
+
 @pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2", "deep"])
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+@pytest.mark.parametrize("held", [one_stage_each, in_turns, in_a_v])
 @pytest.mark.parametrize("seq_len", [32, 1024])
-def test_no_cut_has_a_cheaper_costliest_stage(name, num_stages, seq_len):
-    size = DEEP if name == "deep" else SIZES[name]
-    if num_stages > size.num_layers:
+def test_no_cut_has_a_cheaper_costliest_process(name, pp, held, seq_len):
+    size, ranks = DEEP if name == "deep" else SIZES[name], held(pp)
+    if len(ranks) > size.num_layers:
         pytest.skip("more stages than blocks")
     block, head = block_flops(size, seq_len), output_flops(size)
 
     def costliest(counts):
-        return max(*(block * n for n in counts[:-1]), block * counts[-1] + head)
+        costs = [0] * pp
+        for rank, count in zip(ranks, counts, strict=True):
+            costs[rank] += block * count
+        costs[ranks[-1]] += head
+        return max(costs)
 
-    ours = balanced_cut(size, seq_len, num_stages)
+    ours = balanced_cut(size, seq_len, ranks)
     assert sum(ours) == size.num_layers
     assert min(ours) >= 1
-    assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, num_stages))
+    assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, len(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("held", "medium", "xl"),
+    [
+        (one_stage_each, [7, 7, 7, 3], [13, 13, 13, 9]),
+        (in_turns, [3, 3, 3, 2, 4, 4, 4, 1], [6, 6, 6, 6, 7, 7, 7, 3]),
+        (in_a_v, [2, 4, 4, 4, 3, 3, 3, 1], [6, 7, 7, 7, 6, 6, 6, 3]),
+    ],
+)
+def test_two_stages_of_a_process_share_its_blocks(held, medium, xl):
+    assert balanced_cut(SIZES["gpt2-medium"], 1024, held(4)) == medium
+    assert balanced_cut(SIZES["gpt2-xl"], 1024, held(4)) == xl
 
 
 def test_the_output_layer_counts_as_blocks():
