@@ -260,8 +260,9 @@ def estimate_state_bytes(
         shards = mesh["dp_shard"] if mesh["dp_shard"] != -1 else dp_size // mesh["dp_replicate"]
         if not strategy.pipelined:
             return _bytes(4 / shards, 4 / shards, 8 / shards, num_parameters)
-        # A stage stays gathered for all micro-batches of a step and adds its gradients up whole.
-        gathered = width if dp_size > 1 else 0
+        # A stage stays gathered, or at least rounded, for all micro-batches of a step, and adds its
+        # gradients up whole.
+        gathered = width if dp_size > 1 or precision != "fp32" else 0
         return _bytes(4 / shards + gathered, 4, 8 / shards, num_parameters)
     stage = strategy.zero_stage
     parameters = width / (shards if stage >= 3 else 1)

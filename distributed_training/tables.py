@@ -48,7 +48,11 @@ def layout_words(record: Record) -> list[str]:
     if not both and axes.get("tp", 1) == axes.get("pp", 1) == 1:
         return []
     words = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-    pipeline = record.get("pipeline")
+    pipeline, config = record.get("pipeline"), record["config"]
+    if axes.get("tp", 1) > 1 and not config.get("sequence_parallel", True):
+        words.append("whole-norms")
+    if config.get("pipeline_cut"):
+        words.append("cut-" + "-".join(config["pipeline_cut"].replace(" ", "").split(",")))
     return words + ([f"{pipeline['schedule']}-m{pipeline['num_microbatches']}"] if pipeline else [])
 
 

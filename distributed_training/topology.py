@@ -23,6 +23,7 @@ from distributed_training.strategy import MESH_AXES, Strategy
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -79,6 +80,15 @@ class Topology:
         return init_device_mesh(
             self.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )
+
+    def new_pipeline_group(self) -> dist.ProcessGroup:
+        """Another communicator over this process's pipeline, besides the mesh's. Collective."""
+        import torch.distributed as dist
+
+        apart = self.world_size // self.pp
+        pipelines = [list(range(first, self.world_size, apart)) for first in range(apart)]
+        own, _ = dist.new_subgroups_by_enumeration(pipelines)
+        return own
 
     @property
     def device(self) -> torch.device:
@@ -159,8 +169,10 @@ def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def process_group(topology: Topology) -> Iterator[None]:
+def process_group(topology: Topology, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
     """Start the default process group (gloo for CPU tensors, NCCL for CUDA ones) and end it.
+
+    Whoever waits longer than `timeout` for the others fails.
 
     The end comes after the caller has dropped engine and model: threads of gloo that outlive the
     interpreter abort it, so garbage is collected and all ranks meet before the group goes.
@@ -170,11 +182,9 @@ def process_group(topology: Topology) -> Iterator[None]:
 
     if topology.device_type == "cuda":
         torch.cuda.set_device(topology.device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=topology.device
-        )
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=topology.device)
     else:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout)
     try:
         yield
         gc.collect()

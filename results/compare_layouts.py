@@ -6,33 +6,41 @@
 A plan is JSON: {"common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Starting processes takes
 longer than the steps that are timed, so all runs share them; engines, data and clipping are those
 of real_model_example.py. Each run leaves a record as a training does, with what it measured of the
-pipeline in "bubble": a rank's idle share is what is left of the step's forward and backward phase
-when the time in which it computes is taken out. Exchanges of gradients and the optimizer follow
-that phase and are in the step time only.
+pipeline in "bubble": idle_share is what is left of the step's forward and backward phase when the
+time in which a rank computes is taken out, on GPUs by the kernels of one more step under the
+profiler; between_operations is the same by the begin and end of the stages' operations in the timed
+steps, in which launching counts as computing. Exchanges of gradients and the optimizer follow that
+phase and are in the step time only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import functools
 import gc
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.stage import PipelineStage
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from distributed_training import launch  # noqa: E402
+from pipeline_bubble import REDUCTION, Spans, bubble, traced  # noqa: E402
+
+from distributed_training import assemble, launch  # noqa: E402
 from distributed_training.assemble import build_engine, build_sampler  # noqa: E402
 from distributed_training.config import build_config  # noqa: E402
 from distributed_training.errors import UserError  # noqa: E402
@@ -43,122 +51,103 @@ from distributed_training.metrics import (  # noqa: E402
     summarise_performance,
 )
 from distributed_training.outcome import describe_run  # noqa: E402
-from distributed_training.parallel.pipeline import Pipeline  # noqa: E402
 from distributed_training.plan import load_plan_data, make_plan  # noqa: E402
 from distributed_training.record import start_record, timestamp, write_json  # noqa: E402
 from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.tables import table  # noqa: E402
 from distributed_training.topology import Topology, build_topology, process_group  # noqa: E402
 
-NUM_STEPS, NUM_WARMUP = 13, 4  # summarise_performance leaves out as many of so many
+NUM_STEPS, NUM_WARMUP = 16, 5  # summarise_performance leaves out as many of so many
+PATIENCE = timedelta(minutes=3)  # a rank that waits longer for the others ends the run
+LEFT_OVER_BYTES = 64 * 2**20
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
-PHASES = {
-    Pipeline: ["forward_backward"],
-    PipelineStage: ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
-}
-REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
 
 
-class Spans:
-    """Begin and end of calls, on the GPU's clock where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: dict[str, list[tuple[Any, Any]]] = {}
-
-    def watch(self) -> None:
-        """Mark every call of PHASES from now on, for the rest of the process."""
-        for owner, names in PHASES.items():
-            for name in names:
-                setattr(owner, name, self._watched(owner.__name__, getattr(owner, name)))
-        reduce = getattr(PipelineStage, REDUCTION)
-        setattr(PipelineStage, REDUCTION, self._watched(REDUCTION, reduce))
-
-    def _watched(self, kind: str, function: Any) -> Any:
-        def call(*arguments: Any, **words: Any) -> Any:
-            begin = self._now()
-            result = function(*arguments, **words)
-            self.marks.setdefault(kind, []).append((begin, self._now()))
-            return result
-
-        return call
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, kind: str) -> float:
-        """Sum of the durations of all calls since `marks` was emptied."""
-        if self.device.type != "cuda":
-            return sum(end - begin for begin, end in self.marks.get(kind, []))
-        torch.cuda.synchronize(self.device)
-        return sum(begin.elapsed_time(end) / 1000 for begin, end in self.marks.get(kind, []))
-
-
-def run_one(values: dict[str, Any], machine: Any, process: launch.Process, spans: Spans) -> Any:
+def run_one(
+    values: dict[str, Any], machine: Any, process: launch.Process, spans: Spans, folder: Path
+) -> Any:
     """Train a few steps under one layout; its record on rank 0, None elsewhere. Collective."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = build_config({"output_dir": folder, **values})
-        topology = build_topology(
-            load_strategy(config),
-            world_size=process.world_size,
-            rank=process.rank,
-            local_rank=process.local_rank,
-            device_type=spans.device.type,
-        )
-        plan = make_plan(
-            config, machine, num_processes=process.world_size,
-            processes_here=process.local_world_size,
-        )  # fmt: skip
-        data, _ = load_plan_data(plan)
-        sampler = build_sampler(plan.config, data, topology)
-        engine = build_engine(plan, topology)
-        timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
-        memory.begin()
-        timer.restart()
-        for step in range(NUM_STEPS):
-            if step == NUM_WARMUP:
-                spans.marks.clear()
-            engine.train_step(sampler.step_batch(data.train, step))
-            timer.mark()
-        memory.end()
-        durations = timer.durations_s()
-        mine = {
-            "rank": topology.rank,
-            **memory.as_dict(),
-            "phase_s": spans.seconds("Pipeline") - spans.seconds(REDUCTION),
-            "computing_s": spans.seconds("PipelineStage"),
-        }
-        ranks: list[Any] = [None] * topology.world_size
-        dist.all_gather_object(ranks, mine)
-        start = describe_run(plan, topology, sampler, NUM_STEPS, data, None)
-        start["dtypes"] = engine.describe_dtypes()
-        engine.close()
-        if topology.rank != 0:
-            return None
-        record = start_record(Path(folder), **start)
-        record.update(
-            status="ok",
-            finished_at=timestamp(),
-            step=NUM_STEPS,
-            run_dir="",
-            performance=summarise(plan, topology, sampler, durations),
-            memory={
-                **{
-                    name: None if ranks[0][name] is None else max(rank[name] for rank in ranks)
-                    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
-                },
-                "by_rank": ranks,
+    config = build_config({"output_dir": str(folder), **values})
+    topology = build_topology(
+        load_strategy(config),
+        world_size=process.world_size,
+        rank=process.rank,
+        local_rank=process.local_rank,
+        device_type=spans.device.type,
+    )
+    plan = agree_on_plan(config, machine, process)
+    data, _ = load_plan_data(plan)
+    sampler = build_sampler(plan.config, data, topology)
+    left_over = torch.cuda.memory_allocated() if machine.num_gpus else 0
+    engine = build_engine(plan, topology)
+    timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
+    memory.begin()
+    timer.restart()
+    for step in range(NUM_STEPS):
+        if step == NUM_WARMUP:
+            spans.marks.clear()
+        engine.train_step(sampler.step_batch(data.train, step))
+        timer.mark()
+    memory.end()
+    durations = timer.durations_s()
+    mine = {
+        "rank": topology.rank,
+        **memory.as_dict(),
+        "peak_host_bytes": None,  # the process's, with all runs before
+        "left_over_bytes": left_over,  # of runs before, and so in the peaks
+        "phase_s": spans.seconds("Pipeline") - spans.seconds(REDUCTION),
+        "computing_s": spans.seconds("PipelineStage"),
+        "kernels": traced(engine, sampler.step_batch(data.train, NUM_STEPS), topology),
+    }
+    ranks: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(ranks, mine)
+    start = describe_run(plan, topology, sampler, NUM_STEPS, data, None)
+    start["dtypes"] = engine.describe_dtypes()
+    engine.close()
+    if topology.rank != 0:
+        return None
+    if max(rank["left_over_bytes"] for rank in ranks) > LEFT_OVER_BYTES:
+        print("warning: earlier runs left memory behind, which counts in this one's peak")
+    record = start_record(folder, **start)
+    record.update(
+        status="ok",
+        finished_at=timestamp(),
+        step=NUM_STEPS,
+        run_dir="",
+        performance=summarise(plan, topology, sampler, durations),
+        memory={
+            **{
+                name: None if ranks[0][name] is None else max(rank[name] for rank in ranks)
+                for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
             },
-            bubble=bubble(ranks) if topology.pp > 1 and ranks[0]["phase_s"] else None,
+            "by_rank": ranks,
+        },
+        bubble=bubble(ranks) if topology.pp > 1 and ranks[0]["phase_s"] else None,
+    )
+    return record.values
+
+
+def agree_on_plan(config: Any, machine: Any, process: launch.Process) -> Any:
+    """This rank's plan; the same UserError on all ranks where one of them is refused."""
+    plan, refused = None, None
+    try:
+        plan = make_plan(
+            config,
+            machine,
+            num_processes=process.world_size,
+            processes_here=process.local_world_size,
         )
-        return record.values
+    except UserError as error:
+        refused = str(error)
+    answers: list[Any] = [None] * process.world_size
+    dist.all_gather_object(answers, refused)
+    for answer in answers:
+        if answer is not None:
+            raise UserError(answer)
+    return plan
 
 
 def summarise(plan: Any, topology: Topology, sampler: Any, durations: list[float]) -> Any:
@@ -172,11 +161,12 @@ def summarise(plan: Any, topology: Topology, sampler: Any, durations: list[float
     )
 
 
-def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank."""
-    phase = max(rank["phase_s"] for rank in ranks)
-    shares = [1 - rank["computing_s"] / phase for rank in ranks]
-    return {"phase_s": phase, "idle_share": sum(shares) / len(shares), "by_rank": shares}
+def keep_what_all_runs_share() -> None:
+    """Communicators, which live as long as the process, and weights, which take long to draw."""
+    for name in ("build_mesh", "new_pipeline_group"):
+        setattr(Topology, name, functools.cache(getattr(Topology, name)))
+    drawn = functools.lru_cache(maxsize=1)(assemble.build_model)
+    assemble.build_model = lambda size, **words: copy.deepcopy(drawn(size, **words))
 
 
 def main() -> None:
@@ -196,11 +186,10 @@ def main() -> None:
         world_size=process.world_size, rank=process.rank, local_rank=process.local_rank,
         device_type="cuda" if machine.num_gpus else "cpu", **axes,
     )  # fmt: skip
-    # Every mesh brings communicators that live as long as the process, with memory of their own.
-    Topology.build_mesh = functools.cache(Topology.build_mesh)  # type: ignore[method-assign]
+    keep_what_all_runs_share()
     began = time.monotonic()
     records: list[Any] = []
-    with process_group(place):
+    with process_group(place, timeout=PATIENCE), shared_folder(process) as folder:
         spans = Spans(place.device)
         spans.watch()
         for index, run in enumerate(plan["runs"][arguments.first :], arguments.first):
@@ -208,7 +197,7 @@ def main() -> None:
             dist.broadcast(late, 0)  # all ranks stop at the same run
             if late:
                 break
-            record = attempt({**plan["common"], **run}, machine, process, spans)
+            record = attempt({**plan["common"], **run}, machine, process, spans, folder)
             gc.collect()
             torch.compiler.reset()  # else graphs of other batch sizes become dynamic ones
             if machine.num_gpus:
@@ -224,18 +213,32 @@ def main() -> None:
         print(table(records, COLUMNS))
 
 
-def attempt(values: dict[str, Any], machine: Any, process: launch.Process, spans: Spans) -> Any:
+@contextlib.contextmanager
+def shared_folder(process: launch.Process) -> Iterator[Path]:
+    """One for all ranks and runs, so that the text is tokenised once."""
+    folder = [tempfile.mkdtemp() if process.rank == 0 else None]
+    dist.broadcast_object_list(folder, device=torch.device("cpu"))
+    yield Path(str(folder[0]))
+    if process.rank == 0:
+        shutil.rmtree(str(folder[0]), ignore_errors=True)
+
+
+def attempt(
+    values: dict[str, Any], machine: Any, process: launch.Process, spans: Spans, folder: Path
+) -> Any:
     """The record, or None with the reason printed where this layout is refused (on all ranks)."""
     spans.marks.clear()
     try:
-        return run_one(values, machine, process, spans)
+        return run_one(values, machine, process, spans, folder)
     except UserError as error:
         if process.rank == 0:
             print(f"refused: {error}")
-    except torch.cuda.OutOfMemoryError:
+        return None
+    except BaseException:
+        # Other ranks wait in a collective, and NCCL would wait for them before it lets us go.
         traceback.print_exc()
-        raise  # other ranks wait in a collective: nothing can follow
-    return None
+        sys.stderr.flush()
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,11 @@ def run_once(
 
 
 def unpack(bundle: Path, folder: Path) -> None:
-    """One file a record, named by what distinguishes it; files of the same name are replaced."""
+    """One file a record, named by what distinguishes it; a run that the bundle holds again gets a
+    number. Files of earlier bundles are replaced.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    seen: Counter[str] = Counter()
     for record in json.loads(bundle.read_text())["records"]:
         parts = (
             record["config"]["model"],
@@ -92,7 +96,10 @@ def unpack(bundle: Path, folder: Path) -> None:
             f"b{record['batch']['micro_batch_size']}",
             f"x{record['world_size']}",
         )
-        write_json(folder / f"{'-'.join(parts)}.json", record)
+        name = "-".join(parts)
+        seen[name] += 1
+        again = f"-{seen[name]}" if seen[name] > 1 else ""
+        write_json(folder / f"{name}{again}.json", record)
 
 
 def main() -> None:

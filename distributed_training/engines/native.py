@@ -55,7 +55,9 @@ class NativeEngine:
         self.compute_dtype = model.compute_dtype
         self.size = model.size
         self.token_parts = topology.tp if config.sequence_parallel else 1
-        mesh = topology.build_mesh() if topology.world_size > 1 else None
+        # DDP works over the default group, as it does in everybody's script.
+        self.copies_only = topology.dp_size == topology.world_size == topology.dp_replicate
+        mesh = None if self.copies_only else topology.build_mesh()
 
         # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
         on_gpu = topology.device_type == "cuda"
@@ -75,6 +77,7 @@ class NativeEngine:
                 batch_shape=(config.micro_batch_size, config.seq_len),
                 token_parts=self.token_parts,
                 group=mesh.get_group("pp"),
+                other=topology.new_pipeline_group(),
                 device=topology.device,
             )
         self.optimizers = [
@@ -102,11 +105,13 @@ class NativeEngine:
         apply_activation_checkpointing(part, config.activation_checkpointing)
         if config.compile:
             apply_compile(part, cuda_graphs=self.cuda_graphs)
-        if topology.dp_size == 1:
+        rounded = self.compute_dtype is not None
+        if topology.dp_size == 1 and not (topology.pp > 1 and rounded):
             return part
-        if topology.dp_size == topology.world_size == topology.dp_replicate:
+        if self.copies_only:
             return apply_ddp(part, topology)
-        # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
+        # Copies are shards of size 1 where layers are split, too: DDP knows whole models only. And
+        # a stage alone: FSDP then rounds its weights once a step, not for every micro-batch.
         axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
         apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
         return part

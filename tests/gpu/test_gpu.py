@@ -9,8 +9,10 @@ import sys
 import pytest
 import torch
 
-from tests.conftest import SCRIPT, assert_ok, only_record, run_command, settings
-from tests.parity.test_strategies import BASE, assert_equal_runs, run_cases
+from tests.conftest import ROOT, SCRIPT, assert_ok, only_record, run_command, settings
+from tests.parity.test_layouts import CASES as LAYOUTS
+from tests.parity.test_layouts import DEEP, accumulated
+from tests.parity.test_strategies import BASE, GLOBAL_BATCH, assert_equal_runs, run_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +53,41 @@ def test_every_strategy_on_two_gpus_equals_one(tmp_path, runs):
     two = run_cases(cases, 2, tmp_path, CUDA_VISIBLE_DEVICES=",".join(VISIBLE.split(",")[:2]))
     for strategy in STRATEGIES:
         assert_equal_runs(two[strategy], runs["reference"])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_layouts_on_several_gpus_equal_one(count, tmp_path):
+    """Over NCCL, and compiled where that can be."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"fewer than {count} GPUs")
+    (tmp_path / "one").mkdir()
+    whole = {**DEEP, "compile": False, "strategy": "dp", "batch_size": GLOBAL_BATCH}
+    reference = run_cases(
+        {"packed": whole, "padded": {**whole, "pack": False}},
+        1,
+        tmp_path / "one",
+        CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0],
+    )
+    cases = {
+        name: {**DEEP, "pack": name.startswith("packed/"), **values}
+        for name, values in LAYOUTS[count].items()
+    }
+    cases["packed/hybrid"] = {**DEEP, "strategy": "hybrid", **accumulated(4, count // 2)}
+    found = run_cases(
+        cases, count, tmp_path, CUDA_VISIBLE_DEVICES=",".join(VISIBLE.split(",")[:count])
+    )
+    for name, values in found.items():
+        assert_equal_runs(values, reference[name.split("/")[0]])
+
+
+def test_a_profiled_function_shows_when_the_gpu_computed():
+    sys.path.insert(0, str(ROOT / "results"))
+    from kernel_trace import profiled
+
+    a = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    _, (start, end, busy) = profiled(lambda: (a @ a, torch.cuda._sleep(10_000_000), a @ a))
+    assert 0 < busy <= end - start
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -1,0 +1,101 @@
+"""Idle time of a pipeline's ranks while a step's micro-batches run, measured in two ways."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.stage import PipelineStage
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernel_trace import Window, idle_shares, profiled
+
+from distributed_training.parallel.pipeline import Pipeline
+from distributed_training.topology import Topology
+
+PHASES = {
+    Pipeline: ["forward_backward"],
+    PipelineStage: ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
+}
+REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
+
+
+class Spans:
+    """Begin and end of calls, on the GPU's clock where there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: dict[str, list[tuple[Any, Any]]] = {}
+
+    def watch(self) -> None:
+        """Mark every call of PHASES from now on, for the rest of the process."""
+        for owner, names in PHASES.items():
+            for name in names:
+                setattr(owner, name, self._watched(owner.__name__, getattr(owner, name)))
+        reduce = getattr(PipelineStage, REDUCTION)
+        setattr(PipelineStage, REDUCTION, self._watched(REDUCTION, reduce))
+
+    def _watched(self, kind: str, function: Any) -> Any:
+        def call(*arguments: Any, **words: Any) -> Any:
+            begin = self._now()
+            result = function(*arguments, **words)
+            self.marks.setdefault(kind, []).append((begin, self._now()))
+            return result
+
+        return call
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, kind: str) -> float:
+        """Sum of the durations of all calls since `marks` was emptied."""
+        if self.device.type != "cuda":
+            return sum(end - begin for begin, end in self.marks.get(kind, []))
+        torch.cuda.synchronize(self.device)
+        return sum(begin.elapsed_time(end) / 1000 for begin, end in self.marks.get(kind, []))
+
+
+def traced(engine: Any, batch: Any, topology: Topology) -> Window | None:
+    """When this rank's GPU computed in the forward and backward phase of one more step; None
+    without a GPU or a pipeline of ours. Collective."""
+    pipeline = getattr(engine, "pipeline", None)
+    if pipeline is None or topology.device_type != "cuda":
+        return None
+    phase, windows = pipeline.forward_backward, []
+
+    def under_profiler(*arguments: Any) -> Any:
+        dist.barrier()
+        result, window = profiled(lambda: phase(*arguments))
+        windows.append(window)
+        return result
+
+    pipeline.forward_backward = under_profiler
+    engine.train_step(batch)
+    return windows[0]
+
+
+def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank."""
+    phase = max(rank["phase_s"] for rank in ranks)
+    shares = [1 - rank["computing_s"] / phase for rank in ranks]
+    between = {"phase_s": phase, "idle_share": sum(shares) / len(shares), "by_rank": shares}
+    windows = [rank["kernels"] for rank in ranks]
+    if None in windows:
+        return {**between, "from": "begin and end of operations"}
+    phase, shares = idle_shares(windows)
+    return {
+        "phase_s": phase,
+        "idle_share": sum(shares) / len(shares),
+        "by_rank": shares,
+        "from": "kernels of one profiled step",
+        "between_operations": between,
+    }

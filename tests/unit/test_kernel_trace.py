@@ -1,0 +1,43 @@
+import random
+import sys
+
+import pytest
+
+from distributed_training.strategy import ROOT
+
+sys.path.insert(0, str(ROOT / "results"))
+from kernel_trace import busy_window, idle_shares, union
+
+
+def event(name, start, duration, kind="kernel"):
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
+
+
+def test_what_computes_counts_once_and_waiting_messages_do_not():
+    events = [
+        event("gemm", 1_000_000, 400_000),
+        event("add on another stream", 1_300_000, 200_000),
+        event("ncclDevKernel_SendRecv(...)", 0, 5_000_000),
+        event("Memcpy DtoD", 3_000_000, 500_000, "gpu_memcpy"),
+        event("cudaLaunchKernel", 900_000, 9_000_000, "cuda_runtime"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert busy_window({"traceEvents": events}) == pytest.approx((1.0, 3.5, 1.0))
+    with pytest.raises(ValueError, match="no kernel"):
+        busy_window({"traceEvents": events[4:]})
+
+
+def test_the_union_is_that_of_single_ticks():
+    rng = random.Random(3)
+    for _ in range(50):
+        spans = [
+            (a := rng.randrange(60), a + rng.randrange(9)) for _ in range(rng.randrange(1, 12))
+        ]
+        ticks = {tick for start, end in spans for tick in range(start, end)}
+        assert union(spans) == len(ticks)
+
+
+def test_idle_is_what_is_left_of_the_time_from_the_first_start_to_the_last_end_of_all():
+    phase, shares = idle_shares([(10.0, 16.0, 5.0), (11.0, 20.0, 8.0)])
+    assert phase == 10.0
+    assert shares == pytest.approx([0.5, 0.2])
