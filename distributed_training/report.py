@@ -133,7 +133,9 @@ def _table_of_json(where: str, name: str, options: dict[str, str]) -> str:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.1e}"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) >= 1 else f"{value:.1e}"
 
 
 def _split(text: str) -> list[str]:
