@@ -19,38 +19,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle_gradients(parameters: list[nn.Parameter]) -> None:
-    """Bring each gradient to its parameter's layout.
-
-    What every process along tp holds whole (norms, some biases) has a gradient that is a sum over
-    them, still to be taken: all such sums are taken in one all-reduce.
-    """
-    pending: list[nn.Parameter] = []
+    """Bring each gradient to its parameter's layout."""
     for parameter in parameters:
         gradient = parameter.grad
-        if not isinstance(gradient, DTensor) or gradient.placements == parameter.placements:
-            continue
-        if _is_sum_to_take(gradient, parameter):
-            pending.append(parameter)
-        else:
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-    if not pending:
-        return
-    mesh = pending[0].device_mesh
-    flat = torch.cat([local_part(parameter.grad).flatten() for parameter in pending])
-    dist.all_reduce(flat, group=mesh.get_group())
-    for parameter, total in zip(
-        pending, flat.split([parameter.numel() for parameter in pending]), strict=True
-    ):
-        whole = total.view(parameter.shape)
-        parameter.grad = DTensor.from_local(whole, mesh, parameter.placements, run_check=False)
 
 
-def _is_sum_to_take(gradient: DTensor, parameter: nn.Parameter) -> bool:
-    """Whether each process has one term of the gradient of a parameter that all hold whole."""
-    one_axis = gradient.device_mesh.ndim == 1
-    return (
-        one_axis and gradient.placements[0].is_partial() and parameter.placements[0].is_replicate()
-    )
+@torch.no_grad()
+def add_up(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient, or this process's part of it, by the sum over `group`: one
+    all-reduce of all of them."""
+    parts = [local_part(parameter.grad) for parameter in parameters]
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total.view(part.shape))
 
 
 def global_norm(

@@ -100,6 +100,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "`pp` 4, m = 8, zb-h1": {**_PIPELINE, "pipeline_schedule": "zb-h1"},
         "`pp` 4, m = 8, zb-v": {**_PIPELINE, "pipeline_schedule": "zb-v"},
         "`3d` dp_shard 2 x tp 2, k = 2": _mesh(dp_shard=2, tp=2),
+        "`3d` pp 2 x tp 2, m = 4": {**_mesh(pp=2, tp=2), "grad_accum_steps": 4},
         "`3d` pp 2 x dp_shard 2, m = 4": {**_mesh(pp=2, dp_shard=2), "grad_accum_steps": 4},
         "`hybrid` pp 2 x 2, m = 4": {"strategy": "hybrid", "grad_accum_steps": 4},
     },

@@ -76,12 +76,14 @@ class Formulas:
 
     def tensor(self) -> Bytes:
         """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice
-        backward, without it all-reduces as often; embedding, output layer, loss; norms' gradients.
+        backward, without it all-reduces as often; embedding, output layer, loss; gradients of norms
+        and positions once a step, each process those of its shard.
         """
         if self.topology.tp == 1:
             return Counter()
-        k, d, sharded = self.micro_batches, self.size.hidden_size, self.topology.dp_size > 1
-        outer = self.width if sharded else 4  # parameters are fp32 where FSDP rounds none
+        k, d = self.micro_batches, self.size.hidden_size
+        rounded = self.topology.dp_size > 1 or self.topology.pp > 1
+        outer = self.width if rounded else 4  # parameters are fp32 where FSDP rounds none
         embedded = self.tokens * d * outer
         exchanged = k * (
             (4 * self.num_blocks + self.last) * self.activation + self.first * embedded
@@ -92,14 +94,12 @@ class Formulas:
         loss = k * 12 * self.tokens * self.last
         if not self.config.sequence_parallel:
             return Counter({("tp", "all_reduce"): exchanged + again + loss})
-        norms = (4 * self.num_blocks + 2 * self.last) * d
-        each_time = sharded and self.topology.pp == 1  # FSDP takes them with every micro-batch
-        positions = k * self.config.seq_len * d * outer * self.first
+        terms = (4 * self.num_blocks + 2 * self.last + self.size.num_positions * self.first) * d
         return Counter(
             {
-                ("tp", "all_gather"): exchanged + 2 * again + positions,
+                ("tp", "all_gather"): exchanged + 2 * again,
                 ("tp", "reduce_scatter"): exchanged + again,
-                ("tp", "all_reduce"): loss + norms * (k * self.width if each_time else 4),
+                ("tp", "all_reduce"): loss + 4 * terms // self.topology.dp_shard,
             }
         )
 

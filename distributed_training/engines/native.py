@@ -31,7 +31,7 @@ from distributed_training.engines.base import (
     collect_stages,
     to_device,
 )
-from distributed_training.gradients import clip_by_norm, global_norm, settle_gradients
+from distributed_training.gradients import add_up, clip_by_norm, global_norm, settle_gradients
 from distributed_training.layout import Layout
 from distributed_training.model import GPT2, parameter_groups
 from distributed_training.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -65,6 +65,8 @@ class NativeEngine:
         self.parts: list[GPT2] = [model]
         if topology.pp > 1:
             self.parts = [*build_stages(model, layout.stages, layout.ranks, topology.pp_rank)]
+        self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
+        self.terms: set[str] = set()
         modules = [self._spread(part, config, mesh) for part in self.parts]
         self.pipeline: Pipeline | None = None
         self.module = modules[0]
@@ -101,7 +103,7 @@ class NativeEngine:
         topology = self.topology
         part.to(topology.device)
         if topology.tp > 1:
-            apply_tp(part, mesh["tp"], sequence_parallel=config.sequence_parallel)
+            self.terms |= apply_tp(part, mesh["tp"], sequence_parallel=config.sequence_parallel)
         apply_activation_checkpointing(part, config.activation_checkpointing)
         if config.compile:
             apply_compile(part, cuda_graphs=self.cuda_graphs)
@@ -129,6 +131,9 @@ class NativeEngine:
                 self._to_device(inputs), self._to_device(targets), scale
             )
         settle_gradients(self._parameters())
+        if self.terms:
+            named = [pair for part in self.parts for pair in part.named_parameters()]
+            add_up([parameter for name, parameter in named if name in self.terms], self.tp_group)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
         grad_norm, skipped = self._update()
@@ -188,16 +193,12 @@ class NativeEngine:
     def describe_dtypes(self) -> dict[str, str]:
         compute = str(self.compute_dtype or torch.float32)
         parameter = str(next(self.parts[0].parameters()).dtype)
-        reduction, topology = str(torch.float32), self.topology
-        if self.compute_dtype and topology.tp > 1 and topology.dp_size > 1 and topology.pp == 1:
-            # FSDP's hook brings gradients to their layout before it converts them.
-            reduction += f"; norms and some biases over tp {compute}"
         return {
             "parameters": parameter,
             "arithmetic": compute,
             "gradients": parameter,
             "optimizer_state": parameter,
-            "reduction": reduction,
+            "reduction": str(torch.float32),
         }
 
     def save(self, folder: Path) -> None:

@@ -40,14 +40,18 @@ from torch.distributed.tensor.parallel import (
 from distributed_training.model import GPT2, IGNORE_INDEX
 
 
-def apply_tp(model: GPT2, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tp(model: GPT2, mesh: DeviceMesh, *, sequence_parallel: bool) -> set[str]:
     """Split a model, or a stage of one, over the one-axis `mesh`, in place.
 
     Every parameter becomes a DTensor, those that all processes hold too. Between split layers
     tensors are plain and local: [B, T / R, D] with sequence parallelism, else [B, T, D].
+
+    Returns the names of the parameters whose gradients are, on each process, one term of a sum over
+    `mesh` that is still to be taken (gradients.add_up): with sequence parallelism those of norms
+    and positions, which every process uses for its own tokens.
     """
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    whole = _OnLayout(between)
+    whole = _OnOwnTokens()
     for block in model.blocks.values():
         plan = {
             "norm_1": whole,
@@ -65,34 +69,38 @@ def apply_tp(model: GPT2, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         _pad_rows(model.token_embedding, mesh.size())
         ends["token_embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     if hasattr(model, "position_embedding"):
-        # Its output is [T, D]: the tokens are the first dimension here.
-        ends["position_embedding"] = _OnLayout(
-            Replicate(), output=Shard(0) if sequence_parallel else Replicate()
-        )
+        ends["position_embedding"] = _OnOwnTokens(take_share=sequence_parallel)
     if hasattr(model, "norm_out"):
         ends["norm_out"] = whole
         model.loss = _SplitLoss(mesh, between)
         model.project = partial(_split_projection, mesh, between)
     parallelize_module(model, mesh, ends)
+    names = [name for name, _ in model.named_parameters()]
+    ours = [name for name in names if "norm" in name or "position" in name]
+    return set(ours) if sequence_parallel else set()
 
 
-class _OnLayout(ParallelStyle):
-    """All processes hold the parameters; inputs are local parts by `layout`, outputs by `output`.
+class _OnOwnTokens(ParallelStyle):
+    """All processes hold the parameters, and each uses them on the tokens that it has.
 
-    A parameter's gradient is the sum over the parts: DTensor keeps it as a Partial, which
-    gradients.py adds up.
+    DTensor is told that these are all tokens, so that it exchanges nothing: else it would add up
+    the gradients of each parameter by itself and, under FSDP, of each micro-batch, in bf16.
     """
 
-    def __init__(self, layout: Placement, output: Placement | None = None) -> None:
+    def __init__(self, *, take_share: bool = False) -> None:
+        """With `take_share` the input is that of all tokens, [T], and each takes its own of it."""
         super().__init__()
-        self.layout, self.output = layout, output or layout
+        self.take_share = take_share
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            return tuple(DTensor.from_local(x, mesh, [self.layout]) for x in inputs)
+            (x,) = inputs
+            if self.take_share:
+                x = x.chunk(mesh.size())[mesh.get_local_rank()]
+            return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
         def leave(_module: nn.Module, output: Any, mesh: DeviceMesh) -> torch.Tensor:
-            return output.redistribute(placements=[self.output]).to_local()
+            return output.to_local()
 
         return distribute_module(module, device_mesh, None, enter, leave)
 
