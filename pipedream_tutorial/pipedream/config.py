@@ -285,9 +285,10 @@ def _shown(value: object) -> str:
 
 
 def shipped(path: Path) -> Path:
-    """A path as given, or below the tutorial's folder where there is nothing of that name here:
-    the scripts can be started from any folder."""
-    return path if path.exists() else FOLDER / path
+    """A path as given, or below the tutorial's folder where only that exists: the scripts can be
+    started from any folder."""
+    below = FOLDER / path
+    return below if below.exists() and not path.exists() else path
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:

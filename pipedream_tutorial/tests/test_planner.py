@@ -211,6 +211,13 @@ def test_the_script_prints_the_plan_of_the_shipped_profile():
     assert f"{float(one):.4f}" in lines["one worker"]
 
 
+def test_the_script_can_be_started_from_any_folder(tmp_path):
+    command = [sys.executable, str(FOLDER / "pipedream_planner.py"), "--set", "workers=2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "stage" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
