@@ -80,7 +80,7 @@ def test_fifty_starts_without_a_hang(tmp_path):
     """New processes each time, mostly two of them; a hang ends at the limit of each start."""
     record = tmp_path / "record.json"
     for number in range(50):
-        p, schedule = (2, 2, 2, 3, 4)[number % 5], ("pipedream", "1f1b", "gpipe")[number % 3]
+        p, schedule = (2, 2, 2, 2, 3)[number % 5], ("pipedream", "1f1b", "gpipe")[number % 3]
         record.unlink(missing_ok=True)
         done = run(
             ["--num_stages", str(p), "--schedule", schedule, "--num_microbatches=4",
