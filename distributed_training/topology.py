@@ -73,10 +73,12 @@ class Topology:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
-        """All axes as one DeviceMesh, those of size 1 too. Collective."""
+        """The axes in use as one DeviceMesh, and dp_shard in any case, which FSDP works over.
+        Collective: every axis of a mesh of several gets communicators of its own.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = self.axes
+        sizes = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"}
         return init_device_mesh(
             self.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )

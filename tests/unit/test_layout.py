@@ -63,14 +63,19 @@ def in_a_v(pp):
     return (*range(pp), *reversed(range(pp)))
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2", "deep"])
-@pytest.mark.parametrize("pp", [2, 3, 4, 6])
-@pytest.mark.parametrize("held", [one_stage_each, in_turns, in_a_v])
+CUTS = [
+    (name, pp, held)
+    for name in ("gpt2-tiny", "gpt2", "deep")
+    for pp in (2, 3, 4, 6)
+    for held in (one_stage_each, in_turns, in_a_v)
+    if len(held(pp)) <= (DEEP if name == "deep" else SIZES[name]).num_layers
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "held"), CUTS)
 @pytest.mark.parametrize("seq_len", [32, 1024])
 def test_no_cut_has_a_cheaper_costliest_process(name, pp, held, seq_len):
     size, ranks = DEEP if name == "deep" else SIZES[name], held(pp)
-    if len(ranks) > size.num_layers:
-        pytest.skip("more stages than blocks")
     block, head = block_flops(size, seq_len), output_flops(size)
 
     def costliest(counts):
