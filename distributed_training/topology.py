@@ -74,7 +74,8 @@ class Topology:
 
     def build_mesh(self) -> DeviceMesh:
         """The axes in use as one DeviceMesh, and dp_shard in any case, which FSDP works over.
-        Collective: every axis of a mesh of several gets communicators of its own.
+        Collective: of several axes each gets communicators of its own, unless it spans all
+        processes.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -174,7 +175,8 @@ def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 def process_group(topology: Topology, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
     """Start the default process group (gloo for CPU tensors, NCCL for CUDA ones) and end it.
 
-    Whoever waits longer than `timeout` for the others fails.
+    Whoever waits longer than `timeout` for the others in that group fails; groups that are made
+    later have torch's own limits (10 minutes over NCCL).
 
     The end comes after the caller has dropped engine and model: threads of gloo that outlive the
     interpreter abort it, so garbage is collected and all ranks meet before the group goes.

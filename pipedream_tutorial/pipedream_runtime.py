@@ -169,7 +169,8 @@ def _check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} is a folder", "add a file's name")
     if not path.parent.is_dir():
         raise UserError(f"{option}: no such folder", "make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    replaced = path.is_file() or not path.exists()  # by a new file beside it
+    if not os.access(path.resolve().parent if replaced else path, os.W_OK):
         raise UserError(f"{option} cannot be written", "give another path")
 
 
@@ -229,9 +230,15 @@ def _calibration(runs: Sequence[MeasuredRun], config: Mapping[str, Any]) -> Meas
 
 
 def _write_whole(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file at once: whenever the run ends, a whole record is there."""
+    """Replace the file at once: whenever the run ends, a whole record is there. What a link names
+    is replaced, not the link, and what is no file (/dev/stdout) is written to."""
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    beside.write_text(text)
     beside.replace(path)
 
 

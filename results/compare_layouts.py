@@ -58,7 +58,7 @@ from distributed_training.tables import table  # noqa: E402
 from distributed_training.topology import Topology, build_topology, process_group  # noqa: E402
 
 NUM_STEPS, NUM_WARMUP = 16, 5  # summarise_performance leaves out as many of so many
-PATIENCE = timedelta(minutes=3)  # a rank that waits longer for the others ends the run
+PATIENCE = timedelta(minutes=3)  # for the others, where all ranks meet
 LEFT_OVER_BYTES = 64 * 2**20
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
@@ -189,6 +189,8 @@ def main() -> None:
     keep_what_all_runs_share()
     began = time.monotonic()
     records: list[Any] = []
+    if arguments.first and arguments.out.exists():  # goes on where an earlier start ended
+        records = json.loads(arguments.out.read_text())["records"]
     with process_group(place, timeout=PATIENCE), shared_folder(process) as folder:
         spans = Spans(place.device)
         spans.watch()
@@ -218,9 +220,11 @@ def shared_folder(process: launch.Process) -> Iterator[Path]:
     """One for all ranks and runs, so that the text is tokenised once."""
     folder = [tempfile.mkdtemp() if process.rank == 0 else None]
     dist.broadcast_object_list(folder, device=torch.device("cpu"))
-    yield Path(str(folder[0]))
-    if process.rank == 0:
-        shutil.rmtree(str(folder[0]), ignore_errors=True)
+    try:
+        yield Path(str(folder[0]))
+    finally:
+        if process.rank == 0:
+            shutil.rmtree(str(folder[0]), ignore_errors=True)
 
 
 def attempt(
@@ -238,6 +242,7 @@ def attempt(
         # Other ranks wait in a collective, and NCCL would wait for them before it lets us go.
         traceback.print_exc()
         sys.stderr.flush()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 

@@ -73,8 +73,16 @@ def traced(engine: Any, batch: Any, topology: Topology) -> Window | None:
     phase, windows = pipeline.forward_backward, []
 
     def under_profiler(*arguments: Any) -> Any:
+        # What follows the phase, torch does inside of it: put off, so that the trace is without.
+        reduce, put_off = getattr(PipelineStage, REDUCTION), []
+        setattr(PipelineStage, REDUCTION, lambda *words: put_off.append(words))
         dist.barrier()
-        result, window = profiled(lambda: phase(*arguments))
+        try:
+            result, window = profiled(lambda: phase(*arguments))
+        finally:
+            setattr(PipelineStage, REDUCTION, reduce)
+        for words in put_off:
+            reduce(*words)
         windows.append(window)
         return result
 

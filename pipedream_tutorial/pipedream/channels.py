@@ -75,13 +75,9 @@ def connect(
     comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
     groups = {}
-    options = None
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if max_ctas is not None:
-            options.config.max_ctas = max_ctas
     for edge in range(num_stages - 1):
         for sender, receiver in ((edge, edge + 1), (edge + 1, edge)):
+            options = _nccl_options(timeout, max_ctas) if backend == "nccl" else None
             group = dist.new_group(
                 [edge, edge + 1], backend=backend, timeout=timeout, pg_options=options
             )
@@ -96,6 +92,15 @@ def connect(
                     dist.recv(tensor, sender, group=group)
                 tensor.item()  # on a GPU: wait until the message is through
     return groups
+
+
+def _nccl_options(timeout: datetime.timedelta, max_ctas: int | None) -> Any:
+    """For one group: torch writes the group's name and ranks into them."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
 
 
 def meet_neighbours(
