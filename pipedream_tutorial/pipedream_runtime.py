@@ -57,11 +57,11 @@ BENCHMARK: dict[str, Any] = {
     "num_microbatches": [4, 8, 16, 32],
     "num_batches": 3,
     "model": "gpt2-medium",
+    "microbatch_size": 8,  # where a GPU works for as long as the host takes to launch, it waits
     "forward_ms": 0,
     "backward_ms": 0,
     "learning_rate": 0.01,
-    "repeats": 5,
-    "warmups": 2,
+    "repeats": 3,
     "calibrate_on": 8,
     "check_weights": False,
 }

@@ -57,7 +57,7 @@ from distributed_training.strategy import load_strategy  # noqa: E402
 from distributed_training.tables import table  # noqa: E402
 from distributed_training.topology import Topology, build_topology, process_group  # noqa: E402
 
-NUM_STEPS, NUM_WARMUP = 16, 5  # summarise_performance leaves out as many of so many
+NUM_STEPS, NUM_WARMUP = 12, 5  # summarise_performance leaves out as many of so many
 PATIENCE = timedelta(minutes=3)  # for the others, where all ranks meet
 LEFT_OVER_BYTES = 64 * 2**20
 COLUMNS = (

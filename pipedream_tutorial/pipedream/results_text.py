@@ -13,7 +13,8 @@ from pipedream.schedules import SCHEDULES
 Record = Mapping[str, Any]
 
 BENCHMARK = (
-    "python pipedream_runtime.py --benchmark --set num_stages={p} --record records/h200-p{p}.json"
+    "python pipedream_runtime.py --benchmark --set num_stages={p} --set microbatch_size={batch} "
+    "--record records/h200-p{p}.json"
 )
 CPU_GOAL_PERCENT, GPU_GOAL_POINTS = 10.0, 3.0
 
@@ -95,7 +96,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
     ]
     parts += [section(name, record) for name, record in records.items()]
     if not any(on_gpu(record) for record in records.values()):
-        commands = "\n".join(BENCHMARK.format(p=p) for p in (2, 4))
+        commands = "\n".join(BENCHMARK.format(p=p, batch=4 * p) for p in (2, 4))
         block = f"```bash\n{commands}\npython -m pipedream.results --write\n```"
         parts += ["### On GPUs", f"Not measured yet on GPUs:\n\n{block}"]
     parts += ["## What weight stashing is for", *study_intro(study), gradient_table(study)]

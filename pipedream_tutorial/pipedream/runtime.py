@@ -42,6 +42,10 @@ class Clock(Protocol):
     def read(self, mark: Any) -> int:
         """Nanoseconds on the host's perf_counter, which all processes of a host share."""
 
+    def lag(self, mark: Any) -> int | None:
+        """Nanoseconds by which the device came to this point after the host had; None where host
+        and device are one."""
+
 
 class HostClock:
     """For work that is done when the call returns. The raw counter, with no zero of its own: zeros
@@ -56,6 +60,9 @@ class HostClock:
 
     def read(self, mark: int) -> int:
         return mark
+
+    def lag(self, mark: int) -> None:
+        return None
 
 
 class EventClock:
@@ -86,16 +93,19 @@ class EventClock:
                 tightest = after - before
                 self.zero, self.zero_ns = event, (before + after) // 2
 
-    def mark(self) -> Any:
+    def mark(self) -> tuple[Any, int]:
         event = self.new_event()
         event.record()
-        return event
+        return event, time.perf_counter_ns()
 
     def finish(self) -> None:
         self.synchronize()
 
-    def read(self, mark: Any) -> int:
-        return self.zero_ns + round(self.zero.elapsed_time(mark) * 1e6)
+    def read(self, mark: tuple[Any, int]) -> int:
+        return self.zero_ns + round(self.zero.elapsed_time(mark[0]) * 1e6)
+
+    def lag(self, mark: tuple[Any, int]) -> int:
+        return self.read(mark) - mark[1]
 
 
 def build_clock(device: torch.device) -> Clock:
@@ -133,9 +143,9 @@ class StageRun:
     events: list[MeasuredEvent]
     trainer: StageTrainer
     peak_memory_bytes: int | None
-    enqueued_ns: int | None
-    """How long the host took to enqueue all work of a GPU; as long as the run itself means that the
-    GPU waited for it. None on a CPU, where to call is to compute."""
+    waited_for_host: float | None
+    """Share of the operations that the GPU had done as soon as the host had handed them over, 0 to
+    1: it waited for the host in those. None on a CPU, where to call is to compute."""
 
 
 Pace = Mapping[str, float]
@@ -214,9 +224,7 @@ def run_stage(
             torch.cuda.reset_peak_memory_stats(station.device)
         with connection_to("the other stages"):
             dist.barrier()
-        begun_ns = time.perf_counter_ns()
         spans, outboxes = _run_order(station, schedule, trainer, pace)
-        enqueued_ns = time.perf_counter_ns() - begun_ns
         for outbox in outboxes:
             outbox.drain()
         station.clock.finish()
@@ -236,11 +244,20 @@ def run_stage(
         ],
         trainer=trainer,
         peak_memory_bytes=torch.cuda.max_memory_allocated(station.device) if on_gpu else None,
-        enqueued_ns=enqueued_ns if on_gpu else None,
+        waited_for_host=_waited_for_host(station.clock, spans),
     )
 
 
 _Span = tuple[str, Op, Any, Any]
+
+AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation worth measuring
+
+
+def _waited_for_host(clock: Clock, spans: list[_Span]) -> float | None:
+    lags = [clock.lag(end) for thread, _, _, end in spans if thread == "compute"]
+    if None in lags:
+        return None
+    return sum(lag < AT_ONCE_NS for lag in lags) / len(lags)
 
 
 def _run_order(

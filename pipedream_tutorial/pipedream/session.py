@@ -194,7 +194,7 @@ def _run_case(
                 "events": run.events,
                 "peak_versions": run.trainer.peak_versions,
                 "peak_memory_bytes": run.peak_memory_bytes,
-                "enqueued_ns": run.enqueued_ns,
+                "waited_for_host": run.waited_for_host,
                 "losses": {i: float(loss) for i, loss in run.trainer.losses.items()},
             }
         )
@@ -213,7 +213,7 @@ def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ..
     chosen = repeats[median]
     m, losses = case.num_microbatches, chosen[-1]["losses"]
     memory = [stage["peak_memory_bytes"] for stage in chosen]
-    enqueued = [stage["enqueued_ns"] for stage in chosen]
+    waited = [stage["waited_for_host"] for stage in chosen]
     return MeasuredRun(
         name=case.name,
         schedule=case.schedule,
@@ -224,7 +224,7 @@ def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ..
         repeat_makespans_ns=tuple(spans),
         peak_versions=tuple(stage["peak_versions"] for stage in chosen),
         peak_memory_bytes=None if None in memory else tuple(memory),
-        enqueued_ns=None if None in enqueued else tuple(enqueued),
+        waited_for_host=None if None in waited else tuple(waited),
         losses=tuple(
             sum(losses[b * m + i] for i in range(m)) / m for b in range(config["num_batches"])
         ),

@@ -135,7 +135,7 @@ class StageTrainer:
         if self.gradients is None:
             self.gradients = list(gradients)
         else:
-            self.gradients = [a + b for a, b in zip(self.gradients, gradients, strict=True)]
+            self.gradients = list(torch._foreach_add(self.gradients, gradients))
         self.num_accumulated += 1
         if self.policy.per_microbatch or self.num_accumulated == self.batch_size:
             self._update(self.gradients)
@@ -145,10 +145,10 @@ class StageTrainer:
         """SGD. A new version is new memory, and its predecessors are dropped when nobody can read
         them again; in place, the same memory changes under the graphs that are in flight."""
         old = self.weights
-        new = {
-            name: torch.add(weight.detach(), gradient, alpha=-self.learning_rate)
-            for (name, weight), gradient in zip(old.items(), gradients, strict=True)
-        }
+        stepped = torch._foreach_add(  # few kernels: a GPU waits for the host to launch each
+            [weight.detach() for weight in old.values()], gradients, alpha=-self.learning_rate
+        )
+        new = dict(zip(old, stepped, strict=True))
         self.updates += 1
         if self.policy.stashed:
             self.versions[self.updates] = {n: w.requires_grad_() for n, w in new.items()}

@@ -301,6 +301,7 @@ def test_event_clock_times_the_work_and_not_the_launches():
         clock.finish()
         finished = time.perf_counter_ns()
         first, second, third = map(clock.read, marks)
+        assert clock.lag(marks[0]) > 40_000_000  # handed over at once, and then 50 ms of work
         assert second - first == pytest.approx(3_000_000, abs=10)
         assert third - second == pytest.approx(5_000_000, abs=10)
         # On the host's clock, but for what the anchor is off.
@@ -339,6 +340,7 @@ def test_a_run_timed_by_events(monkeypatch):
     assert done.events[-1].end_ns < ended + 1_000_000
     assert all(a.end_ns <= b.start_ns for a, b in pairwise(done.events))
     assert done.peak_memory_bytes is None
+    assert done.waited_for_host == 1  # a device that does nothing is done at once
 
 
 class FakeWork:
