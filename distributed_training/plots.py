@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed_training.tables import COLUMNS
+
 Record = dict[str, Any]
 GIB = 2**30
 STYLES = ("-", "--", "-.", ":")
@@ -43,19 +45,20 @@ def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """For each record its strategy, with whatever else distinguishes the records; at last, where
-    all of that is equal, the run's folder.
+    """For each record its strategy and layout, with whatever else distinguishes the records; at
+    last, where all of that is equal, the run's folder, or its number among them where it left none.
     """
     telling = [text for text in DISTINCTIONS if len({text(record) for record in records}) > 1]
     found = [
-        ", ".join([record["strategy"]["name"], *(text(record) for text in telling)])
+        ", ".join([COLUMNS["strategy"](record), *(text(record) for text in telling)])
         for record in records
     ]
-    counts = Counter(found)
-    return [
-        label if counts[label] == 1 else f"{label}, {Path(record['run_dir']).name}"
-        for label, record in zip(found, records, strict=True)
-    ]
+    counts, seen = Counter(found), Counter[str]()
+    for index, (label, record) in enumerate(zip(found, records, strict=True)):
+        seen[label] += 1
+        if counts[label] > 1:
+            found[index] += f", {Path(record['run_dir']).name or f'run {seen[label]}'}"
+    return found
 
 
 def _draw_losses(named: Sequence[tuple[str, Record]], path: Path) -> Path | None:

@@ -76,11 +76,12 @@ def _last(values: Sequence[float | None], form: str) -> str:
 
 
 def _disk(record: Record) -> str:
-    """Bytes a step of the whole training phase; below 10 MB a step it is only logging."""
+    """Bytes a step of the whole training phase; what would round to 0.0 GB is logging, and the
+    first reading of libraries."""
     disk = record.get("disk")
     if disk is None:
         return "not measured"
-    if max(disk["read_bytes"], disk["write_bytes"]) / disk["num_steps"] < 1e7:
+    if max(disk["read_bytes"], disk["write_bytes"]) / disk["num_steps"] < 5e7:
         return "none"
     read, written = (disk[key] / disk["num_steps"] / 1e9 for key in ("read_bytes", "write_bytes"))
     return f"{read:.1f} GB read, {written:.1f} GB written"

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-Window = tuple[float, float, float]
-"""(first start, last end, seconds busy in between); a host's processes share the clock."""
 
 
-def profiled(function: Callable[[], Any]) -> tuple[Any, Window]:
-    """What `function` returns, and when the GPU computed for it."""
+def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What `function` returns, and for how many seconds the GPU computed for it."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -29,10 +27,10 @@ def profiled(function: Callable[[], Any]) -> tuple[Any, Window]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return result, busy_window(json.loads(path.read_text()))
+        return result, busy_seconds(json.loads(path.read_text()))
 
 
-def busy_window(trace: dict[str, Any]) -> Window:
+def busy_seconds(trace: dict[str, Any]) -> float:
     """Of a Chrome trace, whose times are microseconds."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
@@ -41,8 +39,7 @@ def busy_window(trace: dict[str, Any]) -> Window:
     ]
     if not spans:
         raise ValueError("the trace shows no kernel")
-    start, end = min(a for a, _ in spans), max(b for _, b in spans)
-    return start / 1e6, end / 1e6, union(spans) / 1e6
+    return union(spans) / 1e6
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
@@ -52,9 +49,3 @@ def union(spans: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered
-
-
-def idle_shares(windows: list[Window]) -> tuple[float, list[float]]:
-    """(seconds from the first start to the last end of all, idle share of each in it)."""
-    phase = max(end for _, end, _ in windows) - min(start for start, _, _ in windows)
-    return phase, [1 - busy / phase for _, _, busy in windows]

@@ -1,4 +1,9 @@
-"""Idle time of a pipeline's ranks while a step's micro-batches run, measured in two ways."""
+"""Idle time of a pipeline's ranks while a step's micro-batches run, measured in two ways.
+
+On GPUs: how long kernels ran, from one step under the profiler, as a share of how long the phase
+takes without it. A profiler makes launching slower, and so the step longer, but not the kernels.
+Anywhere: the begin and end of the stages' operations in the timed steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernel_trace import Window, idle_shares, profiled
+from kernel_trace import profiled
 
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.topology import Topology
@@ -64,13 +69,13 @@ class Spans:
         return sum(begin.elapsed_time(end) / 1000 for begin, end in self.marks.get(kind, []))
 
 
-def traced(engine: Any, batch: Any, topology: Topology) -> Window | None:
-    """When this rank's GPU computed in the forward and backward phase of one more step; None
-    without a GPU or a pipeline of ours. Collective."""
+def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
+    """Seconds in which this rank's GPU computed in the forward and backward phase of one more step;
+    None without a GPU or a pipeline of ours. Collective."""
     pipeline = getattr(engine, "pipeline", None)
     if pipeline is None or topology.device_type != "cuda":
         return None
-    phase, windows = pipeline.forward_backward, []
+    phase, found = pipeline.forward_backward, []
 
     def under_profiler(*arguments: Any) -> Any:
         # What follows the phase, torch does inside of it: put off, so that the trace is without.
@@ -78,32 +83,37 @@ def traced(engine: Any, batch: Any, topology: Topology) -> Window | None:
         setattr(PipelineStage, REDUCTION, lambda *words: put_off.append(words))
         dist.barrier()
         try:
-            result, window = profiled(lambda: phase(*arguments))
+            result, seconds = profiled(lambda: phase(*arguments))
         finally:
             setattr(PipelineStage, REDUCTION, reduce)
         for words in put_off:
             reduce(*words)
-        windows.append(window)
+        found.append(seconds)
         return result
 
     pipeline.forward_backward = under_profiler
     engine.train_step(batch)
-    return windows[0]
+    return found[0]
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank."""
+    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank.
+
+    Of each rank: phase_s and computing_s of a timed step, kernels_s of the profiled one or None.
+    """
     phase = max(rank["phase_s"] for rank in ranks)
-    shares = [1 - rank["computing_s"] / phase for rank in ranks]
-    between = {"phase_s": phase, "idle_share": sum(shares) / len(shares), "by_rank": shares}
-    windows = [rank["kernels"] for rank in ranks]
-    if None in windows:
-        return {**between, "from": "begin and end of operations"}
-    phase, shares = idle_shares(windows)
+    between = _idle(phase, [rank["computing_s"] for rank in ranks])
+    kernels = [rank["kernels_s"] for rank in ranks]
+    if None in kernels:
+        return {"phase_s": phase, **between, "from": "begin and end of operations"}
     return {
         "phase_s": phase,
-        "idle_share": sum(shares) / len(shares),
-        "by_rank": shares,
+        **_idle(phase, kernels),
         "from": "kernels of one profiled step",
         "between_operations": between,
     }
+
+
+def _idle(phase: float, busy: list[float]) -> dict[str, Any]:
+    shares = [1 - seconds / phase for seconds in busy]
+    return {"idle_share": sum(shares) / len(shares), "by_rank": shares}

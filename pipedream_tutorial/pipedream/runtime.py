@@ -254,10 +254,9 @@ AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation 
 
 
 def _waited_for_host(clock: Clock, spans: list[_Span]) -> float | None:
-    lags = [clock.lag(end) for thread, _, _, end in spans if thread == "compute"]
-    if None in lags:
-        return None
-    return sum(lag < AT_ONCE_NS for lag in lags) / len(lags)
+    ends = [end for thread, _, _, end in spans if thread == "compute"]
+    lags = [lag for lag in map(clock.lag, ends) if lag is not None]
+    return sum(lag < AT_ONCE_NS for lag in lags) / len(lags) if lags else None
 
 
 def _run_order(

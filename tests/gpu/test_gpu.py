@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -80,14 +81,15 @@ def test_layouts_on_several_gpus_equal_one(count, tmp_path):
         assert_equal_runs(values, reference[name.split("/")[0]])
 
 
-def test_a_profiled_function_shows_when_the_gpu_computed():
+def test_a_profiled_function_shows_how_long_the_gpu_computed():
     sys.path.insert(0, str(ROOT / "results"))
     from kernel_trace import profiled
 
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
-    _, (start, end, busy) = profiled(lambda: (a @ a, torch.cuda._sleep(10_000_000), a @ a))
-    assert 0 < busy <= end - start
+    began = time.perf_counter()
+    _, busy = profiled(lambda: (a @ a, torch.cuda._sleep(10_000_000), a @ a))
+    assert 10_000_000 / 4e9 < busy <= time.perf_counter() - began  # no GPU has a clock of 4 GHz
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

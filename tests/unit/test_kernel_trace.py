@@ -6,7 +6,8 @@ import pytest
 from distributed_training.strategy import ROOT
 
 sys.path.insert(0, str(ROOT / "results"))
-from kernel_trace import busy_window, idle_shares, union
+from kernel_trace import busy_seconds, union
+from pipeline_bubble import bubble
 
 
 def event(name, start, duration, kind="kernel"):
@@ -22,9 +23,9 @@ def test_what_computes_counts_once_and_waiting_messages_do_not():
         event("cudaLaunchKernel", 900_000, 9_000_000, "cuda_runtime"),
         {"ph": "M", "name": "process_name"},
     ]
-    assert busy_window({"traceEvents": events}) == pytest.approx((1.0, 3.5, 1.0))
+    assert busy_seconds({"traceEvents": events}) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="no kernel"):
-        busy_window({"traceEvents": events[4:]})
+        busy_seconds({"traceEvents": events[4:]})
 
 
 def test_the_union_is_that_of_single_ticks():
@@ -37,7 +38,13 @@ def test_the_union_is_that_of_single_ticks():
         assert union(spans) == len(ticks)
 
 
-def test_idle_is_what_is_left_of_the_time_from_the_first_start_to_the_last_end_of_all():
-    phase, shares = idle_shares([(10.0, 16.0, 5.0), (11.0, 20.0, 8.0)])
-    assert phase == 10.0
-    assert shares == pytest.approx([0.5, 0.2])
+def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
+    first = {"phase_s": 8.0, "computing_s": 6.0, "kernels_s": 5.0}
+    second = {"phase_s": 10.0, "computing_s": 9.0, "kernels_s": 8.0}
+    found = bubble([first, second])
+    assert found["by_rank"] == pytest.approx([0.5, 0.2])
+    assert found["idle_share"] == pytest.approx(0.35)
+    assert found["between_operations"]["by_rank"] == pytest.approx([0.4, 0.1])
+    on_cpu = bubble([{**first, "kernels_s": None}, {**second, "kernels_s": None}])
+    assert on_cpu["by_rank"] == pytest.approx([0.4, 0.1])
+    assert on_cpu["from"] == "begin and end of operations"

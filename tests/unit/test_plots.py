@@ -149,6 +149,22 @@ def test_a_label_names_its_run_where_nothing_else_tells():
     assert labels([*same, other]) == ["zero2, 1", "zero2, 2", "dp"]
 
 
+def test_labels_tell_layouts_apart_and_count_runs_that_left_no_folder():
+    pipelines = [
+        made_record(
+            strategy__name="pp",
+            topology={"pp": 4, "dp_shard": 1},
+            pipeline={"schedule": schedule, "num_microbatches": 8},
+            config__pipeline_cut=None,
+        )
+        for schedule in ("1f1b", "gpipe")
+    ]
+    repeated = [made_record(run_dir="") for _ in range(2)]
+    assert labels([*pipelines, *repeated]) == [
+        "pp pp4 1f1b-m8", "pp pp4 gpipe-m8", "zero2, run 1", "zero2, run 2",
+    ]  # fmt: skip
+
+
 def test_even_one_run_given_twice_has_two_bars(drawn, tmp_path):
     draw_plots([made_record(), made_record()], tmp_path)
     assert bars(drawn["throughput.png"]) == [("zero2, x", 131072.0)] * 2

@@ -65,8 +65,10 @@ def test_what_was_not_measured_says_so():
 def test_disk_traffic_is_a_steps():
     disk = {"read_bytes": 64 * 2_500_000_000, "write_bytes": 64 * 1_240_000_000, "num_steps": 64}
     assert one_row(disk=disk)["disk a step"] == "2.5 GB read, 1.2 GB written"
-    logging_only = {"read_bytes": 0, "write_bytes": 64 * 9_999_999, "num_steps": 64}
+    logging_only = {"read_bytes": 0, "write_bytes": 64 * 49_999_999, "num_steps": 64}
     assert one_row(disk=logging_only)["disk a step"] == "none"
+    logging_only["write_bytes"] = 64 * 50_000_000
+    assert one_row(disk=logging_only)["disk a step"] == "0.0 GB read, 0.1 GB written"
 
 
 @pytest.mark.parametrize("status", ["oom", "failed", "running"])
