@@ -113,11 +113,6 @@ def make_plan(
     found = find_resume(config_here.resume, output_dir, identity)
     fresh = run_dir or new_run_dir(output_dir, strategy.name, config_here.model, num_processes)
     offload_here = offload_dir.absolute() / fresh.name
-    document = None
-    if strategy.engine == "deepspeed":
-        document = fill_deepspeed_json(
-            strategy, config_here, dp_size=topology.dp_size, offload_dir=str(offload_here)
-        )
     return Plan(
         requested=config,
         resolved=resolved,
@@ -127,7 +122,11 @@ def make_plan(
         num_processes=num_processes,
         axes=topology.axes,
         layout=layout,
-        deepspeed_json=document,
+        deepspeed_json=fill_deepspeed_json(
+            strategy, config_here, dp_size=topology.dp_size, offload_dir=str(offload_here)
+        )
+        if strategy.engine == "deepspeed"
+        else None,
         run_dir=found[0] if found else fresh,
         checkpoint=found[1] if found else None,
         work=work,

@@ -82,27 +82,9 @@ def run_one(
     data, _ = load_plan_data(plan)
     sampler = build_sampler(plan.config, data, topology)
     left_over = torch.cuda.memory_allocated() if machine.num_gpus else 0
-    timed = NUM_STEPS - NUM_WARMUP
     engine = build_engine(plan, topology)
-    timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
-    memory.begin()
-    timer.restart()
-    for step in range(NUM_STEPS):
-        if step == NUM_WARMUP:
-            spans.marks.clear()
-        engine.train_step(sampler.step_batch(data.train, step))
-        timer.mark()
-    memory.end()
-    durations = timer.durations_s()
-    mine = {
-        "rank": topology.rank,
-        **memory.as_dict(),
-        "peak_host_bytes": None,  # the process's, with all runs before
-        "left_over_bytes": left_over,  # of runs before, and so in the peaks
-        "phase_s": (spans.seconds("Pipeline") - spans.seconds(REDUCTION)) / timed,
-        "computing_s": spans.seconds("PipelineStage") / timed,
-        "kernels_s": traced(engine, sampler.step_batch(data.train, NUM_STEPS), topology),
-    }
+    durations, mine = train(engine, sampler, data.train, topology, spans)
+    mine["left_over_bytes"] = left_over  # of runs before, and so in the peaks
     ranks: list[Any] = [None] * topology.world_size
     dist.all_gather_object(ranks, mine)
     start = describe_run(plan, topology, sampler, NUM_STEPS, data, None)
@@ -129,6 +111,30 @@ def run_one(
         bubble=bubble(ranks) if topology.pp > 1 and ranks[0]["phase_s"] else None,
     )
     return record.values
+
+
+def train(
+    engine: Any, sampler: Any, samples: Any, topology: Topology, spans: Spans
+) -> tuple[list[float], dict[str, Any]]:
+    """Seconds of each step, and what else was measured on this rank."""
+    timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
+    memory.begin()
+    timer.restart()
+    for step in range(NUM_STEPS):
+        if step == NUM_WARMUP:
+            spans.marks.clear()
+        engine.train_step(sampler.step_batch(samples, step))
+        timer.mark()
+    memory.end()
+    timed = NUM_STEPS - NUM_WARMUP
+    return timer.durations_s(), {
+        "rank": topology.rank,
+        **memory.as_dict(),
+        "peak_host_bytes": None,  # the process's, with all runs before
+        "phase_s": (spans.seconds("Pipeline") - spans.seconds(REDUCTION)) / timed,
+        "computing_s": spans.seconds("PipelineStage") / timed,
+        "kernels_s": traced(engine, sampler.step_batch(samples, NUM_STEPS), topology),
+    }
 
 
 def agree_on_plan(config: Any, machine: Any, process: launch.Process) -> Any:
