@@ -56,8 +56,6 @@ CONFIG: dict[str, Any] = {
 BENCHMARK: dict[str, Any] = {
     "num_microbatches": [4, 8, 16, 32],
     "num_batches": 3,
-    "schedule": ["1f1b", "gpipe", "pipedream"],  # the first one tells how long sending takes: here
-    # messages cross on their way and wait for kernels, as they do in most schedules
     "model": "gpt2-medium",
     "microbatch_size": 8,  # where a GPU works for as long as the host takes to launch, it waits
     "forward_ms": 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,7 +154,15 @@ def plan() -> Picture:
         for place, stage in enumerate(found.stages)
         if stage.sync_s > stage.compute_s
     )
-    text = f"1F1B of 24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    firsts = accumulate((stage.replicas for stage in found.stages), initial=0)
+    ranks = [
+        f"{first}" + (f" to {first + stage.replicas - 1}" if stage.replicas > 1 else "")
+        for first, stage in zip(firsts, found.stages, strict=False)
+    ]
+    text = (
+        f"Stages 0 to {len(ranks) - 1} on ranks {', '.join(ranks[:-1])} and {ranks[-1]}. 1F1B of 24 "
+        f"microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    )
     title = f"GPT-2 on 8 workers at 1 Gbit/s: {', '.join(names)}"
     return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes)
 

@@ -40,7 +40,8 @@ class MeasuredRun:
     losses: tuple[float, ...]
     """Mean loss of each batch."""
     waited_for_host: tuple[float, ...] | None = None
-    """By stage: share of its operations in which the GPU waited for the host; None on a CPU."""
+    """By stage: share of its operations that ended as soon as they were handed to the GPU, which so
+    waited for the host; None on a CPU."""
     weights_equal: bool | None = None
     """Whether the final weights are those of the one-process run bit for bit; None: not checked."""
 
@@ -250,8 +251,9 @@ HOST_SHARE = 0.2  # the first operations of a run always come as fast as the hos
 
 
 def waited_for_host(record: Mapping[str, Any]) -> list[str]:
-    """The record's runs in which a GPU waited for the host in more than HOST_SHARE of a stage's
-    operations: what their events bracket is launching in part, instead of computing."""
+    """The record's runs in which more than HOST_SHARE of a stage's operations ended as soon as the
+    host had handed them over: what their events bracket is launching in part. A GPU that waits
+    in the middle of an operation, and catches up, is not found."""
     return [
         f"{case['schedule']} m={case['num_microbatches']}"
         for case in record["cases"]

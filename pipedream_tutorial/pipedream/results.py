@@ -95,13 +95,12 @@ def _escaped(lines: list[str]) -> str:
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Name -> the table of that name."""
-    study, other = _load(folder / "records/cpu-staleness.json"), "other-h200-p4-from-gpipe.json"
+    study = _load(folder / "records/cpu-staleness.json")
     found: dict[str, Callable[[], str]] = {
         "idle time": idle_table,
         "memory": memory_table,
         "final losses": lambda: final_loss_table(study),
         "prediction": lambda: summary(load_records(folder / "records")),
-        "calibrated on gpipe": lambda: summary({other: _load(folder / "records" / other)}),
         "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }
     for name in MODELS:

@@ -24,12 +24,14 @@ def on_gpu(record: Record) -> bool:
 
 
 def describe(record: Record) -> str:
-    """'4 stages, CPU, 20 + 40 ms slept' or '4 stages, NVIDIA H200, gpt2-medium'."""
-    text = f"{record['num_stages']} stages, {record['machine']['device'].partition(',')[0]}"
+    """'4 stages, CPU, 20 + 40 ms slept' or '4 stages on H200, from GPipe'."""
+    device = record["machine"]["device"].partition(",")[0]
+    text = f"{record['num_stages']} stages, {device}"
     slept = record["emulated_ms"]
     if slept["forward"] or slept["backward"]:
         return text + f", {slept['forward']:g} + {slept['backward']:g} ms slept"
-    return text + f", {record['config']['model']}"
+    source = SCHEDULES[record["calibration"]["schedule"]].title
+    return f"{record['num_stages']} stages, {device}, times from {source}"
 
 
 def checked(record: Record) -> list[Mapping[str, Any]]:
@@ -128,7 +130,10 @@ def section(name: str, record: Record) -> str:
     versions = ", ".join(f"{what} {version}" for what, version in record["versions"].items())
     gpus = f", {machine['gpus']} GPUs" if machine["gpus"] else ""
     slept = record["emulated_ms"]
-    emulated = "Nothing is emulated: the times are those of the model's own computing."
+    emulated = (
+        f"Trained: {record.get('workload', record['config']['model'])}; plain SGD. Nothing is "
+        "emulated: the times are those of the model's own computing."
+    )
     if slept["forward"] or slept["backward"]:
         emulated = (
             f"The device is emulated: each forward sleeps {slept['forward']:g} ms and each "

@@ -144,8 +144,8 @@ class StageRun:
     trainer: StageTrainer
     peak_memory_bytes: int | None
     waited_for_host: float | None
-    """Share of the operations that the GPU had done as soon as the host had handed them over, 0 to
-    1: it waited for the host in those. None on a CPU, where to call is to compute."""
+    """Share of the operations that the GPU had done within AT_ONCE_NS of their being handed over, 0
+    to 1: at their end it waited for the host. None on a CPU, where to call is to compute."""
 
 
 Pace = Mapping[str, float]

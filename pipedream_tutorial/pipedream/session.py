@@ -29,7 +29,7 @@ from pipedream.runtime import (
 )
 from pipedream.trainer import Weights
 from pipedream.training_orders import schedule_for_training
-from pipedream.workload import Workload, build_workload, count
+from pipedream.workload import Workload, build_workload, count, describe_workload
 
 Config = Mapping[str, Any]
 Summary = dict[str, Any]
@@ -259,7 +259,8 @@ def _describe(config: Config, device: torch.device, workload: Workload) -> str:
 
 
 def about(config: Config, arguments: list[str]) -> dict[str, Any]:
-    """What a record says of how it came about: command, versions, machine, CONFIG, emulation."""
+    """What a record says of how it came about: command, versions, machine, emulation, workload,
+    CONFIG."""
     on_gpu = on_gpus(config)
     device = torch.device("cuda" if on_gpu else "cpu")
     forward, backward = emulated_ms(config, device)
@@ -279,5 +280,6 @@ def about(config: Config, arguments: list[str]) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
         },
         "emulated_ms": {"forward": forward, "backward": backward},
+        "workload": describe_workload(config, device),
         "config": {key: config[key] for key in sorted(config)},
     }

@@ -40,21 +40,16 @@ def build_workload(config: Mapping[str, Any], device: torch.device) -> Workload:
     Raises UserError when the model's layers cannot be cut evenly into the stages.
     """
     name, p, seed = config["model"], config["num_stages"], config["seed"]
+    layers, batch, dtype = _sizes(config, device)
+    text = describe_workload(config, device)
     if name == "mlp":
-        layers = config["layers_per_stage"] or 2
-        dtype = DTYPES[config["dtype"] or "float64"]
-        batch = config["microbatch_size"] or 8
         return Workload(
             modules=[m.to(device) for m in build_stages(p, layers, seed=seed, dtype=dtype)],
             loss=nn.functional.cross_entropy,
             task=_move(build_task(seed=seed, microbatch_size=batch, dtype=dtype), device),
-            text=f"mlp, {count(layers, 'layer')} a stage, {batch} samples a microbatch, "
-            f"{_short(dtype)}",
+            text=text,
         )
     size = BLOCKS[name]
-    layers = config["layers_per_stage"] or _even_cut(name, size.num_layers, p)
-    dtype = DTYPES[config["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")]
-    batch = config["microbatch_size"] or 4
     torch.manual_seed(seed)
     with device:
         blocks = gpt2_layers(replace(size, num_layers=layers * p))[1:-1]
@@ -63,9 +58,33 @@ def build_workload(config: Mapping[str, Any], device: torch.device) -> Workload:
         modules=[part.to(dtype) for part in parts],
         loss=nn.functional.mse_loss,
         task=_block_task(size, batch, seed, dtype, device),
-        text=f"{name}, {count(layers, 'block')} a stage (no embedding, no head), {batch} "
-        f"sequences of {size.seq_len} a microbatch, {_short(dtype)}",
+        text=text,
     )
+
+
+def describe_workload(config: Mapping[str, Any], device: torch.device) -> str:
+    """Model, layers, microbatch and dtype in words; errors as build_workload."""
+    name = config["model"]
+    layers, batch, dtype = _sizes(config, device)
+    if name == "mlp":
+        return (
+            f"mlp, {count(layers, 'layer')} a stage, {batch} samples a microbatch, {_short(dtype)}"
+        )
+    size = BLOCKS[name]
+    return (
+        f"{name}, {count(layers, 'block')} of hidden size {size.hidden} a stage (no embedding, no "
+        f"head), {batch} sequences of {size.seq_len} a microbatch, {_short(dtype)}"
+    )
+
+
+def _sizes(config: Mapping[str, Any], device: torch.device) -> tuple[int, int, torch.dtype]:
+    """Layers a stage, microbatch size and dtype, where CONFIG leaves them open as well."""
+    name, asked = config["model"], config["layers_per_stage"]
+    if name == "mlp":
+        return asked or 2, config["microbatch_size"] or 8, DTYPES[config["dtype"] or "float64"]
+    layers = asked or _even_cut(name, BLOCKS[name].num_layers, config["num_stages"])
+    dtype = config["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
+    return layers, config["microbatch_size"] or 4, DTYPES[dtype]
 
 
 def _even_cut(name: str, num_layers: int, num_stages: int) -> int:

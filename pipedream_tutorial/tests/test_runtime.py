@@ -120,12 +120,13 @@ def test_benchmark_on_a_tiny_model(tmp_path):
          "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "gpt2-tiny, 4 blocks a stage" in done.stdout
+    assert "gpt2-tiny, 4 blocks of hidden size 64 a stage" in done.stdout
     assert "emulated" not in done.stdout
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["emulated_ms"] == {"forward": 0, "backward": 0}
     assert record["versions"]["torch"] == torch.__version__
     assert record["calibration"]["num_microbatches"] == 2
+    assert record["workload"] in done.stdout
     names = [(case["schedule"], case["num_microbatches"]) for case in record["cases"]]
     assert names == [(s, m) for s in ("gpipe", "1f1b", "pipedream") for m in (2, 4)]
     for case in record["cases"]:
