@@ -160,8 +160,8 @@ def plan() -> Picture:
         for first, stage in zip(firsts, found.stages, strict=False)
     ]
     text = (
-        f"Stages 0 to {len(ranks) - 1} on ranks {', '.join(ranks[:-1])} and {ranks[-1]}. 1F1B of 24 "
-        f"microbatches; once it is full, one every {float(found.period_s):.3f} s"
+        f"Stages 0 to {len(ranks) - 1} on ranks {', '.join(ranks[:-1])} and {ranks[-1]}. 1F1B of "
+        f"24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
     )
     title = f"GPT-2 on 8 workers at 1 Gbit/s: {', '.join(names)}"
     return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes)
