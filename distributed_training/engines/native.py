@@ -39,6 +39,7 @@ from distributed_training.parallel.compilation import apply_compile
 from distributed_training.parallel.ddp import apply_ddp
 from distributed_training.parallel.fsdp import apply_fsdp
 from distributed_training.parallel.pipeline import Pipeline, build_stages
+from distributed_training.parallel.rounding import RoundedWeights
 from distributed_training.parallel.tensor_parallel import apply_tp
 from distributed_training.topology import Topology
 
@@ -67,6 +68,7 @@ class NativeEngine:
             self.parts = [*build_stages(model, layout.stages, layout.ranks, topology.pp_rank)]
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.terms: set[str] = set()
+        self.rounded: list[RoundedWeights] = []
         modules = [self._spread(part, config, mesh) for part in self.parts]
         self.pipeline: Pipeline | None = None
         self.module = modules[0]
@@ -107,13 +109,13 @@ class NativeEngine:
         apply_activation_checkpointing(part, config.activation_checkpointing)
         if config.compile:
             apply_compile(part, cuda_graphs=self.cuda_graphs)
-        rounded = self.compute_dtype is not None
-        if topology.dp_size == 1 and not (topology.pp > 1 and rounded):
+        if topology.dp_size == 1:
+            if topology.pp > 1 and self.compute_dtype is not None:
+                self.rounded.append(RoundedWeights(part, self.compute_dtype))
             return part
         if self.copies_only:
             return apply_ddp(part, topology)
-        # Copies are shards of size 1 where layers are split, too: DDP knows whole models only. And
-        # a stage alone: FSDP then rounds its weights once a step, not for every micro-batch.
+        # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
         axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
         apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
         return part
@@ -127,9 +129,12 @@ class NativeEngine:
             loss_sum = self._accumulate(batch, scale)
         else:
             inputs, targets = (np.concatenate(arrays) for arrays in zip(*batch.micro_batches))  # noqa: B905
-            loss_sum = self.pipeline.forward_backward(
-                self._to_device(inputs), self._to_device(targets), scale
-            )
+            with contextlib.ExitStack() as stack:
+                for weights in self.rounded:
+                    stack.enter_context(weights)
+                loss_sum = self.pipeline.forward_backward(
+                    self._to_device(inputs), self._to_device(targets), scale
+                )
         settle_gradients(self._parameters())
         if self.terms:
             named = [pair for part in self.parts for pair in part.named_parameters()]
@@ -252,7 +257,7 @@ class NativeEngine:
         return state if topology.rank == 0 else None
 
     def close(self) -> None:
-        del self.module, self.parts, self.optimizers, self.pipeline
+        del self.module, self.parts, self.optimizers, self.pipeline, self.rounded
 
     def _prepare_gradients(self) -> None:
         if self.keep_gradients:

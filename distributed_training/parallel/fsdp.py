@@ -23,8 +23,7 @@ def apply_fsdp(
     gathers them again and reduce-scatters gradients in fp32 (and, over two axes, all-reduces the
     shards between copies). The root holds the tied embedding, needed first and last, so it stays
     gathered between forward and backward. With `keep_gathered` so does every block: a pipeline
-    stage runs forward and backward many times a step and would gather each time. Over an axis of
-    size 1 nothing is sent; what is left of it all is one rounding a step.
+    stage runs forward and backward many times a step and would gather each time.
     `compute_dtype` None means fp32 throughout.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

@@ -119,6 +119,19 @@ def test_a_resumed_layout_goes_on_bit_for_bit(tmp_path):
             assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"
 
 
+def test_stages_in_bf16_follow_one_process(tmp_path):
+    """Their weights are rounded once a step, and gradients of micro-batches added up in fp32."""
+    noted = {**DEEP, "precision": "bf16"}
+    one = run_cases({"one": {**noted, "strategy": "dp", **accumulated(4)}}, 1, tmp_path, steps=8)
+    cases = {
+        schedule: {**noted, **split(pp=2), **accumulated(4), "pipeline_schedule": schedule}
+        for schedule in ("1f1b", "zb-v")
+    }
+    for name, values in run_cases(cases, 2, tmp_path, steps=8).items():
+        assert values["losses"] == pytest.approx(one["one"]["losses"], rel=1e-4), name
+        assert values["grad_norms"] == pytest.approx(one["one"]["grad_norms"], rel=2e-3), name
+
+
 def test_what_is_exported_after_an_evaluation_in_bf16(tmp_path):
     """run_cases.py compares it with the state before, which FSDP's gathered copies are not."""
     noted = {**DEEP, "precision": "bf16"}
