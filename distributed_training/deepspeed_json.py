@@ -88,7 +88,10 @@ def _drop_optimizer(strategy: Strategy, config: RunConfig, document: dict[str, A
     params = section.get("params", {})
     if not isinstance(params, dict):
         raise UserError(f"{strategy.source}: optimizer.params is not a JSON object")
-    decided = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    decided = {
+        "lr": ("learning_rate", config.learning_rate),
+        "weight_decay": ("weight_decay", config.weight_decay),
+    }
     if section.get("type", "AdamW") != "AdamW":
         raise UserError(
             f"{strategy.source}: optimizer.type={shown(section['type'])} but every strategy trains "
@@ -96,10 +99,11 @@ def _drop_optimizer(strategy: Strategy, config: RunConfig, document: dict[str, A
             fix='write "AdamW" or remove the optimizer section',
         )
     for name, value in params.items():
-        if value != AUTO and not _same(value, decided.get(name)):
+        key, wanted = decided.get(name, ("", None))
+        if value != AUTO and not (key and _same(value, wanted)):
+            says = f"CONFIG has {key}={shown(wanted)}" if key else "is the same for all strategies"
             raise UserError(
-                f"{strategy.source}: optimizer.params.{name}={shown(value)} but CONFIG decides the "
-                "optimizer",
+                f"{strategy.source}: optimizer.params.{name}={shown(value)} but {says}",
                 fix='write "auto" in the JSON and set learning_rate or weight_decay in CONFIG',
             )
 

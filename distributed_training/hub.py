@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +27,11 @@ def fetch(repo_id: str, filename: str, *, repo_type: str = "model", network: boo
 
     Raises OSError with one line on why when it cannot be had.
     """
-    from huggingface_hub import hf_hub_download
-
     # The library raises classes of several HTTP stacks here, and which ones differs by version.
+    # ValueError while it is imported is an HF_ENDPOINT that is no address.
     try:
+        from huggingface_hub import hf_hub_download
+
         with _quiet():
             return Path(
                 hf_hub_download(
@@ -59,10 +61,14 @@ def check_reachable(repo_id: str, filename: str, *, repo_type: str = "model") ->
 
     Its client would ask again and again, with a minute each, where nobody has the file yet.
     """
+    import http.client
     import urllib.error
     import urllib.request
 
-    from huggingface_hub import constants, hf_hub_url
+    try:
+        from huggingface_hub import constants, hf_hub_url
+    except ValueError as error:  # it reads HF_ENDPOINT when it is imported
+        raise OSError(f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')!r}: {error}") from None
 
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
@@ -76,6 +82,9 @@ def check_reachable(repo_id: str, filename: str, *, repo_type: str = "model") ->
         # Anything else, a token that is wanted for one, is for the download to find out.
     except (OSError, ValueError) as error:
         raise OSError(f"{constants.ENDPOINT} does not answer: {error}") from None
+    except http.client.HTTPException as error:
+        reason = f"{type(error).__name__}: {str(error).strip()[:100]}"
+        raise OSError(f"{constants.ENDPOINT} answers, but not as a Hub: {reason}") from None
 
 
 def fetch_wikitext() -> dict[str, Path]:

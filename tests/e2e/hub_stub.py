@@ -22,6 +22,7 @@ BEHAVIOURS = {
     "cuts off": "half of a file's body, then closes the connection",
     "mute": "nothing at all: it accepts and never answers",
     "mute on files": "its front page, and nothing for files",
+    "no hub": "a line of another protocol",
 }
 
 
@@ -75,7 +76,10 @@ class _Handler(BaseHTTPRequestHandler):
             hub.closing.wait(120)
             self.close_connection = True
             return
-        if not wants_file:
+        if hub.behaviour == "no hub":
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+            self.close_connection = True
+        elif not wants_file:
             self._send(200, b"a hub", with_body=with_body)
         elif hub.behaviour == "unavailable":
             self._send(503, b"later", with_body=with_body)

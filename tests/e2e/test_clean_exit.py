@@ -14,8 +14,8 @@ from tests.conftest import SMALL, assert_ok, run_command
 from tests.e2e.support import launcher_command, left_over, run_folders
 
 NUM_RUNS = int(os.environ.get("EXIT_RUNS", "3"))
-# --num_gpus starts the last two.
-STRATEGIES = {"python": "dp", "torchrun": "fsdp", "deepspeed": "zero3"}
+# "spawn" is --num_gpus 2, as in every run.sh.
+STRATEGIES = {"python": "dp", "spawn": "zero2", "torchrun": "fsdp", "deepspeed": "zero3"}
 
 
 @pytest.mark.parametrize("launcher", STRATEGIES)

@@ -76,7 +76,7 @@ def test_exception_on_one_rank_ends_all_and_is_recorded(strategy, tmp_path):
     ids=["one rank", "all ranks", "a stage"],
 )
 def test_killed_rank_is_recorded_by_the_parent(strategy, ranks, tmp_path):
-    """Under both launchers that --num_gpus uses: torchrun and deepspeed."""
+    """Under torchrun, which --num_gpus uses, native and DeepSpeed's engines."""
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**LONG, "strategy": strategy, "grad_accum_steps": 2, "output_dir": output_dir}
     with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:

@@ -144,6 +144,8 @@ def test_weights_without_the_rest_of_the_hub_are_named(gpt2, tmp_path):
         "gone",
         "unavailable",
         "mute on files",
+        "no hub",
+        "no address",
     ],
 )
 def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_path):
@@ -152,6 +154,8 @@ def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_pat
     begin = time.monotonic()
     if behaviour == "gone":
         result = run(closed_endpoint(), *arguments)
+    elif behaviour == "no address":
+        result = run("http://127.0.0.1:port", *arguments)
     else:
         with serve(wikitext, behaviour) as hub:
             result = run(hub.endpoint, *arguments)

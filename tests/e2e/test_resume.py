@@ -26,6 +26,7 @@ VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
 STEPS = {
     "dp": (90, 70),
     "fsdp": (90, 70),
+    "zero1": (30, 22),
     "zero2": (30, 22),
     "zero3": (30, 22),
     "offload": (30, 22),

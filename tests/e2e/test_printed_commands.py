@@ -1,0 +1,112 @@
+"""The commands that the documents print, and every run.sh, as far as a dry run goes.
+
+The main command of the README trains for real in test_launchers.py's runs; here every line is typed
+as it is printed, with --dry-run at its end where it has none.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, assert_ok, run_command
+from tests.e2e.support import H200, fake_nvidia_smi
+from tests.parity.test_strategies import has_libaio
+
+DOCUMENTS = (
+    "README.md", "CLUSTER_QUICKSTART.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("strategies/*/README.md")),
+)  # fmt: skip
+STARTS = re.compile(
+    r"((\w+=\S+ )*"
+    r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
+    r"[^|`#]*)"
+)
+# Files, runs and folders that the reader has or makes, and a mistake shown on purpose.
+NOT_HERE = (
+    "notes.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise", "my_zero1.json", "...",
+)  # fmt: skip
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
+
+
+def printed_commands(document: str) -> list[str]:
+    """Lines of code blocks and cells of tables that start the script."""
+    found, fenced = [], False
+    for line in (ROOT / document).read_text().splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        cell = re.match(r"\| `(.+?)` \|", line)
+        text = cell[1] if cell else line.strip() if fenced or line.startswith("    ") else ""
+        match = STARTS.match(text)
+        if match and not any(word in text for word in NOT_HERE):
+            found.append(match[1].strip())
+    return found
+
+
+def typed(command: str) -> str:
+    """The command as it is run here: two nodes' as the document says to try it, without torchrun
+    and with the processes of both; gpt2-xl's with the small model, for the sake of the RAM."""
+    command = command.replace("gpt2-xl", "gpt2")
+    if "--nnodes=2" in command:
+        command = "python real_model_example.py --num_gpus 8 " + command.partition(".py ")[2]
+    return command if "--dry-run" in command else f"{command} --dry-run"
+
+
+# Bare run.sh are those of FOLDERS.
+COMMANDS = sorted(
+    command
+    for command in {typed(line) for name in DOCUMENTS for line in printed_commands(name)}
+    if not re.fullmatch(r"bash \S+/run\.sh --dry-run", command)
+)
+
+
+def dry_run(command: str, tmp_path: Path, cwd: Path = ROOT) -> str:
+    """What it prints on a machine with eight H200s; launchers that start processes see none."""
+    environment = {"VIRTUAL_ENV": sys.prefix, "HF_HOME": str(tmp_path / "hf")}
+    if "torchrun" not in command and "deepspeed" not in command:
+        environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * 8)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(8)))
+    result = run_command(["bash", "-c", command], cwd=cwd, timeout_s=120, **environment)
+    if re.search(r"^error: \d+ processes need about .* of RAM", result.stderr):
+        pytest.skip(result.stderr.strip())
+    assert_ok(result)
+    return result.stdout
+
+
+def test_commands_are_found():
+    assert len(COMMANDS) >= 15
+    for word in ("run.sh", "torchrun", "deepspeed", "--preset", "CUDA_VISIBLE_DEVICES"):
+        assert any(word in command for command in COMMANDS), word
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_printed_command_is_accepted(command, tmp_path):
+    if "infinity" in command and not has_libaio():
+        pytest.skip("libaio is not installed")
+    assert "global" in dry_run(command, tmp_path)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_run_sh_works_from_anywhere_and_passes_arguments_on(folder, tmp_path):
+    if "infinity" in folder and not has_libaio():
+        pytest.skip("libaio is not installed")
+    script = shlex.quote(str(ROOT / "strategies" / folder / "run.sh"))
+    text = dry_run(f"bash {script} --set batch_size=16 --dry-run", tmp_path, cwd=tmp_path)
+    strategy = re.search(r"^ *strategy +'?(\w+)", text, re.MULTILINE)
+    assert strategy is not None
+    assert f"--strategy {strategy[1]} " in (ROOT / "strategies" / folder / "run.sh").read_text()
+    assert re.search(r"^ *batch_size +16\b", text, re.MULTILINE)
+
+
+def test_the_slurm_script_is_bash(tmp_path):
+    text = (ROOT / "CLUSTER_QUICKSTART.md").read_text()
+    (script,) = [
+        block for block in re.findall(r"```bash\n(.*?)```", text, re.S) if "#SBATCH" in block
+    ]
+    path = tmp_path / "train.slurm"
+    path.write_text(script)
+    assert_ok(run_command(["bash", "-n", path]))
