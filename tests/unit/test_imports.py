@@ -12,10 +12,10 @@ from distributed_training.strategy import list_strategies
 PACKAGE = Path(distributed_training.__file__).parent
 # A module imports from rows above its own only.
 ORDER = (
-    ("errors", "sizes", "display", "metrics", "trackers", "plots"),
+    ("errors", "sizes", "display", "metrics", "trackers"),
     ("files", "machine"),
     ("config", "hub", "tables"),
-    ("strategy", "corpus", "hf_format", "model"),
+    ("strategy", "corpus", "hf_format", "model", "plots"),
     ("topology", "deepspeed_json", "tokenizer", "record", "preflight", "hf_checkpoint"),
     ("layout", "gradients"),
     ("data", "resolve", "report"),
