@@ -194,7 +194,8 @@ def launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> tuple[l
     options = ["--standalone", f"--nproc_per_node={plan.num_processes}"]
     hidden = ["--run_dir", str(plan.run_dir)]
     start = [sys.executable, "-m", "torch.distributed.run", *options]
-    typed = ["torchrun", *options, os.path.relpath(script), *arguments]
+    launcher = ["torchrun", *options] if plan.num_processes > 1 else ["python"]
+    typed = [*launcher, os.path.relpath(script), *arguments]
     return [*start, script, *arguments, *hidden], shlex.join(typed)
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import shlex
 import signal
 import sys
@@ -108,6 +109,9 @@ def test_torchrun_starts_every_strategy(strategy, tmp_path, monkeypatch):
     ]  # fmt: skip
     assert shown == "torchrun --standalone --nproc_per_node=2 x.py --set 'generate=two words'"
     assert shlex.split(shown)[-2:] == arguments
+    alone = dataclasses.replace(plan, num_processes=1)  # starts nothing
+    _, shown = launch.launch_command(alone, script, arguments)
+    assert shown == "python x.py --set 'generate=two words'"
 
 
 def test_described_plan_shows_what_was_resolved(tmp_path):
