@@ -101,10 +101,14 @@ def _drop_optimizer(strategy: Strategy, config: RunConfig, document: dict[str, A
     for name, value in params.items():
         key, wanted = decided.get(name, ("", None))
         if value != AUTO and not (key and _same(value, wanted)):
-            says = f"CONFIG has {key}={shown(wanted)}" if key else "is the same for all strategies"
+            written = f"{strategy.source}: optimizer.params.{name}={shown(value)}"
+            if not key:
+                raise UserError(
+                    f"{written} but {name} is fixed for all strategies", fix="remove it"
+                )
             raise UserError(
-                f"{strategy.source}: optimizer.params.{name}={shown(value)} but {says}",
-                fix='write "auto" in the JSON and set learning_rate or weight_decay in CONFIG',
+                f"{written} but CONFIG has {key}={shown(wanted)}",
+                fix=f'write "auto" in the JSON and set {key} in CONFIG',
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,21 +66,23 @@ def check_reachable(repo_id: str, filename: str, *, repo_type: str = "model") ->
 
     try:
         from huggingface_hub import constants, hf_hub_url
-    except ValueError as error:  # it reads HF_ENDPOINT when it is imported
-        raise OSError(f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')!r}: {error}") from None
+    except ValueError as error:  # it reads HF_ENDPOINT and other variables when it is imported
+        raise OSError(f"one of the HF_... variables cannot be read: {error}") from None
 
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set")
     url = hf_hub_url(repo_id, filename, repo_type=repo_type)
-    request = urllib.request.Request(url, method="HEAD")
     try:
+        request = urllib.request.Request(url, method="HEAD")
         urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
         if error.code >= 500 or error.code in (404, 408, 429):
             raise OSError(f"{url} answers {error.code} {error.reason}") from None
         # Anything else, a token that is wanted for one, is for the download to find out.
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise OSError(f"{constants.ENDPOINT} does not answer: {error}") from None
+    except (ValueError, http.client.InvalidURL) as error:
+        raise OSError(f"HF_ENDPOINT={constants.ENDPOINT!r} is no address: {error}") from None
     except http.client.HTTPException as error:
         reason = f"{type(error).__name__}: {str(error).strip()[:100]}"
         raise OSError(f"{constants.ENDPOINT} answers, but not as a Hub: {reason}") from None

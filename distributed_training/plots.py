@@ -46,7 +46,7 @@ def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
 
 def labels(records: Sequence[Record]) -> list[str]:
     """For each record its strategy and layout, with whatever else distinguishes the records; at
-    last, where all of that is equal, the run's folder, or its number among them where it left none.
+    last, where all of that is equal, the run's folder, or its number by start where it left none.
     """
     telling = [text for text in DISTINCTIONS if len({text(record) for record in records}) > 1]
     found = [
@@ -54,10 +54,11 @@ def labels(records: Sequence[Record]) -> list[str]:
         for record in records
     ]
     counts, seen = Counter(found), Counter[str]()
-    for index, (label, record) in enumerate(zip(found, records, strict=True)):
+    for index in sorted(range(len(records)), key=lambda index: records[index]["started_at"]):
+        label, folder = found[index], Path(records[index]["run_dir"]).name
         seen[label] += 1
         if counts[label] > 1:
-            found[index] += f", {Path(record['run_dir']).name or f'run {seen[label]}'}"
+            found[index] += f", {folder or f'run {seen[label]}'}"
     return found
 
 

@@ -61,6 +61,7 @@ def published(name: str) -> list[Record]:
             r["batch"]["micro_batch_size"],
             order.index(r["strategy"]["name"]) if r["strategy"]["name"] in order else len(order),
             r["config"]["precision"],
+            r["started_at"],
         ),
     )
 

@@ -249,9 +249,9 @@ def estimate_state_bytes(
     (layout.py), all of them otherwise; `dp_size` processes hold the same part.
     Mixed precision under DeepSpeed (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32
     master copy and both Adam moments 12 bytes a parameter. The native engines keep fp32
-    parameters (4), gradients (4) and moments (8); a pipeline's stages, while a step runs, also what
-    they gather. "host" is what offload moves to RAM, "disk" what it moves to files; the other
-    entries are on the training device.
+    parameters (4), gradients (4) and moments (8); a pipeline's stages also what they gather while
+    a step runs, or round. "host" is what offload moves to RAM, "disk" what it moves to files; the
+    other entries are on the training device.
     """
     shards = dp_size
     width = 4 if precision == "fp32" else 2

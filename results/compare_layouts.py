@@ -7,7 +7,7 @@ A plan is JSON: {"common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Startin
 longer than the steps that are timed, so all runs share them; engines, data and clipping are those
 of real_model_example.py. Each run leaves a record as a training does, with what it measured of the
 pipeline in "bubble": idle_share is what is left of a step's forward and backward phase (phase_s,
-the mean of the timed steps) when the time in which a rank computes is taken out, on GPUs that of
+the median of the timed steps) when the time in which a rank computes is taken out, on GPUs that of
 the kernels in one more step under the profiler; between_operations is the same by the begin and
 end of the stages' operations, in which launching counts as computing. Exchanges of gradients and
 the optimizer follow that phase and are in the step time only.
@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -127,12 +128,15 @@ def train(
         timer.mark()
     memory.end()
     timed = NUM_STEPS - NUM_WARMUP
+    phases, reductions, computing = (
+        spans.seconds(kind, timed) for kind in ("Pipeline", REDUCTION, "PipelineStage")
+    )
     return timer.durations_s(), {
         "rank": topology.rank,
         **memory.as_dict(),
         "peak_host_bytes": None,  # the process's, with all runs before
-        "phase_s": (spans.seconds("Pipeline") - spans.seconds(REDUCTION)) / timed,
-        "computing_s": spans.seconds("PipelineStage") / timed,
+        "phase_s": median(a - b for a, b in zip(phases, reductions, strict=True)),
+        "computing_s": median(computing),
         "kernels_s": traced(engine, sampler.step_batch(samples, NUM_STEPS), topology),
     }
 

@@ -61,12 +61,16 @@ class Spans:
         event.record()
         return event
 
-    def seconds(self, kind: str) -> float:
-        """Sum of the durations of all calls since `marks` was emptied."""
-        if self.device.type != "cuda":
-            return sum(end - begin for begin, end in self.marks.get(kind, []))
-        torch.cuda.synchronize(self.device)
-        return sum(begin.elapsed_time(end) / 1000 for begin, end in self.marks.get(kind, []))
+    def seconds(self, kind: str, num_steps: int) -> list[float]:
+        """Of each of the steps since `marks` was emptied: the durations of all calls in it."""
+        marks = self.marks.get(kind, [])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            found = [begin.elapsed_time(end) / 1000 for begin, end in marks]
+        else:
+            found = [end - begin for begin, end in marks]
+        calls = len(found) // num_steps  # the same ones in every step
+        return [sum(found[step * calls : (step + 1) * calls]) for step in range(num_steps)]
 
 
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
@@ -99,7 +103,7 @@ def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank.
 
-    Of each rank: phase_s and computing_s of a timed step, kernels_s of the profiled one or None.
+    Of each rank: phase_s and computing_s of the median step, kernels_s of the profiled one or None.
     """
     phase = max(rank["phase_s"] for rank in ranks)
     between = _idle(phase, [rank["computing_s"] for rank in ranks])

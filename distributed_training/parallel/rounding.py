@@ -7,6 +7,7 @@ from types import TracebackType
 import torch
 import torch.nn as nn
 
+from distributed_training.errors import UserError
 from distributed_training.gradients import local_part
 
 
@@ -20,6 +21,13 @@ class RoundedWeights:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Raises UserError where torch is too old to accumulate in another dtype."""
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise UserError(
+                f"pipeline stages in {str(dtype).removeprefix('torch.')} need torch 2.11 or newer",
+                f"this is {torch.__version__}",
+                fix="install it, or set precision='fp32'",
+            )
         self.places: list[tuple[nn.Module, str]] = []
         self.parameters: list[nn.Parameter] = []
         self.copies: list[nn.Parameter] = []

@@ -58,7 +58,7 @@ def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
     script = folder / "nvidia-smi"
     script.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
     script.chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
+    return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def run_folders(output_dir: Path) -> list[Path]:

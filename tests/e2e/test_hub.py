@@ -146,6 +146,7 @@ def test_weights_without_the_rest_of_the_hub_are_named(gpt2, tmp_path):
         "mute on files",
         "no hub",
         "no address",
+        "no scheme",
     ],
 )
 def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_path):
@@ -156,6 +157,8 @@ def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_pat
         result = run(closed_endpoint(), *arguments)
     elif behaviour == "no address":
         result = run("http://127.0.0.1:port", *arguments)
+    elif behaviour == "no scheme":
+        result = run("hub.example", *arguments)
     else:
         with serve(wikitext, behaviour) as hub:
             result = run(hub.endpoint, *arguments)

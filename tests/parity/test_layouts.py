@@ -110,7 +110,7 @@ def test_a_resumed_layout_goes_on_bit_for_bit(tmp_path):
     """zb-v too, where one process holds both copies of the tied embedding."""
     cases = {
         "zb-v": {**DEEP, **split(pp=2), **accumulated(2), "pipeline_schedule": "zb-v"},
-        "1f1b": {**DEEP, **split(pp=2), **accumulated(2)},
+        "1f1b in bf16": {**DEEP, **split(pp=2), **accumulated(2), "precision": "bf16"},
         "tp": {**DEEP, **split(tp=2), **accumulated(1)},
     }
     out = run_cases(cases, 2, tmp_path, RESUMED)
@@ -123,11 +123,15 @@ def test_stages_in_bf16_follow_one_process(tmp_path):
     """Their weights are rounded once a step, and gradients of micro-batches added up in fp32."""
     noted = {**DEEP, "precision": "bf16"}
     one = run_cases({"one": {**noted, "strategy": "dp", **accumulated(4)}}, 1, tmp_path, steps=8)
+    stages = {**noted, **split(pp=2), **accumulated(4)}
     cases = {
-        schedule: {**noted, **split(pp=2), **accumulated(4), "pipeline_schedule": schedule}
-        for schedule in ("1f1b", "zb-v")
+        "1f1b": stages,
+        "zb-v": {**stages, "pipeline_schedule": "zb-v"},
+        "recomputed": {**stages, "compile": True, "activation_checkpointing": "full"},
     }
-    for name, values in run_cases(cases, 2, tmp_path, steps=8).items():
+    found = run_cases(cases, 2, tmp_path, steps=8)
+    found |= run_cases({"tp2-pp2": {**stages, "tp": 2}}, 4, tmp_path, steps=8)
+    for name, values in found.items():
         assert values["losses"] == pytest.approx(one["one"]["losses"], rel=1e-4), name
         assert values["grad_norms"] == pytest.approx(one["one"]["grad_norms"], rel=2e-3), name
 
@@ -138,6 +142,7 @@ def test_what_is_exported_after_an_evaluation_in_bf16(tmp_path):
     cases = {
         "fsdp": {**noted, "strategy": "fsdp", **accumulated(1, 4)},
         "shard2-pp2": {**noted, **split(dp_shard=2, pp=2), **accumulated(2, 2)},
+        "pp4": {**noted, **split(pp=4), **accumulated(4)},
     }
     out = run_cases(cases, 4, tmp_path, steps=2)
     for name, values in out.items():

@@ -74,6 +74,7 @@ _START = {
         "sharding": "optimizer state, gradients",
     },
     "work": {"model": "gpt2-medium", "seed": 42, "global_batch_size": 32},
+    "started_at": "2026-01-01T00:00:00+00:00",
     "run_dir": "runs/x",
     "world_size": 4,
     "topology": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
