@@ -26,6 +26,7 @@ _HISTORY: dict[str, Any] = {
     "loss_curve": [],
     "evaluations": [],
     "epochs": [],
+    "skipped_steps": [],
     "num_skipped_steps": 0,
 }
 
@@ -124,7 +125,8 @@ def collect_results(
         "loss_curve": trainer.loss_curve,
         "evaluations": trainer.evaluations,
         "epochs": trainer.epochs,
-        "num_skipped_steps": trainer.num_skipped,
+        "skipped_steps": trainer.skipped_steps,
+        "num_skipped_steps": len(trainer.skipped_steps),
         "performance": summarise_performance(
             full or durations,
             tokens_per_step=tokens,

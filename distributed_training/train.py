@@ -67,7 +67,7 @@ class Trainer:
     loss_curve: list[list[float]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    num_skipped: int = 0
+    skipped_steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = self.plan.config
@@ -103,7 +103,8 @@ class Trainer:
         self.timer.mark()
         epoch = self.step // self.sampler.steps_per_epoch
         self.step += 1
-        self.num_skipped += result.skipped
+        if result.skipped:
+            self.skipped_steps.append(self.step)
         row = {
             "step": self.step,
             "epoch": epoch,
@@ -168,6 +169,7 @@ class Trainer:
         if self._saved_at == self.step:
             return
         self._saved_at = self.step
+        self._update_record()  # first: what a checkpoint's record lacks, a kill loses for good
         folder = checkpoint.save_checkpoint(
             self.engine,
             self.plan.run_dir,
@@ -177,7 +179,6 @@ class Trainer:
             identity=self.plan.identity,
             data_fingerprint=self.data.fingerprint,
         )
-        self._update_record()
         self.display.say(f"step {self.step:>6}/{self.num_steps}  saved {folder}")
 
     def resume(self, folder: Any, history: dict[str, Any]) -> None:
@@ -186,7 +187,9 @@ class Trainer:
         self.loss_curve = [row for row in history["loss_curve"] if row[0] <= self.step]
         self.evaluations = [row for row in history["evaluations"] if row["step"] <= self.step]
         self.epochs = [row for row in history["epochs"] if row["step"] <= self.step]
-        self.num_skipped = history["num_skipped_steps"]
+        self.skipped_steps = [
+            step for step in history.get("skipped_steps", []) if step <= self.step
+        ]
         self._update_record()  # so that a kill before the next save does not lose it
 
     def _checkpoint_is_due(self, epoch_ends: bool, stopping: bool) -> bool:
@@ -274,7 +277,8 @@ class Trainer:
                 loss_curve=self.loss_curve,
                 evaluations=self.evaluations,
                 epochs=self.epochs,
-                num_skipped_steps=self.num_skipped,
+                skipped_steps=self.skipped_steps,
+                num_skipped_steps=len(self.skipped_steps),
             )
 
     def _on_signal(self, signum: int, _frame: Any) -> None:

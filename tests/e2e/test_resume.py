@@ -153,7 +153,9 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(
     assert load_record(run_dir)["resumed_from"].endswith(names[-1])
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "offload", "tp", "pp", "3d", "hybrid"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero2", "zero3", "offload", "tp", "pp", "3d", "hybrid"]
+)
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
     """The uninterrupted run's folder, as it was when it had saved step 20, and resumed there."""
     whole = uninterrupted(strategy)

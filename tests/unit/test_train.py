@@ -203,6 +203,23 @@ def test_checkpoints_are_saved_when_they_are_due(every, steps, saved):
 
 
 @pytest.mark.usefixtures("_group")
+def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypatch, tmp_path):
+    """A kill between the two would lose for good what the record lacks."""
+    monkeypatch.setattr("distributed_training.train.append_metrics", lambda *_: None)
+    record, curves = {"skipped_steps": []}, []
+    trainer = make_trainer(checkpoint_every=4)
+    trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
+
+    def publish(*_, step, **__):
+        curves.append((step, [row[0] for row in record["loss_curve"]], record["step"]))
+        return tmp_path
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", publish)
+    trainer.run()
+    assert curves == [(step, list(range(1, step + 1)), step) for step in (4, 8, 12)]
+
+
+@pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize(("every", "steps"), [(None, [5, 7]), (0, []), (4, [4, 7]), (7, [7])])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
