@@ -49,6 +49,7 @@ LAUNCHERS = {
     "zero2": ("torchrun", 2),
     "zero3": ("torchrun", 2),
     "offload": ("torchrun", 2),
+    "zero1": ("spawn", 2),
     "tp": ("spawn", 2),
     "pp": ("torchrun", 2),
     "3d": ("spawn", 2),
