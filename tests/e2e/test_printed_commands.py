@@ -1,7 +1,7 @@
 """The commands that the documents print, and every run.sh, as far as a dry run goes.
 
-The main command of the README trains for real in test_launchers.py's runs; here every line is typed
-as it is printed, with --dry-run at its end where it has none.
+Every line is typed as it is printed, with --dry-run at its end where it has none; the README's
+first command also trains, on a few samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, assert_ok, run_command
+from tests.conftest import ROOT, assert_ok, only_record, run_command, settings
 from tests.e2e.support import H200, fake_nvidia_smi
 from tests.parity.test_strategies import has_libaio
 
@@ -98,6 +98,17 @@ def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
     assert "global" in dry_run(command, tmp_path)
+
+
+def test_the_first_command_trains(tmp_path):
+    if not as_required():
+        pytest.skip("this Python has other versions than requirements.txt; run.sh would make .venv")
+    script = str(ROOT / "strategies/3_zero_stage2/run.sh")
+    few = settings({"num_samples": 16, "epochs": 1, "eval_samples": 8, "output_dir": tmp_path})
+    environment = {"VIRTUAL_ENV": sys.prefix, "HF_HOME": str(tmp_path / "hf")}
+    assert_ok(run_command(["bash", script, *few], timeout_s=120, **environment))
+    record = only_record(tmp_path)
+    assert (record["status"], record["world_size"], record["step"]) == ("ok", 2, 2)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
