@@ -82,6 +82,7 @@ def main():
                 group.__enter__()
                 first = False
             results[name] = run_case(config, machine, topology)
+            torch.compiler.reset()  # after a few variants of a block it would give up compiling
             print(f"{name}: {results[name]['losses'][-1]:.6f}", flush=True)
         if process.rank == 0:
             torch.save(results, sys.argv[2])
