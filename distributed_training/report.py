@@ -78,7 +78,7 @@ _OPTION = re.compile(r'(\w+)="([^"]*)"')
 def render(text: str) -> str:
     """`text` with every generated part filled from the published records.
 
-    Options of a table: columns="strategy, tokens/s" and where="model=gpt2-medium, batch_size=4".
+    Options of a table: columns="strategy, tokens/s" and where="model=gpt2-medium, strategy!=pp".
     Raises UserError for a part without an end, and for options that say nothing about the records.
     """
     for line in _BEGIN.findall(_PART.sub("", text)):
@@ -107,8 +107,10 @@ def _table_of_records(where: str, name: str, options: dict[str, str]) -> str:
     keys = list(records[0]["config"])
     for condition in _split(options.get("where", "")):
         key, _, value = (part.strip() for part in condition.partition("="))
+        wanted = not key.endswith("!")
+        key = key.removesuffix("!").strip()
         _check_words(where, "key of where", [key], keys)
-        records = [record for record in records if str(record["config"].get(key)) == value]
+        records = [r for r in records if (str(r["config"].get(key)) == value) is wanted]
     if not records:
         raise UserError(f"no record of {name} matches {options['where']!r}")
     columns = _split(options.get("columns", "")) or DEFAULT_COLUMNS

@@ -60,7 +60,6 @@ from distributed_training.topology import Topology, build_topology, process_grou
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 PATIENCE = timedelta(minutes=3)  # for the others, where all ranks meet
-LEFT_OVER_BYTES = 128 * 2**20  # cuBLAS keeps its workspaces, 65 MiB
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
@@ -82,10 +81,8 @@ def run_one(
     plan = agree_on_plan(config, machine, process)
     data, _ = load_plan_data(plan)
     sampler = build_sampler(plan.config, data, topology)
-    left_over = torch.cuda.memory_allocated() if machine.num_gpus else 0
     engine = build_engine(plan, topology)
     durations, mine = train(engine, sampler, data.train, topology, spans)
-    mine["left_over_bytes"] = left_over  # of runs before, and so in the peaks
     ranks: list[Any] = [None] * topology.world_size
     dist.all_gather_object(ranks, mine)
     start = describe_run(plan, topology, sampler, NUM_STEPS, data, None)
@@ -93,8 +90,6 @@ def run_one(
     engine.close()
     if topology.rank != 0:
         return None
-    if max(rank["left_over_bytes"] for rank in ranks) > LEFT_OVER_BYTES:
-        print("warning: earlier runs left memory behind, which counts in this one's peak")
     record = start_record(folder, **start)
     record.update(
         status="ok",
@@ -102,13 +97,7 @@ def run_one(
         step=NUM_STEPS,
         run_dir="",
         performance=summarise(plan, topology, sampler, durations),
-        memory={
-            **{
-                name: None if ranks[0][name] is None else max(rank[name] for rank in ranks)
-                for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
-            },
-            "by_rank": ranks,
-        },
+        memory={"peak_host_bytes": None, "by_rank": ranks},  # see leave_out_left_over
         bubble=bubble(ranks) if topology.pp > 1 and ranks[0]["phase_s"] else None,
     )
     return record.values
@@ -210,20 +199,44 @@ def main() -> None:
             dist.broadcast(late, 0)  # all ranks stop at the same run
             if late:
                 break
+            before = left_over(process)
             record = attempt({**plan["common"], **run}, machine, process, spans, folder)
             torch.compiler.reset()  # else graphs of other batch sizes become dynamic ones
             gc.collect()
             if machine.num_gpus:
                 torch.cuda.empty_cache()
+            after = left_over(process)
             if process.rank == 0:
                 print(f"[{time.monotonic() - began:5.0f} s] {index} {run}", flush=True)
                 if record is not None:
+                    leave_out_left_over(record["memory"], before, after)
                     record["git_commit"] = record["git_commit"] or arguments.git_commit
                     records.append(record)
                     print(table([record], COLUMNS).splitlines()[-1], flush=True)
                 write_json(arguments.out, {"records": records})
     if process.rank == 0:
         print(table(records, COLUMNS))
+
+
+def left_over(process: launch.Process) -> list[int]:
+    """Bytes that are allocated on each rank's GPU between two runs."""
+    by_rank: list[Any] = [None] * process.world_size
+    mine = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    dist.all_gather_object(by_rank, mine)
+    return by_rank
+
+
+def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[int]) -> None:
+    """Add the peaks of the run itself, largest over the ranks, to what each rank measured.
+
+    DeepSpeed's optimizers outlive their engines, so what was there before a run and is there after
+    it belongs to runs before; what went away meanwhile may have been counted in the peak.
+    """
+    for rank in memory["by_rank"]:
+        rank["left_over_bytes"] = min(before[rank["rank"]], after[rank["rank"]])
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        peaks = [(rank[name], rank["left_over_bytes"]) for rank in memory["by_rank"]]
+        memory[name] = None if peaks[0][0] is None else max(peak - left for peak, left in peaks)
 
 
 @contextlib.contextmanager

@@ -51,11 +51,14 @@ def test_a_document_chooses_rows_and_columns(records_dir):
     for record in records_dir.glob("*.json"):
         values = json.loads(record.read_text())
         values["config"]["batch_size"] = values["batch"]["micro_batch_size"]
+        values["config"]["strategy"] = values["strategy"]["name"]
         record.write_text(json.dumps(values))
     options = ' columns="strategy, tokens/s" where="batch_size=4, precision=bf16"'
     text = render(DOCUMENT.format(options=options))
     rows = filled_rows(text)
     assert rows == [{"strategy": name, "tokens/s": "131,072"} for name in ("zero2", "fsdp")]
+    options = ' columns="strategy" where="batch_size=4, strategy!=zero2"'
+    assert filled_rows(render(DOCUMENT.format(options=options))) == [{"strategy": "fsdp"}]
     with refused("no record of h200-x4 matches", "precision=fp32"):
         render(DOCUMENT.format(options=' where="precision=fp32"'))
 
