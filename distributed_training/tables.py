@@ -25,6 +25,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "timed steps": lambda r: str(r["performance"].get("num_timed_steps", 0)),
     "MFU": lambda r: _number(r["performance"].get("mfu"), "{:.1f}%", scale=100),
     "peak GPU memory": lambda r: gib(r["memory"]["peak_reserved_bytes"]),
+    "GPU memory by rank": lambda r: _by_rank(r["memory"]["by_rank"]),
     "peak host memory": lambda r: gib(r["memory"]["peak_host_bytes"]),
     "bubble": lambda r: _bubble(r, r.get("bubble"), "idle_share", "not measured"),
     "ideal bubble": lambda r: _bubble(r, r.get("pipeline"), "ideal_bubble", "no formula"),
@@ -66,6 +67,14 @@ def _bubble(record: Record, entry: Record | None, key: str, without: str) -> str
         return "-"
     share = (entry or {}).get(key)
     return without if share is None else f"{100 * share:.1f}%"
+
+
+def _by_rank(ranks: Sequence[Record]) -> str:
+    """Peaks in GiB; results/compare_layouts.py says what of them is from earlier runs."""
+    peaks = [(rank["peak_reserved_bytes"], rank.get("left_over_bytes", 0)) for rank in ranks]
+    if any(peak is None for peak, _ in peaks):
+        return "not measured"
+    return " / ".join(f"{(peak - left) / 2**30:.1f}" for peak, left in peaks) + " GiB"
 
 
 def _last(values: Sequence[float | None], form: str) -> str:

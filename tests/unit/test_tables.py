@@ -36,6 +36,7 @@ def test_cells_are_the_records_figures():
         "timed steps": "59",
         "MFU": "31.4%",
         "peak GPU memory": "12.00 GiB",
+        "GPU memory by rank": "12.0 / 11.0 / 10.0 / 9.0 GiB",
         "peak host memory": "5.00 GiB",
         "bubble": "-",
         "ideal bubble": "-",
@@ -51,15 +52,22 @@ def test_what_was_not_measured_says_so():
     row = one_row(
         performance={"num_timed_steps": 0, "tokens_per_s": None, "mfu": None},
         memory__peak_reserved_bytes=None,
+        memory__by_rank=[{"peak_reserved_bytes": None}],
         disk=None,
         loss_curve=[],
         evaluations=[],
     )
     silent = {column for column, text in row.items() if text == "not measured"}
     assert silent == {
-        "tokens/s", "ms a step", "MFU", "peak GPU memory", "disk a step", "loss", "perplexity",
+        "tokens/s", "ms a step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
+        "loss", "perplexity",
     }  # fmt: skip
     assert row["timed steps"] == "0"
+
+
+def test_what_earlier_runs_left_is_not_a_ranks_memory():
+    ranks = [{"peak_reserved_bytes": 3 * 2**30, "left_over_bytes": 2**30} for _ in range(2)]
+    assert one_row(memory__by_rank=ranks)["GPU memory by rank"] == "2.0 / 2.0 GiB"
 
 
 def test_disk_traffic_is_a_steps():
