@@ -48,7 +48,8 @@ def load_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def published(name: str) -> list[Record]:
-    """The records of one published measurement, results/records/<name>/*.json, by strategy."""
+    """The records of one published measurement, results/records/<name>/*.json, by model
+    and strategy."""
     folder = RECORDS_DIR / name
     order = list(list_strategies())
     records = load_records(sorted(folder.glob("*.json")))
@@ -58,7 +59,6 @@ def published(name: str) -> list[Record]:
         records,
         key=lambda r: (
             r["num_parameters"],
-            r["batch"]["micro_batch_size"],
             order.index(r["strategy"]["name"]) if r["strategy"]["name"] in order else len(order),
             r["config"]["precision"],
             r["started_at"],
@@ -110,7 +110,10 @@ def _table_of_records(where: str, name: str, options: dict[str, str]) -> str:
         wanted = not key.endswith("!")
         key = key.removesuffix("!").strip()
         _check_words(where, "key of where", [key], keys)
-        records = [r for r in records if (str(r["config"].get(key)) == value) is wanted]
+        kept = [r for r in records if (str(r["config"].get(key)) == value) is wanted]
+        if not wanted and len(kept) == len(records):
+            raise UserError(f"{where}: {condition!r} leaves nothing out", fix="mend its value")
+        records = kept
     if not records:
         raise UserError(f"no record of {name} matches {options['where']!r}")
     columns = _split(options.get("columns", "")) or DEFAULT_COLUMNS

@@ -219,9 +219,9 @@ def main() -> None:
 
 
 def left_over(process: launch.Process) -> list[int]:
-    """Bytes that are allocated on each rank's GPU between two runs."""
+    """Bytes that each rank's allocator cannot give back between two runs."""
     by_rank: list[Any] = [None] * process.world_size
-    mine = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    mine = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     dist.all_gather_object(by_rank, mine)
     return by_rank
 
@@ -229,11 +229,13 @@ def left_over(process: launch.Process) -> list[int]:
 def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[int]) -> None:
     """Add the peaks of the run itself, largest over the ranks, to what each rank measured.
 
-    DeepSpeed's optimizers outlive their engines, so what was there before a run and is there after
-    it belongs to runs before; what went away meanwhile may have been counted in the peak.
+    DeepSpeed's optimizers outlive their engines, and DDP's buffers do for a while. The smaller of
+    both amounts is taken for what earlier runs left. Where a run frees some of it and leaves some
+    of its own, that is too much; both amounts stay in the record.
     """
     for rank in memory["by_rank"]:
-        rank["left_over_bytes"] = min(before[rank["rank"]], after[rank["rank"]])
+        rank["before_bytes"], rank["after_bytes"] = before[rank["rank"]], after[rank["rank"]]
+        rank["left_over_bytes"] = min(rank["before_bytes"], rank["after_bytes"])
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
         peaks = [(rank[name], rank["left_over_bytes"]) for rank in memory["by_rank"]]
         memory[name] = None if peaks[0][0] is None else max(peak - left for peak, left in peaks)

@@ -43,7 +43,7 @@ def test_documents_are_filled_in_the_order_of_the_strategies(records_dir):
     assert text.endswith("|\n\n<!-- end -->\n\nText after.\n")
     rows = filled_rows(text)
     order = [(row["strategy"], row["batch"]) for row in rows]
-    assert order == [("zero2", "4 x 512"), ("fsdp", "4 x 512"), ("zero2", "8 x 512")]
+    assert order == [("zero2", "8 x 512"), ("zero2", "4 x 512"), ("fsdp", "4 x 512")]
     assert render(text) == text
 
 
@@ -172,6 +172,7 @@ def test_a_document_may_hold_several_tables(records_dir):
         (' where="modl=gpt2"', ("key of where 'modl'", "did you mean 'model'?")),
         (' where="model=gpt2-xl, modl=gpt2"', ("key of where 'modl'",)),
         (' where="precision"', ("no record of h200-x4 matches 'precision'",)),
+        (' where="model!=gpt2-xxl"', ("'model!=gpt2-xxl' leaves nothing out",)),
         (' colums="strategy"', ("option 'colums'", "did you mean 'columns'?")),
         (" columns=strategy", ("'columns=strategy' is not understood",)),
     ],
