@@ -29,6 +29,8 @@ from distributed_training.record import RECORD_FILE, mark_stopped
 from distributed_training.strategy import list_strategies
 from distributed_training.topology import show_axes
 
+TORCHRUN = Path(__file__).with_name("torchrun.py")
+KILLED_FILE = ".killed"  # its note, in the run's folder
 MAX_DIGITS = 9  # of --num_gpus: Python reads no number of thousands of digits
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
@@ -193,7 +195,7 @@ def launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> tuple[l
     """
     options = ["--standalone", f"--nproc_per_node={plan.num_processes}"]
     hidden = ["--run_dir", str(plan.run_dir)]
-    start = [sys.executable, "-m", "torch.distributed.run", *options]
+    start = [sys.executable, str(TORCHRUN), str(plan.run_dir / KILLED_FILE), *options]
     launcher = ["torchrun", *options] if plan.num_processes > 1 else ["python"]
     typed = [*launcher, os.path.relpath(script), *arguments]
     return [*start, script, *arguments, *hidden], shlex.join(typed)
@@ -227,10 +229,13 @@ def spawn(command: list[str], plan: Plan) -> int:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
         return code if code >= 0 else 128 - code
-    killed = "a process ended without a word; exit -9 most often means that memory ran out"
     if signals:
         mark_stopped(plan.run_dir, "interrupted", signal.Signals(signals[0]).name)
-    mark_stopped(plan.run_dir, "failed", f"{killed} (launcher's exit code {code})")
+    killed = _killed_processes(plan.run_dir)
+    if killed is not None:
+        mark_stopped(plan.run_dir, "failed", killed)
+    unknown = f"a process ended without a word (exit code {code}; -9 is most often memory)"
+    mark_stopped(plan.run_dir, "failed", unknown, consequence=True)
     values = json.loads(file.read_text(encoding="utf-8"))
     if values["status"] in ("oom", "failed"):
         print(f"{values['status']}: {values['error']}", file=sys.stderr)
@@ -238,6 +243,18 @@ def spawn(command: list[str], plan: Plan) -> int:
     if values["status"] == "interrupted":
         return 128 + (signals[0] if signals else signal.SIGINT)
     return code
+
+
+def _killed_processes(run_dir: Path) -> str | None:
+    """What the launcher's note says, which is taken away; None where it left none."""
+    file = run_dir / KILLED_FILE
+    if not file.is_file():
+        return None
+    note = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    ranks = ", ".join(str(rank) for rank in note["ranks"])
+    hint = "; most often memory ran out" if note["signal"] == "SIGKILL" else ""
+    return f"rank {ranks}: killed by {note['signal']}{hint}"
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

@@ -24,6 +24,7 @@ SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 METRICS_FILE = "metrics.jsonl"
 FAILURE_FILE = ".failure"
+LOST = "lost another process"
 STATUSES = ("running", "ok", "oom", "failed", "interrupted")
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "numpy", "tokenizers")
 logger = logging.getLogger(__name__)
@@ -104,16 +105,18 @@ def claim_failure(run_dir: Path) -> bool:
     return True
 
 
-def mark_stopped(run_dir: Path, status: str, error: str) -> None:
+def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = False) -> None:
     """Set a terminal status on a record that says "running"; other statuses stay.
 
-    Any rank, and the launching process, may call this: the first reason given is kept.
+    Any rank, and the launching process, may call this: the first reason given is kept, but for one
+    that is only the consequence of another process's end (`LOST`) and gives way to a cause.
     """
     file = run_dir / RECORD_FILE
     if not file.is_file():
         return
     values = json.loads(file.read_text(encoding="utf-8"))
-    if values["status"] == "running":
+    lost = LOST in (values["error"] or "")
+    if values["status"] == "running" or (lost and not consequence):
         values.update(status=status, error=error, finished_at=timestamp())
         write_json(file, values)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.assemble import (
     build_engine,
@@ -34,6 +36,7 @@ from distributed_training.outcome import collect_results, describe_run, explain_
 from distributed_training.plan import Plan, load_plan_data, make_plan, reserve_run_dir
 from distributed_training.record import (
     FAILURE_FILE,
+    LOST,
     claim_failure,
     load_record,
     mark_stopped,
@@ -49,6 +52,10 @@ from distributed_training.train import InterruptedRun, Trainer, generate
 
 GENERATED_TOKENS = 60
 EXIT_FAILED = 1
+# gloo's words and NCCL's where the process at the other end is gone.
+SIGNS_OF_LOSS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+)  # fmt: skip
 logger = logging.getLogger(__name__)
 
 
@@ -233,7 +240,11 @@ def _fail(plan: Plan, topology: Topology, error: BaseException) -> None:
     code = EXIT_FAILED
     first_line = (str(error).strip().splitlines() or [""])[0]
     status, reason = "failed", f"rank {topology.rank}: {type(error).__name__}: {first_line}"
-    if isinstance(error, UserError):
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
+    if lost:
+        reason = f"rank {topology.rank} {LOST}: {first_line}"
+        print(reason, file=sys.stderr)
+    elif isinstance(error, UserError):
         code, reason = error.exit_code, str(error)
         if claim_failure(plan.run_dir):
             print(f"error: {error}", file=sys.stderr)
@@ -243,9 +254,12 @@ def _fail(plan: Plan, topology: Topology, error: BaseException) -> None:
     else:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         traceback.print_exception(error)
+        get_error_handler().record_exception(error)  # torchrun says it last
     sys.stderr.flush()
     try:
-        mark_stopped(plan.run_dir, status, reason)
+        mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        if lost:  # so that the launcher sees the other's end first
+            time.sleep(2)
         if plan.offload_dir is not None and topology.local_rank == 0:
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
     finally:  # even where the disk is full

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import shlex
 import signal
 import sys
@@ -11,7 +12,7 @@ from distributed_training.config import build_config
 from distributed_training.errors import UserError
 from distributed_training.launch import Process
 from distributed_training.plan import make_plan
-from distributed_training.record import load_record, start_record
+from distributed_training.record import LOST, load_record, start_record
 from tests.unit.conftest import CPU_MACHINE, GPU_MACHINE, refused
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -104,8 +105,8 @@ def test_torchrun_starts_every_strategy(strategy, tmp_path, monkeypatch):
     script, arguments = str(tmp_path / "x.py"), ["--set", "generate=two words"]
     command, shown = launch.launch_command(plan, script, arguments)
     assert command == [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        script, *arguments, "--run_dir", str(plan.run_dir),
+        sys.executable, str(launch.TORCHRUN), str(plan.run_dir / launch.KILLED_FILE),
+        "--standalone", "--nproc_per_node=2", script, *arguments, "--run_dir", str(plan.run_dir),
     ]  # fmt: skip
     assert shown == "torchrun --standalone --nproc_per_node=2 x.py --set 'generate=two words'"
     assert shlex.split(shown)[-2:] == arguments
@@ -182,6 +183,18 @@ def test_a_process_that_ended_without_a_word_is_recorded(tmp_path, capsys):
     assert record["status"] == "failed"
     assert "memory" in record["error"]
     assert "exit code -9" in capsys.readouterr().err
+
+
+def test_whom_the_launcher_saw_killed_is_the_cause(tmp_path, capsys):
+    """And its note is gone afterwards."""
+    start_record(tmp_path).update(status="failed", error=f"rank 0 {LOST}: closed")
+    note = tmp_path / launch.KILLED_FILE
+    note.write_text(json.dumps({"ranks": [1, 3], "signal": "SIGKILL"}))
+    assert spawn(writes_record(tmp_path) + "raise SystemExit(1)", tmp_path) == 1
+    reason = "rank 1, 3: killed by SIGKILL; most often memory ran out"
+    assert load_record(tmp_path)["error"] == reason
+    assert capsys.readouterr().err == f"failed: {reason}\n"
+    assert not note.exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from distributed_training.record import (
+    LOST,
     METRICS_FILE,
     RECORD_FILE,
     ROOT,
@@ -88,6 +89,16 @@ def test_the_first_reason_is_kept(tmp_path):
     values = load_record(tmp_path)
     assert (values["status"], values["error"]) == ("oom", "rank 1 ran out")
     assert values["finished_at"] >= values["started_at"]
+
+
+def test_a_cause_replaces_its_consequence(tmp_path):
+    start_record(tmp_path)
+    mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
+    mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
+    assert load_record(tmp_path)["error"] == f"rank 0 {LOST}: closed"
+    mark_stopped(tmp_path, "oom", "rank 1 ran out")
+    mark_stopped(tmp_path, "failed", f"rank 2 {LOST}: closed", consequence=True)
+    assert load_record(tmp_path)["error"] == "rank 1 ran out"
 
 
 def test_a_finished_run_does_not_fail_afterwards(tmp_path):
