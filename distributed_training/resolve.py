@@ -171,7 +171,7 @@ def _resolve_compile(
     if config.compile and obstacle is not None:
         raise UserError(
             f"compile=True does not work with {obstacle[0]}",
-            obstacle[1],
+            f"that {obstacle[1]}",
             "set compile to auto or False",
         )
     return bool(config.compile)
@@ -194,8 +194,8 @@ def _obstacle_to_compile(
         )
     if topology.tp > 1 and config.dropout and not config.sequence_parallel:
         return (
-            "dropout, tp and sequence_parallel=False",
-            "switch random number generators inside a block, which a graph cannot hold",
+            "dropout under tp with sequence_parallel=False",
+            "switches random number generators inside a block, which a graph cannot hold",
         )
     return None
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up Python where needed, then trains under "3d" on every GPU, or on 2 CPU processes.
+# Sets up Python where needed, then trains under "3d" on every GPU, or on 4 CPU processes.
 # Arguments go to real_model_example.py: --dry-run, --num_gpus N, --model NAME, --set KEY=VALUE ...
 # The micro-batches of a step fill the pipeline: there are 8 unless you set another number.
 set -euo pipefail

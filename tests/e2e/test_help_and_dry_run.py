@@ -92,6 +92,28 @@ def test_torch_is_not_imported(arguments, tmp_path):
     assert result.stdout.splitlines()[-1] == "HEAVY []"
 
 
+@pytest.mark.parametrize(
+    ("values", "number", "mesh", "pipeline"),
+    [
+        ({"strategy": "tp"}, "2", "tp 2", None),
+        ({"strategy": "pp", "grad_accum_steps": 2}, "2", "pp 2", "1f1b, blocks a stage 1, 1"),
+        (
+            {"strategy": "3d", "grad_accum_steps": 2, "pipeline_schedule": "gpipe"},
+            "8",
+            "pp 2 x dp_shard 2 x tp 2",
+            "gpipe, blocks a stage 1, 1",
+        ),
+    ],
+)
+def test_dry_run_prints_mesh_and_pipeline(values, number, mesh, pipeline, tmp_path):
+    text = dry_run({**SMALL, **values, "output_dir": tmp_path}, "--num_gpus", number)
+    (shown,) = [line for line in text.splitlines() if line.startswith("mesh (from strategies/")]
+    assert shown.endswith(f": {mesh}")
+    assert [line for line in text.splitlines() if line.startswith("pipeline: ")] == (
+        [f"pipeline: {pipeline}"] if pipeline else []
+    )
+
+
 @pytest.mark.parametrize("strategy", DEEPSPEED)
 def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
     output_dir = tmp_path / "runs"

@@ -42,6 +42,13 @@ LAYOUTS = {
     "hybrid": {"batch_size": 1, "grad_accum_steps": 4},
     "3d": {"batch_size": 2, "grad_accum_steps": 2, "tp": 1, "dp_shard": 1},
 }
+# What their records say of axes and of schedule, micro-batches and blocks a stage.
+RECORDED = {
+    "tp": ("tp 2", None),
+    "pp": ("pp 2", ("zb-h1", 4, [1, 1])),
+    "hybrid": ("pp 2", ("1f1b", 4, [1, 1])),
+    "3d": ("pp 2", ("1f1b", 2, [1, 1])),
+}
 GLOBAL_BATCH = 4
 LAUNCHERS = {
     "dp": ("python", 1),
@@ -82,6 +89,13 @@ def checkpoints(output_dir: Path) -> list[str]:
 
 def load_record(run_dir: Path) -> dict:
     return json.loads((run_dir / "record.json").read_text())
+
+
+def laid_out(record: dict) -> tuple:
+    pipeline = record["pipeline"]
+    keys = ("schedule", "num_microbatches", "blocks_per_stage")
+    axes = [f"{axis} {size}" for axis, size in record["topology"].items() if size > 1]
+    return " ".join(axes), pipeline and tuple(pipeline[key] for key in keys)
 
 
 def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after: int) -> int:
@@ -160,6 +174,7 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
     """The uninterrupted run's folder, as it was when it had saved step 20, and resumed there."""
     whole = uninterrupted(strategy)
+    assert laid_out(load_record(whole)) == RECORDED.get(strategy, ("dp_shard 2", None))
     run_dir = tmp_path / "runs" / whole.name
     shutil.copytree(whole, run_dir)
     shutil.rmtree(run_dir / "hf")

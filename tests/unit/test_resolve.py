@@ -20,10 +20,12 @@ def gpu(**changes):
     return dataclasses.replace(GPU_MACHINE, **changes)
 
 
-def decide(machine=CPU_MACHINE, **config):
+def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     built = build_config(config)
     strategy = load_strategy(built)
-    topology = build_topology(strategy, world_size=1, rank=0, local_rank=0, device_type="cpu")
+    topology = build_topology(
+        strategy, world_size=world_size, rank=0, local_rank=0, device_type="cpu"
+    )
     return fetch(settle(built, machine, strategy, topology, processes_here=1))
 
 
@@ -160,6 +162,36 @@ def test_parameters_on_disk_are_not_compiled():
     assert decide(gpu(), strategy="offload").config.compile is True
     with refused("compile=True does not work with strategy='infinity'", "auto or False"):
         decide(gpu(), strategy="infinity", compile=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "pp", "pipeline_schedule": "zb-h1"}, "pipeline_schedule='zb-h1'"),
+        ({"strategy": "pp", "pipeline_schedule": "zb-v"}, "pipeline_schedule='zb-v'"),
+        ({"strategy": "tp", "dropout": 0.1, "sequence_parallel": False}, "dropout under tp"),
+    ],
+)
+def test_layouts_that_cannot_be_compiled(values, words):
+    values = {**values, "grad_accum_steps": 4, "world_size": 2}
+    resolved = decide(gpu(), **values)
+    assert resolved.config.compile is False
+    assert any(f"not compiled: {words}" in note for note in resolved.notes)
+    with refused(f"compile=True does not work with {words}", "auto or False"):
+        decide(gpu(), compile=True, **values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "pp", "pipeline_schedule": "interleaved"},
+        {"strategy": "tp", "dropout": 0.1},
+        {"strategy": "tp", "sequence_parallel": False},
+        {"strategy": "hybrid"},
+    ],
+)
+def test_layouts_that_are_compiled(values):
+    assert decide(gpu(), world_size=2, grad_accum_steps=4, **values).config.compile is True
 
 
 NO_CHECKPOINTS = "no checkpoints: infinity cannot be resumed exactly"
