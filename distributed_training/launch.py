@@ -69,9 +69,10 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
-        help="one CONFIG key, over CONFIG and preset; may be repeated",
+        help="CONFIG keys, over CONFIG and preset; may be repeated",
     )
     parser.add_argument(
         "--num_gpus",

@@ -1,4 +1,4 @@
-"""How a model is laid over the mesh: which blocks each pipeline stage gets, which layouts exist.
+"""How a model is laid over the mesh: which blocks each pipeline stage gets, what is refused.
 
 No torch import. A stage is a run of consecutive blocks; the first also holds the embeddings, the
 last the final norm and the output layer, which has the tied embedding's weights once more.
@@ -6,60 +6,22 @@ last the final norm and the output layer, which has the tied embedding's weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 from distributed_training.config import RunConfig
 from distributed_training.errors import UserError
+from distributed_training.layout_rules import SCHEDULE_RULES as SCHEDULE_RULES  # for importers
+from distributed_training.layout_rules import (
+    ScheduleRule,
+    advise,
+    larger_model,
+    read_cut,
+    rule_of,
+)
 from distributed_training.sizes import ModelSize
 from distributed_training.strategy import Strategy
 from distributed_training.topology import Topology
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleRule:
-    """What one pipeline schedule asks for."""
-
-    bubble: Callable[[int, int], float | None]
-    """(pp, micro-batches) -> idle share of a step if all stages took equally long and a backward
-    pass twice a forward one (the tutorial's closed_forms.py); None where there is no formula."""
-    stages_per_rank: int = 1
-    v_shaped: bool = False
-    """Rank r holds stages r and 2 pp - 1 - r instead of r and pp + r."""
-    splits_backward: bool = False
-    """Whether the gradients of inputs and of weights are computed at different times."""
-    minimum: Callable[[int], int] = lambda pp: 1
-    """pp -> fewest micro-batches."""
-    equal_rounds: bool = False
-    """Whether the micro-batches must make max(1, m // pp) rounds of equal length."""
-
-
-def _share(idle: int, busy: int) -> float:
-    return idle / (busy + idle)
-
-
-# Rules of torch.distributed.pipelining's schedules.
-SCHEDULE_RULES: dict[str, ScheduleRule] = {
-    "gpipe": ScheduleRule(bubble=lambda p, m: _share(p - 1, m)),
-    "1f1b": ScheduleRule(bubble=lambda p, m: _share(p - 1, m), minimum=lambda p: p),
-    "interleaved": ScheduleRule(
-        bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
-        stages_per_rank=2,
-        equal_rounds=True,
-    ),
-    "zb-h1": ScheduleRule(
-        bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
-        splits_backward=True,
-        equal_rounds=True,
-    ),
-    "zb-v": ScheduleRule(
-        bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
-        stages_per_rank=2,
-        v_shaped=True,
-        splits_backward=True,
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +40,11 @@ def build_layout(
     config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology
 ) -> Layout:
     """Cut the model for this topology; raise UserError for a layout that cannot be."""
-    _check_tp(config, strategy, size, topology)
+    # Axes first: with other axes the rest may be in order, and axes that are suggested come with
+    # what else they need.
+    _check_heads(config, strategy, size, topology)
+    _check_blocks(config, strategy, size, topology)
+    _check_tokens(config, topology.tp)
     if topology.pp == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
@@ -87,22 +53,13 @@ def build_layout(
             ranks=(0,),
             num_parameters=-(-size.num_parameters // topology.tp),
         )
-    rule = SCHEDULE_RULES["1f1b" if strategy.engine == "deepspeed" else config.pipeline_schedule]
+    rule = rule_of(config, strategy)
     if strategy.engine == "deepspeed":
         _check_deepspeed(config, strategy)
     else:
         _check_microbatches(config, rule, topology.pp)
         _check_recomputation(config, rule)
     num_stages = topology.pp * rule.stages_per_rank
-    if num_stages > size.num_layers:
-        most = size.num_layers // rule.stages_per_rank
-        fitting = _instead(strategy, topology, "pp", list(range(most, 0, -1)))
-        raise UserError(
-            f"pp={topology.pp} needs {num_stages} stages but {config.model} has "
-            f"{size.num_layers} blocks",
-            f"pipeline_schedule={config.pipeline_schedule!r} has {rule.stages_per_rank} a process",
-            f"{fitting}, or take a larger model",
-        )
     ranks = tuple(_rank_of(stage, topology.pp, rule.v_shaped) for stage in range(num_stages))
     counts = _given_cut(config, size, ranks) or balanced_cut(size, config.seq_len, ranks)
     ends = [sum(counts[: i + 1]) for i in range(num_stages)]
@@ -170,27 +127,33 @@ def _rank_of(stage: int, pp: int, v_shaped: bool) -> int:
     return min(stage, 2 * pp - 1 - stage) if v_shaped else stage % pp
 
 
-def _instead(strategy: Strategy, topology: Topology, axis: str, sizes: list[int]) -> str:
-    """Up to three other sizes of `axis` as settings to type, with the copies that take up the
-    processes; "" where there are none."""
-    whole = topology.axes[axis] * topology.dp_replicate
-    texts = [f"{axis}={n}" for n in sizes if whole % n == 0]
-    if strategy.engine == "native":  # DeepSpeed's data-parallel axis is what is left
-        texts = [f"{axis}={n}, dp_replicate={whole // n}" for n in sizes if whole % n == 0]
-    return f"set {'; or '.join(texts[:3])}" if texts else ""
-
-
-def _check_tp(config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology) -> None:
-    tp = topology.tp
-    if tp > 1 and size.num_heads % tp:
-        fitting = [n for n in range(1, size.num_heads + 1) if size.num_heads % n == 0]
+def _check_heads(
+    config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology
+) -> None:
+    if size.num_heads % topology.tp:
         raise UserError(
-            f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}",
+            f"tp={topology.tp} does not divide num_heads={size.num_heads} of {config.model}",
             "attention is split by heads",
-            _instead(strategy, topology, "tp", fitting[1:])
-            or f"start {' or '.join(map(str, fitting[1:]))} processes, or take fsdp",
+            advise(strategy, topology.world_size, config, size),
         )
-    if tp > 1 and config.sequence_parallel and config.seq_len % tp:
+
+
+def _check_blocks(
+    config: RunConfig, strategy: Strategy, size: ModelSize, topology: Topology
+) -> None:
+    each = rule_of(config, strategy).stages_per_rank
+    if topology.pp > 1 and topology.pp * each > size.num_layers:
+        larger = larger_model(config, strategy, size, topology.axes)
+        raise UserError(
+            f"pp={topology.pp} needs {topology.pp * each} stages but {config.model} has "
+            f"{size.num_layers} blocks",
+            f"pipeline_schedule={config.pipeline_schedule!r} has {each} a process",
+            advise(strategy, topology.world_size, config, size, also=larger),
+        )
+
+
+def _check_tokens(config: RunConfig, tp: int) -> None:
+    if config.sequence_parallel and config.seq_len % tp:
         near = config.seq_len - config.seq_len % tp
         raise UserError(
             f"max_length={config.seq_len} is not a multiple of tp={tp}",
@@ -244,9 +207,8 @@ def _given_cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> li
     if config.pipeline_cut is None:
         return None
     num_stages = len(ranks)
-    words = config.pipeline_cut.split(",")
-    counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
-    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != size.num_layers:
+    counts = read_cut(config.pipeline_cut, size, num_stages)
+    if counts is None:
         example = balanced_cut(size, config.seq_len, ranks)
         raise UserError(
             f"pipeline_cut={config.pipeline_cut!r} is not {num_stages} numbers that add up to "

@@ -19,7 +19,7 @@ from distributed_training.layout import Layout, build_layout
 from distributed_training.machine import Machine
 from distributed_training.preflight import Situation, run_checks
 from distributed_training.record import new_run_dir
-from distributed_training.resolve import Resolved, fetch, settle
+from distributed_training.resolve import Resolved, fetch, settle, with_model
 from distributed_training.sizes import SIZES, ModelSize
 from distributed_training.strategy import Strategy, load_strategy
 from distributed_training.tokenizer import Tokenizer
@@ -83,7 +83,12 @@ def make_plan(
     """
     strategy = load_strategy(config)
     topology = build_topology(
-        strategy, world_size=num_processes, rank=0, local_rank=0, device_type="cpu"
+        strategy,
+        world_size=num_processes,
+        rank=0,
+        local_rank=0,
+        device_type="cpu",
+        config=with_model(config, machine),
     )
     settled = settle(config, machine, strategy, topology, processes_here=processes_here)
     config_here = settled.config

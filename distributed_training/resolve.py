@@ -109,6 +109,11 @@ def fetch(settled: Settled) -> Resolved:
     )
 
 
+def with_model(config: RunConfig, machine: Machine) -> RunConfig:
+    """`config` with its "auto" model decided, which layouts are refused by."""
+    return dataclasses.replace(config, model=_resolve_model(config, machine, []))
+
+
 def _resolve_checkpoints(config: RunConfig, strategy: Strategy, notes: list[str]) -> int | None:
     """State on files is not checkpointed: DeepSpeed copies the files but not Adam's step count
     nor what was not swapped out, so a resumed run would silently differ.

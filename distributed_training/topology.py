@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from distributed_training.config import RunConfig
 from distributed_training.errors import UserError
+from distributed_training.layout_rules import advise
+from distributed_training.sizes import SIZES
 from distributed_training.strategy import MESH_AXES, Strategy
 
 if TYPE_CHECKING:
@@ -106,9 +109,18 @@ class Topology:
 
 
 def build_topology(
-    strategy: Strategy, *, world_size: int, rank: int, local_rank: int, device_type: str
+    strategy: Strategy,
+    *,
+    world_size: int,
+    rank: int,
+    local_rank: int,
+    device_type: str,
+    config: RunConfig | None = None,
 ) -> Topology:
-    """Fill in the mesh axis that is -1; raise UserError when the product is not `world_size`."""
+    """Fill in the mesh axis that is -1; raise UserError when the product is not `world_size`.
+
+    The error suggests what `config` and its model go with; without them, what the mesh does.
+    """
     axes = dict(strategy.mesh)
     open_axes = [axis for axis, size in axes.items() if size == -1]
     fixed = math.prod(size for size in axes.values() if size != -1)
@@ -121,17 +133,11 @@ def build_topology(
     if open_axes and world_size % fixed == 0:
         axes[open_axes[0]] = world_size // fixed
     if math.prod(axes.values()) != world_size:
-        used = [axis for axis, size in strategy.mesh.items() if size != 1] or ["dp_replicate"]
-        if strategy.engine == "deepspeed":  # its data-parallel axis takes what is left
-            used = ["pp"]
-        near = "; or ".join(
-            ", ".join(f"{axis}={other[axis]}" for axis in used)
-            for other in nearest_axes(strategy.mesh, world_size)
-        )
+        size = SIZES.get(config.model) if config is not None else None  # None for "auto", too
+        advice = advise(strategy, world_size, config, size, numbers_first=True)
         raise UserError(
             f"mesh {show_axes(axes)} does not make {world_size} processes",
-            fix=f"start {'a multiple of ' if open_axes else ''}{fixed} processes, or set {near} "
-            f"in CONFIG (the mesh is that of {strategy.source})",
+            fix=f"{advice} (the mesh is that of {strategy.source})",
         )
     return Topology(
         world_size=world_size, rank=rank, local_rank=local_rank, device_type=device_type, **axes
@@ -142,33 +148,6 @@ def show_axes(axes: Mapping[str, int]) -> str:
     """ "dp_shard 2 x tp 2"; axes of size 1 are left out unless all are."""
     shown = {axis: size for axis, size in axes.items() if size != 1}
     return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())
-
-
-def nearest_axes(axes: Mapping[str, int], world_size: int, count: int = 3) -> list[dict[str, int]]:
-    """Sizes of the same axes whose product is `world_size`, those closest to `axes` first.
-
-    Only axes that are in use (not 1) change. Distance: the sum of the ratios' logarithms.
-    """
-    used = [axis for axis, size in axes.items() if size != 1] or ["dp_replicate"]
-    wanted = {axis: max(1, axes[axis]) if axes[axis] != -1 else None for axis in used}
-
-    def distance(sizes: tuple[int, ...]) -> float:
-        pairs = zip(sizes, wanted.values(), strict=True)
-        return sum(abs(math.log(size / want)) for size, want in pairs if want is not None)
-
-    found = sorted(_factorisations(world_size, len(used)), key=distance)[:count]
-    return [{**axes, **dict(zip(used, sizes, strict=True))} for sizes in found]
-
-
-def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered ways to write `number` as a product of `count` factors."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorisations(number // first, count - 1):
-                yield (first, *rest)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from distributed_training.record import (
     timestamp,
     truncate_metrics,
 )
+from distributed_training.resolve import with_model
 from distributed_training.strategy import load_strategy
 from distributed_training.tokenizer import Tokenizer
 from distributed_training.topology import Topology, build_topology, process_group
@@ -74,6 +75,7 @@ def run_worker(config: RunConfig, machine: Machine, process: Process, run_dir: P
         rank=process.rank,
         local_rank=process.local_rank,
         device_type="cuda" if machine.num_gpus else "cpu",
+        config=with_model(config, machine),
     )
     if strategy.needs_cpu_adam:  # torchrun by itself gives each process one thread
         torch.set_num_threads(threads_per_process(machine, process.local_world_size))

@@ -12,10 +12,11 @@ from distributed_training.strategy import list_strategies
 PACKAGE = Path(distributed_training.__file__).parent
 # A module imports from rows above its own only.
 ORDER = (
-    ("errors", "sizes", "display", "metrics", "trackers"),
+    ("errors", "sizes", "display", "metrics", "trackers", "torchrun"),
     ("files", "machine"),
     ("config", "hub", "tables"),
     ("strategy", "corpus", "hf_format", "model", "plots"),
+    ("layout_rules",),
     ("topology", "deepspeed_json", "tokenizer", "record", "preflight", "hf_checkpoint"),
     ("layout", "gradients"),
     ("data", "resolve", "report"),
@@ -33,7 +34,7 @@ ORDER = (
 TORCH_FREE = (
     "errors", "sizes", "machine", "files", "config", "hub", "strategy", "deepspeed_json",
     "corpus", "hf_format", "topology", "tokenizer", "record", "preflight", "data", "resolve",
-    "layout", "display", "trackers", "checkpoint", "plan", "launch",
+    "layout_rules", "layout", "display", "trackers", "checkpoint", "plan", "launch",
 )  # fmt: skip
 
 

@@ -22,19 +22,18 @@ from distributed_training.model import build_model
 from distributed_training.parallel.pipeline import SCHEDULES, build_stages
 from distributed_training.sizes import SIZES, ModelSize
 from distributed_training.strategy import ROOT, load_strategy
-from distributed_training.topology import build_topology, nearest_axes
+from distributed_training.topology import build_topology
 from tests.unit.conftest import refused
 
 DEEP = ModelSize(vocab_size=2048, num_positions=64, num_layers=7, num_heads=4, hidden_size=32)
 
 
-def layout_for(world_size, size=SIZES["gpt2-medium"], **config):
+def layout_for(world_size, **config):
     built = build_config({"model": "gpt2-medium", "max_length": 1024, **config})
     strategy = load_strategy(built)
-    topology = build_topology(
-        strategy, world_size=world_size, rank=0, local_rank=0, device_type="cpu"
-    )
-    return build_layout(built, strategy, size, topology)
+    place = {"rank": 0, "local_rank": 0, "device_type": "cpu"}
+    topology = build_topology(strategy, world_size=world_size, config=built, **place)
+    return build_layout(built, strategy, SIZES[built.model], topology)
 
 
 def all_cuts(num_layers, num_stages):
@@ -159,13 +158,27 @@ def test_a_cut_of_ones_own():
 
 
 def test_heads_that_tp_does_not_divide():
+    xl = {"model": "gpt2-xl", "max_length": 1000, "grad_accum_steps": 8}
     with refused("tp=8 does not divide num_heads=25", "start 5 or 25 processes, or take fsdp"):
-        layout_for(8, SIZES["gpt2-xl"], strategy="tp")
-    with refused("tp=10", "set tp=5, dp_replicate=2"):
-        layout_for(10, SIZES["gpt2-xl"], strategy="tp")
-    layout_for(10, SIZES["gpt2-xl"], strategy="tp", tp=5, dp_replicate=2, max_length=1020)
+        layout_for(8, strategy="tp", **xl)
+    with refused("start 10 processes and set tp=5 dp_replicate=2, or take fsdp with tp=none"):
+        layout_for(8, strategy="tp", tp=8, **xl)
+    with refused("tp=10", "set tp=5 dp_replicate=2; or tp=5 dp_shard=2"):
+        layout_for(10, strategy="tp", **xl)
+    layout_for(10, strategy="tp", tp=5, dp_replicate=2, **xl)
     with refused("tp=3", "start 2 or 4 or 8 or 16 processes"):
         layout_for(3, strategy="tp")
+    with refused("tp=2 does not divide", "; set tp=1; or tp=1 dp_replicate=2; or pp=4 tp=1"):
+        layout_for(8, strategy="3d", **xl)
+    with refused("tp=3 does not divide num_heads=16", "; set tp=2; or tp=1; or"):
+        layout_for(6, strategy="3d", pp=1, tp=3)
+
+
+def test_an_axis_that_fits_comes_with_what_else_it_needs():
+    with refused("start 5 or 25 processes and set sequence_parallel=false, or take fsdp"):
+        layout_for(8, strategy="tp", model="gpt2-xl")
+    with refused("set tp=1 grad_accum_steps=2; or pp=1 tp=1; or"):
+        layout_for(8, strategy="3d", model="gpt2-xl")
 
 
 def test_tokens_that_tp_does_not_divide():
@@ -231,22 +244,28 @@ def test_what_is_not_a_multiple_of_pp_and_allowed():
 
 def test_more_stages_than_blocks():
     words = {"strategy": "pp", "grad_accum_steps": 32, "pipeline_schedule": "interleaved"}
-    with refused("pp=16 needs 32 stages", "24 blocks", "set pp=8, dp_replicate=2; or pp=4"):
+    with refused("pp=16 needs 32 stages", "24 blocks", "; set pp=8 dp_replicate=2; or"):
         layout_for(16, **words)
     layout_for(16, **words, pp=8, dp_replicate=2)
+    with refused("pp=16 needs 32 stages", "; or model=gpt2-large"):
+        layout_for(16, **words)
+
+
+def test_blocks_are_looked_at_before_micro_batches():
+    with refused("pp=99 needs 99 stages but gpt2 has 12", "set pp=11 dp_replicate=9 grad_accum"):
+        layout_for(99, strategy="pp", model="gpt2")
 
 
 def test_a_product_that_is_not_the_world_size_names_what_would_be():
-    with refused("pp 2 x dp_shard 3 x tp 2", "8 processes", "set pp=2, dp_shard=2, tp=2"):
-        layout_for(8, strategy="3d", dp_shard=3)
-
-
-def test_nearest_axes_are_complete_and_ordered():
-    axes = {"pp": 3, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
-    found = nearest_axes(axes, 8, count=100)
-    assert {(a["pp"], a["tp"]) for a in found} == {(1, 8), (2, 4), (4, 2), (8, 1)}
-    assert (found[0]["pp"], found[0]["tp"]) == (4, 2)
-    assert all(a["dp_shard"] == a["dp_replicate"] == 1 for a in found)
+    enough = {"grad_accum_steps": 8}
+    with refused("pp 2 x dp_shard 3 x tp 2", "; start 12 processes, or set dp_shard=2; or"):
+        layout_for(8, strategy="3d", dp_shard=3, **enough)
+    with refused("pp 2 x dp_shard -1 x tp 3", "8 processes; set tp=1; or"):
+        layout_for(8, strategy="3d", tp=3, model="gpt2-xl", **enough)
+    with refused("mesh pp 99 does not make 2 processes; set pp=2 (the mesh"):
+        layout_for(2, strategy="pp", pp=99, **enough)
+    with refused("start a multiple of 2 processes, or set pp=7 (the mesh"):
+        layout_for(7, strategy="hybrid")
 
 
 @pytest.mark.parametrize(
