@@ -2,8 +2,10 @@
 
     torchrun --nproc_per_node=2 run_cases.py CASES.json OUT.pt [STEPS]
 
-CASES.json: {name: {CONFIG key: value}}. OUT.pt: {name: {losses, grad_norms, state}}, where losses
-are means over the global batch's real tokens and state is the full fp32 parameters.
+CASES.json: {name: {CONFIG key: value}}. OUT.pt: {name: {losses, grad_norms, state, evaluation,
+logits}}, where losses are means over the global batch's real tokens and state is the full fp32
+parameters. evaluation is the loss of one global batch and logits those of PROMPT, both halfway, so
+that training goes on after them.
 """
 
 import json
@@ -16,10 +18,12 @@ import torch.distributed as dist
 
 from distributed_training import sizes
 
-# Deep enough to be cut into stages of unequal length, and still small; before config reads SIZES.
-sizes.SIZES["six-layers"] = sizes.ModelSize(
-    vocab_size=2048, num_positions=128, num_layers=6, num_heads=4, hidden_size=32
-)
+# Deep enough to be cut into stages of unequal length, or into two stages for each of four
+# processes, and still small; before config reads SIZES.
+for word, depth in {"six": 6, "eight": 8}.items():
+    sizes.SIZES[f"{word}-layers"] = sizes.ModelSize(
+        vocab_size=2048, num_positions=128, num_layers=depth, num_heads=4, hidden_size=32
+    )
 
 from distributed_training import launch  # noqa: E402
 from distributed_training.assemble import build_engine, build_sampler, seed_dropout  # noqa: E402
@@ -31,6 +35,7 @@ from distributed_training.topology import build_topology, process_group  # noqa:
 from distributed_training.train import learning_rate  # noqa: E402
 
 NUM_STEPS = int(sys.argv[3]) if len(sys.argv) > 3 else 20
+PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
 
 
 def run_case(config, machine, topology):
@@ -41,23 +46,41 @@ def run_case(config, machine, topology):
     sampler = build_sampler(config, data, topology)
     engine = build_engine(plan, topology)
     seed_dropout(config, topology)
-    losses, norms = [], []
+    losses, norms, answers = [], [], {}
     for step in range(NUM_STEPS):
         engine.set_learning_rate(learning_rate(plan.config, step, NUM_STEPS))
         batch = sampler.step_batch(data.train, step)
+        if step == NUM_STEPS // 2:
+            answers = ask(engine, batch)
         result = engine.train_step(batch)
-        loss = result.loss_sum.double().cpu()
-        dist.all_reduce(loss)
-        losses.append(float(loss) / batch.num_targets)
+        losses.append(mean_loss([result.loss_sum], batch))
         norms.append(float(result.grad_norm))
-    before = engine.full_state()
-    engine.eval_step(*batch.micro_batches[0])
     state = engine.full_state()
     if state is not None:
         assert all(tensor.dtype is torch.float32 for tensor in state.values())
-        assert all(torch.equal(state[name], before[name]) for name in before), "evaluation"
     engine.close()
-    return {"losses": losses, "grad_norms": norms, "state": state}
+    return {"losses": losses, "grad_norms": norms, "state": state, **answers}
+
+
+def ask(engine, batch):
+    """What an engine answers without learning from it, on all ranks alike."""
+    before = engine.full_state()
+    evaluation = mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
+    logits = engine.logits(PROMPT).float().cpu()
+    first = logits.clone()
+    dist.broadcast(first, src=0)
+    torch.testing.assert_close(logits, first, msg="logits differ between ranks")
+    state = engine.full_state()
+    if state is not None:
+        assert all(torch.equal(state[name], before[name]) for name in before), "evaluation"
+    return {"evaluation": evaluation, "logits": first}
+
+
+def mean_loss(sums, batch):
+    """Of the global batch, from every rank's sums of its own samples' losses."""
+    total = torch.stack([each.double().cpu() for each in sums]).sum()
+    dist.all_reduce(total)
+    return float(total) / batch.num_targets
 
 
 def main():

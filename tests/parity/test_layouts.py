@@ -25,27 +25,43 @@ def split(**axes):
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
 
 
-# The word before the slash names the data.
+# The word before the slash names the data, that is the reference. Activation checkpointing comes
+# with a mechanism that another case shows without it.
 CASES = {
     2: {
         "packed/tp2": {**split(tp=2), **accumulated(1)},
-        "padded/tp2": {**split(tp=2), **accumulated(2)},
-        "packed/tp2-whole-norms": {**split(tp=2), **accumulated(2), "sequence_parallel": False},
+        "padded/tp2": {
+            **split(tp=2), **accumulated(2), "activation_checkpointing": "selective",
+        },
+        "packed/tp2-whole-norms": {
+            **split(tp=2), **accumulated(2), "sequence_parallel": False,
+            "activation_checkpointing": "full",
+        },
+        "packed/dp2-recomputed": {
+            "strategy": "dp", **accumulated(2, 2), "activation_checkpointing": "full",
+        },
+        "padded/fsdp2-recomputed": {
+            "strategy": "fsdp", **accumulated(2, 2), "activation_checkpointing": "selective",
+        },
         "packed/pp2-gpipe-1": {**split(pp=2), **accumulated(1), "pipeline_schedule": "gpipe"},
         "padded/pp2-1f1b-2": {**split(pp=2), **accumulated(2), "pipeline_cut": "5,1"},
-        "packed/pp2-interleaved-4": {
+        "padded/pp2-interleaved-4": {
             **split(pp=2), **accumulated(4), "pipeline_schedule": "interleaved",
         },
         "packed/pp2-zb-v-8": {**split(pp=2), **accumulated(8), "pipeline_schedule": "zb-v"},
     },
     4: {
-        "packed/tp4": {**split(tp=4), **accumulated(1)},
+        "padded/tp4": {**split(tp=4), **accumulated(1)},
         "packed/shard2-tp2": {**split(dp_shard=2, tp=2), **accumulated(2, 2)},
         "padded/copies2-tp2": {**split(dp_replicate=2, tp=2), **accumulated(1, 2)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **accumulated(2, 4)},
-        "packed/pp4-gpipe": {**split(pp=4), **accumulated(2), "pipeline_schedule": "gpipe"},
+        "padded/hsdp2x2-recomputed": {
+            "strategy": "fsdp", "dp_replicate": 2, **accumulated(1, 4),
+            "activation_checkpointing": "selective",
+        },
+        "padded/pp4-gpipe": {**split(pp=4), **accumulated(2), "pipeline_schedule": "gpipe"},
         "packed/pp4-1f1b": {**split(pp=4), **accumulated(8)},
-        "padded/pp4-zb-h1": {**split(pp=4), **accumulated(8), "pipeline_schedule": "zb-h1"},
+        "packed/pp4-zb-h1": {**split(pp=4), **accumulated(8), "pipeline_schedule": "zb-h1"},
         "packed/tp2-pp2": {**split(tp=2, pp=2), **accumulated(4)},
         "padded/tp2-pp2-zb-v": {
             **split(tp=2, pp=2), **accumulated(4), "pipeline_schedule": "zb-v",
@@ -54,7 +70,7 @@ CASES = {
         "packed/shard2-pp2-interleaved": {
             **split(dp_shard=2, pp=2), **accumulated(4, 2), "pipeline_schedule": "interleaved",
         },
-        "packed/copies2-pp2-zb-h1": {
+        "padded/copies2-pp2-zb-h1": {
             **split(dp_replicate=2, pp=2), **accumulated(4, 2), "pipeline_schedule": "zb-h1",
             "pipeline_cut": "2,4",
         },
@@ -69,14 +85,35 @@ CASES = {
         },
     },
 }  # fmt: skip
-NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
+# What needs another batch or model than those: micro-batches that stages do not divide, and two
+# stages on each of four processes.
+ODD_BATCH = 6
+ODD = {"grad_accum_steps": 3, "batch_size": 2}
+EIGHT = {"model": "eight-layers"}
+OTHERS = {
+    2: {
+        f"odd/pp2-{schedule}-3": {**split(pp=2), **ODD, "pipeline_schedule": schedule}
+        for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+    },
+    4: {
+        f"eight/pp4-{schedule}": {
+            **EIGHT, **split(pp=4), **accumulated(8), "pipeline_schedule": schedule,
+        }
+        for schedule in ("interleaved", "zb-v")
+    },
+}  # fmt: skip
+ALL = {count: {**cases, **OTHERS.get(count, {})} for count, cases in CASES.items()}
+NAMED = [(count, name) for count, cases in ALL.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
+    whole = {**DEEP, "strategy": "dp", "batch_size": GLOBAL_BATCH}
     cases = {
-        "packed": {**DEEP, "strategy": "dp", "batch_size": GLOBAL_BATCH},
-        "padded": {**DEEP, "strategy": "dp", "batch_size": GLOBAL_BATCH, "pack": False},
+        "packed": whole,
+        "padded": {**whole, "pack": False},
+        "odd": {**whole, "batch_size": ODD_BATCH},
+        "eight": {**whole, **EIGHT},
     }
     return run_cases(cases, 1, tmp_path_factory.mktemp("reference"))
 
@@ -89,8 +126,8 @@ def results(tmp_path_factory):
     def run(count):
         if count not in found:
             cases = {
-                name: {**DEEP, "pack": name.startswith("packed/"), **values}
-                for name, values in CASES[count].items()
+                name: {**DEEP, "pack": not name.startswith("padded/"), **values}
+                for name, values in ALL[count].items()
             }
             found[count] = run_cases(cases, count, tmp_path_factory.mktemp(f"on{count}"))
         return found[count]
@@ -106,14 +143,29 @@ def test_layout_equals_one_process(count, name, results, reference):
 RESUMED = Path(__file__).parent / "resume_cases.py"
 
 
-def test_a_resumed_layout_goes_on_bit_for_bit(tmp_path):
-    """zb-v too, where one process holds both copies of the tied embedding."""
-    cases = {
-        "zb-v": {**DEEP, **split(pp=2), **accumulated(2), "pipeline_schedule": "zb-v"},
-        "1f1b in bf16": {**DEEP, **split(pp=2), **accumulated(2), "precision": "bf16"},
-        "tp": {**DEEP, **split(tp=2), **accumulated(1)},
-    }
-    out = run_cases(cases, 2, tmp_path, RESUMED)
+# zb-v too, where one process holds both copies of the tied embedding.
+TO_RESUME = {
+    2: {
+        "zb-v": {**split(pp=2), **accumulated(2), "pipeline_schedule": "zb-v"},
+        "1f1b in bf16": {**split(pp=2), **accumulated(2), "precision": "bf16"},
+        "tp": {**split(tp=2), **accumulated(1)},
+    },
+    4: {
+        "tp2-pp2": {**split(tp=2, pp=2), **accumulated(2)},
+        "shard2-tp2": {**split(dp_shard=2, tp=2), **accumulated(1, 2)},
+        "shard2-pp2-zb-v": {
+            **split(dp_shard=2, pp=2), **accumulated(2, 2), "pipeline_schedule": "zb-v",
+        },
+        "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **accumulated(1, 4)},
+        "hybrid2x2": {"strategy": "hybrid", **accumulated(2, 2)},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", TO_RESUME)
+def test_a_resumed_layout_goes_on_bit_for_bit(count, tmp_path):
+    cases = {name: {**DEEP, **values} for name, values in TO_RESUME[count].items()}
+    out = run_cases(cases, count, tmp_path, RESUMED)
     for name, both in out.items():
         for key, weight in both["straight"].items():
             assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"

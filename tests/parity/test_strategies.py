@@ -98,7 +98,10 @@ def test_strategy_equals_one_process(strategy, variant, reference, request):
 
 
 def assert_equal_runs(actual, expected):
-    """Losses, gradient norms and final weights agree within the tolerances above."""
+    """Losses, gradient norms and final weights agree within the tolerances above, and what the
+    models answer halfway (run_cases.py), from weights that have taken the same steps: the loss of
+    an evaluation as a step's loss, logits as the weights that they are products of.
+    """
     for step, (ours, theirs) in enumerate(zip(actual["losses"], expected["losses"], strict=True)):
         assert abs(ours - theirs) <= LOSS_TOLERANCE * theirs, f"loss of step {step}"
     for step, (ours, theirs) in enumerate(
@@ -109,6 +112,12 @@ def assert_equal_runs(actual, expected):
     for name, weight in expected["state"].items():
         error = (actual["state"][name] - weight).norm() / weight.norm().clamp(min=1e-9)
         assert error <= WEIGHT_TOLERANCE, f"{name} differs by {error:.1e}"
+    ours, theirs = actual["evaluation"], expected["evaluation"]
+    assert abs(ours - theirs) <= LOSS_TOLERANCE * theirs, "loss of the evaluation"
+    assert actual["logits"].shape == expected["logits"].shape
+    for place, theirs in enumerate(expected["logits"][0]):
+        error = (actual["logits"][0, place] - theirs).norm() / theirs.norm()
+        assert error <= WEIGHT_TOLERANCE, f"logits after token {place} differ by {error:.1e}"
 
 
 def test_training_moves_the_weights(reference):
