@@ -194,7 +194,8 @@ def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
             raise UserError(
                 f"{axis}={size} cannot be set with strategy={strategy.name!r}",
                 "DeepSpeed divides over all processes",
-                "set it to None, or strategy to 3d, whose mesh has all axes",
+                "set it to None, or strategy to 3d, whose mesh has all axes"
+                + (", or to hybrid" if axis == "pp" else ""),
             )
     document["pipeline"] = {**document["pipeline"], "stages": given["pp"]}
     return replace(strategy, document=document)
