@@ -6,6 +6,7 @@ import pytest
 from distributed_training.strategy import ROOT
 
 sys.path.insert(0, str(ROOT / "results"))
+from compare_layouts import leave_out_left_over
 from kernel_trace import busy_seconds, union
 from pipeline_bubble import bubble
 
@@ -48,3 +49,30 @@ def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
     on_cpu = bubble([{**first, "kernels_s": None}, {**second, "kernels_s": None}])
     assert on_cpu["by_rank"] == pytest.approx([0.4, 0.1])
     assert on_cpu["from"] == "begin and end of operations"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "peaks"),
+    [
+        ([0, 0], [0, 0], [100, 130]),
+        ([10, 10], [10, 40], [90, 120]),  # what the run itself leaves is its own
+        ([10, 60], [0, 60], [100, 70]),  # and what went away meanwhile counts
+    ],
+)
+def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
+    ranks = [
+        {"rank": 0, "peak_allocated_bytes": 70, "peak_reserved_bytes": 100},
+        {"rank": 1, "peak_allocated_bytes": 80, "peak_reserved_bytes": 130},
+    ]
+    memory = {"by_rank": ranks}
+    leave_out_left_over(memory, before, after)
+    found = [rank["peak_reserved_bytes"] - rank["left_over_bytes"] for rank in ranks]
+    assert found == peaks
+    assert memory["peak_reserved_bytes"] == max(peaks)
+    assert [rank["before_bytes"] for rank in ranks] == before
+
+
+def test_memory_that_no_gpu_measured_stays_unknown():
+    memory = {"by_rank": [{"rank": 0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}]}
+    leave_out_left_over(memory, [0], [0])
+    assert memory["peak_reserved_bytes"] is memory["peak_allocated_bytes"] is None
