@@ -215,6 +215,7 @@ def spawn(command: list[str], plan: Plan) -> int:
         signals.append(signum)
         child.send_signal(signum)
 
+    (plan.run_dir / KILLED_FILE).unlink(missing_ok=True)
     child = subprocess.Popen(command)
     # Ctrl-C reaches the whole foreground group by itself; SIGTERM reaches only this process.
     previous = {

@@ -11,7 +11,6 @@ from fractions import Fraction
 
 from distributed_training.config import RunConfig
 from distributed_training.errors import UserError
-from distributed_training.layout_rules import SCHEDULE_RULES as SCHEDULE_RULES  # for importers
 from distributed_training.layout_rules import (
     ScheduleRule,
     advise,

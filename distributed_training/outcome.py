@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.data import Data, Sampler
-from distributed_training.layout import SCHEDULE_RULES
+from distributed_training.layout_rules import SCHEDULE_RULES
 from distributed_training.metrics import disk_bytes, summarise_performance
 from distributed_training.plan import Plan
 from distributed_training.strategy import estimate_state_bytes

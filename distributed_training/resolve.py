@@ -11,7 +11,7 @@ from distributed_training.config import AUTO, RunConfig
 from distributed_training.corpus import EMBEDDED, WIKITEXT
 from distributed_training.errors import UserError
 from distributed_training.files import check_unicode, user_path
-from distributed_training.layout import SCHEDULE_RULES
+from distributed_training.layout_rules import SCHEDULE_RULES
 from distributed_training.machine import Machine
 from distributed_training.sizes import SIZES
 from distributed_training.strategy import Strategy

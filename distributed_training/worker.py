@@ -256,10 +256,11 @@ def _fail(plan: Plan, topology: Topology, error: BaseException) -> None:
     else:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         traceback.print_exception(error)
-        get_error_handler().record_exception(error)  # torchrun says it last
     sys.stderr.flush()
     try:
         mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        if status == "failed" and not lost and not isinstance(error, UserError):
+            get_error_handler().record_exception(error)  # torchrun says it last
         if lost:  # so that the launcher sees the other's end first
             time.sleep(2)
         if plan.offload_dir is not None and topology.local_rank == 0:

@@ -185,12 +185,20 @@ def test_a_process_that_ended_without_a_word_is_recorded(tmp_path, capsys):
     assert "exit code -9" in capsys.readouterr().err
 
 
+def test_an_earlier_starts_note_is_not_this_ones(tmp_path):
+    start_record(tmp_path)
+    (tmp_path / launch.KILLED_FILE).write_text('{"ranks": [0], "signal": "SIGSEGV"}')
+    assert spawn(writes_record(tmp_path) + "raise SystemExit(1)", tmp_path) == 1
+    assert "without a word" in load_record(tmp_path)["error"]
+
+
 def test_whom_the_launcher_saw_killed_is_the_cause(tmp_path, capsys):
     """And its note is gone afterwards."""
     start_record(tmp_path).update(status="failed", error=f"rank 0 {LOST}: closed")
     note = tmp_path / launch.KILLED_FILE
-    note.write_text(json.dumps({"ranks": [1, 3], "signal": "SIGKILL"}))
-    assert spawn(writes_record(tmp_path) + "raise SystemExit(1)", tmp_path) == 1
+    text = json.dumps({"ranks": [1, 3], "signal": "SIGKILL"})
+    child = f"open({str(note)!r}, 'w').write({text!r}); raise SystemExit(1)"
+    assert spawn(writes_record(tmp_path) + child, tmp_path) == 1
     reason = "rank 1, 3: killed by SIGKILL; most often memory ran out"
     assert load_record(tmp_path)["error"] == reason
     assert capsys.readouterr().err == f"failed: {reason}\n"

@@ -11,13 +11,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from distributed_training.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.layout import (
-    SCHEDULE_RULES,
     balanced_cut,
     block_flops,
     build_layout,
     output_flops,
     stage_parameters,
 )
+from distributed_training.layout_rules import SCHEDULE_RULES
 from distributed_training.model import build_model
 from distributed_training.parallel.pipeline import SCHEDULES, build_stages
 from distributed_training.sizes import SIZES, ModelSize
