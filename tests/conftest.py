@@ -1,7 +1,8 @@
-"""Shared helpers: run the script as a user does, run cases in one process group, hide the Hub."""
+"""Shared helpers: run the script as a user does or in warm processes, hide the Hub."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "real_model_example.py"
+from distributed_training.data import hub
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
+from tests.support import small_text
+
 # Small enough that importing torch is most of a run.
 SMALL = {
     "model": "gpt2-tiny",
-    "dataset": "embedded",
+    "dataset": str(small_text()),
     "max_length": 32,
     "batch_size": 2,
     "num_samples": 32,
@@ -61,19 +65,38 @@ def run_command(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@functools.cache
+def light_pool() -> Pool:
+    """Processes with everything imported that planning needs: for refusals and dry runs."""
+    return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
+
+
+@functools.cache
+def heavy_pool() -> Pool:
+    """Processes with torch and DeepSpeed imported: for trainings on CPUs."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return Pool(HEAVY, clean_environment(DS_ACCELERATOR="cpu", **threads))
+
+
 def settings(values: dict[str, object]) -> list[str]:
     """--set arguments for CONFIG values."""
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
 
-def run_script(
-    *arguments: str, small: bool = True, output_dir: Path | None = None, **options: object
+def script(
+    values: dict[str, object], *arguments: object, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """`python real_model_example.py` with SMALL settings first and `arguments` over them."""
-    values = dict(SMALL) if small else {}
-    if output_dir is not None:
-        values["output_dir"] = str(output_dir)
-    return run_command([sys.executable, SCRIPT, *settings(values), *arguments], **options)
+    """The script with `values` over CONFIG on a warm process without torch."""
+    return light_pool().script([*settings(values), *arguments], limit_s=60, **options)
+
+
+def train(
+    values: dict[str, object], *arguments: object, num_processes: int = 1, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """The script with `values` over SMALL, on warm processes as a launcher would start them."""
+    return heavy_pool().script(
+        [*settings({**SMALL, **values}), *arguments], num_processes=num_processes, **options
+    )
 
 
 def only_record(output_dir: Path) -> dict:
@@ -89,3 +112,34 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
         f"exit code {result.returncode}\n--- stdout\n{result.stdout[-3000:]}"
         f"\n--- stderr\n{result.stderr[-3000:]}"
     )
+
+
+# Files that take longest, in the order in which they are best begun; all others follow.
+LONGEST_FIRST = (
+    "pipedream_tutorial/tests/test_runtime.py", "tests/parity/test_layouts.py",
+    "tests/e2e/test_resume.py", "tests/e2e/test_clean_exit.py", "tests/parity/test_compiled.py",
+    "tests/e2e/test_failures.py", "tests/e2e/test_launchers.py", "tests/parity/test_hybrid.py",
+    "tests/parity/test_strategies.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers, each a file at a time (run.sh), end together when the long files come first."""
+    order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither cache nor Hub has anything, whatever this machine holds."""
+
+    def fetch_all(repo_id: str, *_: object, **__: object) -> None:
+        raise OSError(f"{repo_id} is hidden from unit tests")
+
+    monkeypatch.setattr(hub, "fetch_all", fetch_all)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The one that the repository ships."""
+    return Tokenizer(EMBEDDED_DIR)

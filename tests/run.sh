@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up Python where needed, checks style and types, and runs every test that needs no GPU.
-# With arguments, runs pytest with those instead: bash tests/run.sh tests/unit -k sampler
+# With arguments, runs pytest with those instead: bash tests/run.sh tests/data -k sampler
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -12,4 +12,6 @@ fi
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -m "not gpu"
+lint-imports
+codespell
+exec python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,9 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
-from distributed_training.data import StepBatch
-from distributed_training.topology import Topology
+from distributed_training.data.samples import StepBatch
+from distributed_training.plan.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
@@ -39,69 +42,72 @@ class StepResult:
 class Engine(Protocol):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
+    optimizer: torch.optim.Optimizer
+
     def train_step(self, batch: StepBatch) -> StepResult:
         """Forward, backward and one update over *all* micro-batches of the step.
 
         The gradient is that of (sum of token losses of the global batch) / `num_targets`.
         """
-        ...
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""
-        ...
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[1, T] -> [1, T, vocab], no gradient; the same on every rank."""
-        ...
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next step."""
-        ...
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def describe_dtypes(self) -> dict[str, str]:
         """dtype of parameters, gradients, optimizer state and reduction."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write model and optimizer state below `folder` (shared by all ranks)."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote with the same strategy and world size."""
-        ...
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""
-        ...
 
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
-        ...
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to `device`, without waiting where it is a GPU."""
-    tensor = torch.from_numpy(array)
+def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
+    """Copies of the arrays on `device`, without waiting where it is a GPU."""
+    tensors = map(torch.from_numpy, arrays)
     if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+    return tuple(tensors)
 
 
-def collect_stages(state: dict[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
-    """Parameters of all stages on rank 0, from the first process of each; called by those."""
-    per_stage = topology.world_size // topology.pp
-    shapes: list[dict[str, tuple[int, ...]]]
-    if topology.rank != 0:
-        shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()}]
-        dist.send_object_list(shapes, 0, device=torch.device("cpu"))
-        for tensor in state.values():
-            assert tensor.dtype is torch.float32
-            dist.send(tensor, 0)
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, and nothing is compiled again for another shape."""
+    module.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def collect_stages(
+    state: dict[str, torch.Tensor], topology: Topology
+) -> dict[str, torch.Tensor] | None:
+    """Parameters of all stages on rank 0, from the first process of each; None elsewhere."""
+    per_stage, cpu = topology.world_size // topology.pp, torch.device("cpu")
+    if topology.rank == 0:
+        for sender in range(per_stage, topology.world_size, per_stage):
+            shapes: list[dict[str, torch.Size]] = [{}]
+            dist.recv_object_list(shapes, sender, device=cpu)
+            for name, shape in shapes[0].items():
+                state[name] = torch.empty(shape)
+                dist.recv(state[name], sender)
         return state
-    for sender in range(per_stage, topology.world_size, per_stage):
-        shapes = [{}]
-        dist.recv_object_list(shapes, sender, device=torch.device("cpu"))
-        for name, shape in shapes[0].items():
-            state[name] = torch.empty(shape)
-            dist.recv(state[name], sender)
-    return state
+    if topology.rank % per_stage == 0:
+        dist.send_object_list([{name: full.shape for name, full in state.items()}], 0, device=cpu)
+        for full in state.values():
+            dist.send(full, 0)
+    return None

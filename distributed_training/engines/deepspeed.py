@@ -3,86 +3,80 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from distributed_training.config import RunConfig
-from distributed_training.data import StepBatch
-from distributed_training.engines.base import ADAM, StepResult, to_device
-from distributed_training.model import GPT2, Block, parameter_groups
-from distributed_training.parallel.activation_checkpointing import apply_activation_checkpointing
+from distributed_training.data.samples import StepBatch
+from distributed_training.engines.base import (
+    ADAM,
+    Engine,
+    StepResult,
+    collect_stages,
+    evaluating,
+    to_device,
+)
+from distributed_training.models.decoder import Decoder, parameter_groups
+from distributed_training.parallel.checkpointing import apply_checkpointing
 from distributed_training.parallel.compilation import apply_compile
-from distributed_training.strategy import Strategy
-from distributed_training.topology import Topology
+from distributed_training.parallel.private import (
+    full_shape,
+    restore_cpu_adam_powers,
+    shared_reduce_buffer,
+)
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import Topology
 
-_TAG = "state"
 
-
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """The same model, AdamW and loss as the native engine, with state where the JSON puts it."""
 
-    def __init__(
-        self,
-        model: GPT2,
-        config: RunConfig,
-        strategy: Strategy,
-        topology: Topology,
-        document: dict[str, Any],
-    ) -> None:
-        """`document` is the DeepSpeed JSON with no "auto" left, as deepspeed_json.py fills it."""
+    def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self.topology = topology
-        self.strategy = strategy
-        self.grad_accum_steps = config.grad_accum_steps
-        apply_activation_checkpointing(model, config.activation_checkpointing)
+        self.topology, self.plan = topology, plan
+        config, strategy = plan.config, plan.strategy
+        apply_checkpointing(model, config.activation_checkpointing)
         if config.compile:
             apply_compile(model)
         if strategy.zero_stage == 3:
             # Fetch a block's parameters at once: fewer, larger all-gathers, and no hooks inside
             # the block, so that it can be compiled.
-            deepspeed.utils.set_z3_leaf_modules(model, [Block])
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.split().blocks[0])])
         module = self._build_module(model)
+        groups = parameter_groups(module, config.weight_decay)
+        settings = {"lr": float(config.learning_rate), **ADAM}
+        if strategy.steps_on_host:
+            optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        else:
+            optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=self._build_optimizer(module, config),
-            config=document,
-            dist_init_required=False,
+            model=module, optimizer=optimizer, config=plan.deepspeed_json, dist_init_required=False
         )
         self.model = self.engine.module
         if topology.device_type == "cpu":
-            _unlink_shared_memory(topology)
+            # DeepSpeed never removes the buffer through which processes without a GPU reduce: each
+            # run would leave 66 MiB a process in memory. Nobody opens one by name once every rank
+            # has mapped all, and what is unlinked is freed at the end however the run ends.
+            dist.barrier()
+            shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
         if strategy.zero_stage == 3:
-            # The output layer uses the embedding's weight outside of the embedding.
-            deepspeed.zero.register_external_parameter(
-                self.model, self.model.token_embedding.weight
-            )
+            # The output layer's weight is used outside of the module that holds it.
+            deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 
-    def _build_module(self, model: GPT2) -> nn.Module:
+    def _build_module(self, model: Decoder) -> nn.Module:
         """What DeepSpeed is given to train: with no layers split off, the model itself."""
         return model
 
-    def _build_optimizer(self, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-        groups = parameter_groups(module, config.weight_decay)
-        rate = float(config.learning_rate)
-        if self.strategy.needs_cpu_adam:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            return DeepSpeedCPUAdam(groups, lr=rate, adamw_mode=True, **ADAM)
-        fused = self.topology.device_type == "cuda"
-        return torch.optim.AdamW(groups, lr=rate, fused=fused, **ADAM)
-
     def train_step(self, batch: StepBatch) -> StepResult:
         # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
-        scale = self.grad_accum_steps * self.topology.dp_size / batch.num_targets
+        scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         skipped_before = self.engine.skipped_steps
         loss_sum = self._run(batch, scale)
         skipped = self.engine.skipped_steps > skipped_before
@@ -94,27 +88,19 @@ class DeepSpeedEngine:
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for inputs, targets in batch.micro_batches:
-            loss = self._loss(inputs, targets)
+            loss = self.engine(*to_device(self.topology.device, inputs, targets))
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += loss.detach()
         return loss_sum
 
-    @torch.no_grad()
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        self.engine.eval()
-        with torch.compiler.set_stance("force_eager"):
-            return self._loss(inputs, targets)
+        with evaluating(self.engine):
+            return self.engine(*to_device(self.topology.device, inputs, targets))
 
-    @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.engine.eval()
-        with torch.compiler.set_stance("force_eager"):
+        with evaluating(self.engine):
             return self.engine(input_ids.to(self.topology.device))
-
-    def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
 
     def describe_dtypes(self) -> dict[str, str]:
         parameter, gradient = self.engine.get_data_types()
@@ -127,67 +113,29 @@ class DeepSpeedEngine:
         }
 
     def save(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder / "deepspeed"), tag=_TAG)
+        self.engine.save_checkpoint(str(folder / "deepspeed"))
 
+    @torch.no_grad()  # loading broadcasts a pipeline's embedding
     def load(self, folder: Path) -> None:
-        self.engine.load_checkpoint(str(folder / "deepspeed"), tag=_TAG)
-        if self.strategy.needs_cpu_adam:
-            self._restore_cpu_adam_powers()
-
-    def _restore_cpu_adam_powers(self) -> None:
-        """Repeat the steps on nothing: the C++ object multiplies beta ** step up in fp32, step by
-        step, and a new one would begin with pow, which rounds otherwise.
-        """
-        adam = self.optimizer.optimizer
-        last = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
-        nothing = [torch.zeros(0) for _ in range(4)]
-        for step in range(1, last + 1):
-            adam.ds_opt_adam.adam_update(
-                adam.opt_id, step, 0.0, *ADAM["betas"], ADAM["eps"], 0.0, True, *nothing
-            )
+        self.engine.load_checkpoint(str(folder / "deepspeed"))
+        if self.plan.strategy.steps_on_host:
+            restore_cpu_adam_powers(self.optimizer.optimizer, ADAM["betas"], ADAM["eps"])
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        state = self._gather(self.model.named_parameters(), keep=self.topology.rank == 0)
-        return state if self.topology.rank == 0 else None
-
-    def _gather(
-        self, named: Iterable[tuple[str, nn.Parameter]], *, keep: bool
-    ) -> dict[str, torch.Tensor]:
-        """Whole fp32 parameters on the CPU, of which this process's share of ZeRO may be a part;
-        empty unless `keep`. Collective over the processes that hold the same parameters.
-        """
         from deepspeed.utils import safe_get_full_fp32_param
 
         state = {}
-        for name, parameter in named:
-            master = safe_get_full_fp32_param(parameter)
-            if keep:
+        for name, parameter in self._named_parameters():
+            master = safe_get_full_fp32_param(parameter)  # collective along dp
+            if self.topology.dp_rank == 0:
                 full = parameter.detach() if master is None else master
-                state[name] = full.float().cpu().clone().view(_full_shape(parameter))
-        return state
+                state[name] = full.float().cpu().clone().view(full_shape(parameter))
+        return collect_stages(state, self.topology)
+
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """What this process's stage gives to the whole model."""
+        return self.model.named_parameters()
 
     def close(self) -> None:
         self.engine.destroy()
         del self.engine, self.optimizer, self.model
-
-    def _loss(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        device = self.topology.device
-        return self.engine(to_device(inputs, device), to_device(targets, device))
-
-
-def _unlink_shared_memory(topology: Topology) -> None:
-    """Remove the name of the buffer through which processes without a GPU reduce.
-
-    DeepSpeed never removes it: each run would leave 66 MiB a process in memory until the machine
-    restarts. Once every rank has mapped all buffers nobody opens one by name again, and what is
-    unlinked now is freed at the end however the run ends. The name is that of DeepSpeed's shm.cpp.
-    """
-    dist.barrier()
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{topology.rank}"
-    Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-def _full_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """Shape before ZeRO-3 took the parameter apart."""
-    return getattr(parameter, "ds_shape", parameter.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import deepspeed
@@ -21,85 +21,67 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
-from distributed_training.config import RunConfig
-from distributed_training.data import StepBatch
-from distributed_training.engines.base import collect_stages, to_device
+from distributed_training.data.samples import StepBatch
+from distributed_training.engines.base import evaluating, to_device
 from distributed_training.engines.deepspeed import DeepSpeedEngine
-from distributed_training.layout import Layout
-from distributed_training.model import GPT2
-from distributed_training.strategy import Strategy
-from distributed_training.topology import Topology
-
-_TIED = "token_embedding"
-
-
-class Positions(nn.Module):
-    """What `GPT2.embed` does once the tokens are looked up."""
-
-    def __init__(self, model: GPT2) -> None:
-        super().__init__()
-        self.position_embedding = model.position_embedding
-        self.drop = nn.Dropout(model.dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        positions = torch.arange(x.shape[1], device=x.device)
-        return self.drop(x + self.position_embedding(positions))
+from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.private import (
+    CutWhereTold,
+    forget_pipeline_grid,
+    is_pipeline_copy,
+)
+from distributed_training.plan.topology import Topology
 
 
-class TiedEmbedding(TiedLayerSpec):
-    """The model's own token embedding, which DeepSpeed would otherwise make anew."""
-
-    def __init__(self, embedding: nn.Embedding, **options: Any) -> None:
-        super().__init__(_TIED, nn.Embedding, **options)
-        self.embedding = embedding
-
-    def build(self, log: bool = False) -> nn.Embedding:
-        return self.embedding
+def tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
+    """A module of the model, which DeepSpeed would otherwise make anew, with the tied weight."""
+    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
+    spec.build = lambda log=False: module
+    return spec
 
 
-class PipelinedGPT2(PipelineModule):
-    """This process's stage of a GPT2, cut where the layout says.
+class PipelinedDecoder(CutWhereTold, PipelineModule):
+    """This process's stage of a model, cut where the layout says.
 
-    DeepSpeed sees the model as one list of layers: token embedding, positions, blocks, last norm,
-    and the embedding again, for which `head` uses it.
+    DeepSpeed sees the model as one list of layers: what precedes the blocks, blocks, last norm, and
+    the output layer's rows, for which `head` uses them.
     """
 
-    def __init__(self, model: GPT2, stages: tuple[range, ...], topology: Topology) -> None:
+    def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
         """Takes modules over from `model`, which is of no use afterwards. Collective."""
-        self.stages = stages  # the inherited __init__ asks for the cut
         self.loss, self.project, self.vocab_size = model.loss, model.project, model.size.vocab_size
         self.scale = 1.0
-        layers = [
-            TiedEmbedding(model.token_embedding),
-            Positions(model),
-            *model.blocks.values(),
-            model.norm_out,
-            TiedEmbedding(model.token_embedding, forward_fn=lambda _embedding, x: x),
-        ]
+        start = model.stage(range(0), is_first=True, is_last=False)
+        norm, *rows = [model.get_submodule(name) for name in model.last_modules]
+        layers: list[Any] = [start, *model.split().blocks, norm]
+        if model.size.tied:
+            (weight,) = start.split().vocabulary_parameters
+            layers[0] = tied_part(start, weight)
+            rows = [start.get_submodule(weight.removesuffix(".weight"))]
+            layers.append(tied_part(rows[0], "weight", forward_fn=lambda _rows, x: x))
+        else:  # an output layer that `head` uses has a place among the layers
+            layers.append(nn.Identity())
+            layers[-1].rows = rows[0]
+        # In a list, as a module it would be a layer's parameter twice; other stages do not keep it.
+        self.rows = rows if topology.pp_rank == topology.pp - 1 else []
+        self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
         place = grid.get_coord(topology.rank)
         assert (place.pipe, place.data) == (topology.pp_rank, topology.dp_rank)
         # It prints what it was given, and broadcasts the embedding, which is no part of training.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
-        self._layer_specs = []  # the other stages' blocks can go
+        self.drop_layer_specs()
         own = set(self.parameters())
         self.names = {p: name for name, p in model.named_parameters() if p in own}
 
-    def _partition_layers(self, method: str = "") -> None:
-        first = 2  # layers before the first block
-        ends = [first + blocks.stop for blocks in self.stages[:-1]]
-        self.parts = [0, *ends, self._num_layers]
-        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
-
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """`scale` times the summed loss, or logits [B, T, V], as GPT2.head makes them.
+        """`scale` times the summed loss, or logits [B, T, V], as a Decoder makes them.
 
         As DeepSpeed's loss function rather than a layer it has the targets, and need not hand
         logits over.
         """
-        weight = self.tied_modules[_TIED].weight
+        weight = self.rows[0].weight
         if targets is None:
             return self.project(x, weight, self.vocab_size)
         return self.scale * self.loss(x, weight, targets, self.vocab_size)
@@ -108,54 +90,37 @@ class PipelinedGPT2(PipelineModule):
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """Stages under DeepSpeed's 1F1B; the rest is as in the other DeepSpeed strategies."""
 
-    def __init__(
-        self,
-        model: GPT2,
-        config: RunConfig,
-        strategy: Strategy,
-        topology: Topology,
-        document: dict[str, Any],
-        layout: Layout,
-    ) -> None:
-        self.stages = layout.stages
-        self._shape: torch.Size | None = None
-        super().__init__(model, config, strategy, topology, document)
+    _shape: torch.Size | None = None
 
-    def _build_module(self, model: GPT2) -> nn.Module:
+    def _build_module(self, model: Decoder) -> nn.Module:
         # PipelineModule makes groups of processes before deepspeed.initialize is called.
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(backend, dist_init_required=False)
-        return PipelinedGPT2(model, self.stages, self.topology)
+        return PipelinedDecoder(model, self.plan.layout.stages, self.topology)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         device = self.topology.device
-        micro_batches = [
-            tuple(to_device(array, device) for array in arrays) for arrays in batch.micro_batches
-        ]
+        micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
         self._expect(micro_batches[0][0].shape)
         self.model.scale = scale
         self.engine.train_batch(iter(micro_batches))
-        if not self.engine.is_last_stage():
-            return torch.zeros((), device=self.topology.device)
-        return self.engine.total_loss / scale
+        last = self.engine.is_last_stage()
+        return self.engine.total_loss / scale if last else torch.zeros((), device=device)
 
-    @torch.no_grad()
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         device = self.topology.device
-        loss = self._evaluate(to_device(inputs, device), to_device(targets, device))
-        return torch.zeros((), device=self.topology.device) if loss is None else loss
+        loss = self._evaluate(*to_device(device, inputs, targets))
+        return torch.zeros((), device=device) if loss is None else loss
 
-    @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         logits = self._evaluate(input_ids, None)
         if logits is None:
-            logits = torch.empty(
+            shape, dtype = (
                 (*input_ids.shape, self.model.vocab_size),
-                dtype=self.engine.get_data_types()[0],
-                device=self.topology.device,
+                self.engine.get_data_types()[0],
             )
-        grid = self.engine.grid
-        logits = logits.contiguous()
+            logits = torch.empty(shape, dtype=dtype, device=self.topology.device)
+        grid, logits = self.engine.grid, logits.contiguous()
         last = grid.stage_to_global(self.topology.pp - 1)
         dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
         return logits
@@ -165,7 +130,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._expect(ids.shape)
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed adds to it whatever the last batch returned
-        with torch.compiler.set_stance("force_eager"):
+        with evaluating(self.model):
             outputs = self.engine.eval_batch(
                 iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
             )
@@ -177,22 +142,11 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
             self.engine.reset_activation_shape()
             self._shape = shape
 
-    @torch.no_grad()  # DeepSpeed broadcasts the embedding
-    def load(self, folder: Path) -> None:
-        super().load(folder)
-
-    def full_state(self) -> dict[str, torch.Tensor] | None:
-        leads = self.topology.dp_rank == 0
-        own = (
-            (name, parameter)
-            for parameter, name in self.model.names.items()
-            if not parameter.ds_pipe_replicated  # the last stage's copy of the embedding
-        )
-        state = self._gather(own, keep=leads)
-        if leads:
-            state = collect_stages(state, self.topology)
-        return state if self.topology.rank == 0 else None
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        # But the last stage's copy of the embedding.
+        named = self.model.names.items()
+        return [(name, parameter) for parameter, name in named if not is_pipeline_copy(parameter)]
 
     def close(self) -> None:
         super().close()
-        deepspeed.utils.groups.mpu = None  # the next engine of this process would take our grid
+        forget_pipeline_grid()

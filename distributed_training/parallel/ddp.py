@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training.topology import Topology
+from distributed_training.plan.topology import Topology
 
 
 def apply_ddp(model: nn.Module, topology: Topology) -> nn.Module:

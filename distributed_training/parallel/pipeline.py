@@ -7,115 +7,37 @@ with sequence parallelism each process sends its own [B, T / R, D]).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from distributed_training.gradients import local_part
-from distributed_training.model import GPT2
+from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.private import TwoWayStage
 
 SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zb-h1": ScheduleInterleavedZeroBubble,  # with one stage a rank
-    "zb-v": ScheduleZBVZeroBubble,
+    "gpipe": get_schedule_class("GPipe"),
+    "1f1b": get_schedule_class("1F1B"),
+    "interleaved": get_schedule_class("Interleaved1F1B"),
+    "zb-h1": get_schedule_class("InterleavedZeroBubble"),  # with one stage a rank
+    "zb-v": get_schedule_class("ZBVZeroBubble"),
 }
 
 
-class Stage(GPT2):
-    """A run of a model's blocks, with its embeddings or its output layer at the ends.
-
-    Parameters have the names they have in the whole model. The last stage keeps a copy of the tied
-    embedding's weights (`Pipeline.add_tied_gradients` keeps them equal).
-    """
-
-    def __init__(self, model: GPT2, blocks: range, *, index: int, num_stages: int) -> None:
-        """Takes modules over from `model`, which is of no use afterwards."""
-        nn.Module.__init__(self)
-        self.size, self.dropout, self.compute_dtype = model.size, model.dropout, model.compute_dtype
-        self.loss, self.project = model.loss, model.project
-        self.index = index
-        self.is_first, self.is_last = index == 0, index == num_stages - 1
-        if self.is_first:
-            self.token_embedding = model.token_embedding
-            self.position_embedding = model.position_embedding
-        self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in blocks})
-        if self.is_last:
-            if not self.is_first:
-                weight = model.token_embedding.weight.detach().clone()
-                self.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-            self.norm_out = model.norm_out
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Ids [B, T] on the first stage, else hidden states; hidden states out, or, on the last
-        stage, the summed loss of `targets`, [1], or logits [B, T, V] without them.
-        """
-        if self.is_first:
-            x = self.embed(x)
-        for block in self.blocks.values():
-            x = block(x)
-        if not self.is_last:
-            return x
-        out = self.head(x, targets)
-        return out if targets is None else torch.stack([out])  # a view would upset FSDP
-
-
 def build_stages(
-    model: GPT2, stages: tuple[range, ...], ranks: tuple[int, ...], rank: int
-) -> list[Stage]:
-    """The stages of place `rank` along the pipeline, in the model's order."""
-    return [
-        Stage(model, blocks, index=index, num_stages=len(stages))
+    model: Decoder, stages: tuple[range, ...], ranks: tuple[int, ...], rank: int
+) -> dict[int, Decoder]:
+    """The stages of place `rank` along the pipeline by their index, in the model's order; they take
+    the modules over from `model`."""
+    last = len(stages) - 1
+    return {
+        index: model.stage(blocks, is_first=index == 0, is_last=index == last)
         for index, blocks in enumerate(stages)
         if ranks[index] == rank
-    ]
-
-
-class TwoWayStage(PipelineStage):
-    """A PipelineStage that sends and receives over two communicators in turns: edges between
-    stages, counted from 0, use `group` where they are even and `other` where they are odd.
-
-    NCCL runs what is sent and received over one communicator one after the other, so a receive
-    that waits for the stage before would hold up what is ready for the stage after: interleaved
-    schedules lose more to that than they gain.
-    """
-
-    other: dist.ProcessGroup
-    """The same processes as `group`."""
-
-    def _over(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        group = self.other if edge % 2 else self.group
-        return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index, super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index, super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """What torch exchanges before the first step, but nothing with ourselves (a V's end lies
-        where it turns): torch 2.11 sends it all the same, and gloo fails."""
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.peer != dist.get_rank()]
+    }
 
 
 class Pipeline:
@@ -123,7 +45,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: list[Stage],
+        stages: dict[int, Decoder],
         ranks: tuple[int, ...],
         *,
         schedule: str,
@@ -135,58 +57,38 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         """`ranks`: place along the pipeline of every stage. `batch_shape`: [B, T] of a
-        micro-batch; between stages a process sends [B, T / token_parts, D]. `other`: a second
-        communicator of the processes of `group`.
-        """
+        micro-batch. `other`: a second communicator of the processes of `group`."""
         self.stages, self.ranks, self.group, self.device = stages, ranks, group, device
-        self.other = other
         self.token_parts = token_parts
-        self.dtype = stages[0].compute_dtype or torch.float32
-        self.first = next((stage for stage in stages if stage.is_first), None)
-        self.last = next((stage for stage in stages if stage.is_last), None)
+        some = next(iter(stages.values()))
+        self.size, self.dtype = some.size, some.compute_dtype or torch.float32
+        self.first, self.last = stages.get(0), stages.get(len(ranks) - 1)
         self._scale = 1.0
-        wrapped = [self._wrap(stage, *batch_shape) for stage in stages]
-        self._greet(other)
+        self._connect_neighbours(other)
+        # With shapes given, torch need not run the stages to find them out.
+        hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
+        ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        wrapped = []
+        for index, stage in stages.items():
+            given, made = ids if stage.is_first else hidden, loss if stage.is_last else hidden
+            wrapped.append(TwoWayStage(stage, index, len(ranks), device, given, made, group=group))
+            wrapped[-1].other = other
         kind = SCHEDULES[schedule]
         self.schedule = kind(
             wrapped[0] if issubclass(kind, PipelineScheduleSingle) else wrapped,
             n_microbatches=num_microbatches,
-            loss_fn=lambda output, _target: output.sum() * self._scale,
+            loss_fn=lambda output, _target: output * self._scale,
             scale_grads=False,
         )
 
-    def _greet(self, group: dist.ProcessGroup) -> None:
+    def _connect_neighbours(self, group: dist.ProcessGroup) -> None:
         """Exchange something with both neighbours along the ring, all at once: NCCL connects two
         processes at their first message, and waits for both."""
         place, count = dist.get_rank(group), dist.get_world_size(group)
-        out, back = torch.zeros(1, device=self.device), torch.zeros(2, device=self.device)
-        after, before = (dist.get_global_rank(group, (place + i) % count) for i in (1, -1))
-        exchange = [
-            dist.P2POp(dist.isend, out, after, group),
-            dist.P2POp(dist.irecv, back[:1], before, group),
-            dist.P2POp(dist.isend, out, before, group),
-            dist.P2POp(dist.irecv, back[1:], after, group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-
-    def _wrap(self, stage: Stage, batch: int, tokens: int) -> PipelineStage:
-        """With shapes given, torch need not run the stage to find them out."""
-        shape = (batch, tokens // self.token_parts, stage.size.hidden_size)
-        hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
-        ids = torch.empty((batch, tokens), dtype=torch.long, device="meta")
-        loss = torch.empty(1, device="meta", requires_grad=True)
-        wrapped = TwoWayStage(
-            stage,
-            stage.index,
-            len(self.ranks),
-            self.device,
-            input_args=ids if stage.is_first else hidden,
-            output_args=loss if stage.is_last else hidden,
-            group=self.group,
-        )
-        wrapped.other = self.other
-        return wrapped
+        numbers = torch.zeros(4, device=self.device).split(1)
+        peers = [dist.get_global_rank(group, (place + i) % count) for i in (1, -1)]
+        _exchange(group, zip(peers, numbers[:2], numbers[2:], strict=True))
 
     def forward_backward(
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
@@ -196,36 +98,34 @@ class Pipeline:
         Returns the summed loss where the last stage is, zero elsewhere.
         """
         self._scale = scale
-        losses: list[torch.Tensor] = []
-        arguments = (inputs,) if self.first is not None else ()
-        words: dict[str, Any] = {}
-        if self.last is not None:
-            # `target` is what torch hands to loss_fn; the stage itself needs them, too.
-            words = {"targets": targets, "target": targets, "losses": losses}
-        self.schedule.step(*arguments, return_outputs=False, **words)
+        arguments = () if self.first is None else (inputs,)
         if self.last is None:
+            self.schedule.step(*arguments, return_outputs=False)
             return torch.zeros((), device=self.device)
+        losses: list[torch.Tensor] = []
+        # `target` is what torch hands to loss_fn; the stage itself needs them, too.
+        words = {"targets": targets, "target": targets, "losses": losses}
+        self.schedule.step(*arguments, return_outputs=False, **words)
         return torch.stack(losses).sum().detach() / scale
 
     @torch.no_grad()
     def relay(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor | None:
         """One batch [B, T] through all stages, forward only: what the last one makes of it, there;
-        None elsewhere. A process is done with a batch as soon as it has sent it on.
-        """
-        own = {stage.index: stage for stage in self.stages}
+        None elsewhere."""
         out = ids
-        for index, stage in own.items():
-            if not stage.is_first and index - 1 not in own:
-                out = self._receive(ids.shape, index - 1)
+        for index, stage in self.stages.items():
+            if not stage.is_first and index - 1 not in self.stages:
+                out = self._empty_hidden(ids.shape, self.device)
+                dist.recv(out, self._peer(index - 1), group=self.group)
             out = stage(out, targets) if stage.is_last else stage(out)
-            if not stage.is_last and index + 1 not in own:
+            if not stage.is_last and index + 1 not in self.stages:
                 dist.send(out.contiguous(), self._peer(index + 1), group=self.group)
         return out if self.last is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
         """What `relay` returned on the last stage, [B, T, V], to all processes of `group`."""
         if logits is None:
-            shape = (*ids.shape, self.stages[0].size.vocab_size)
+            shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
         logits = logits.contiguous()
         dist.broadcast(logits, self._peer(len(self.ranks) - 1), group=self.group)
@@ -233,35 +133,39 @@ class Pipeline:
 
     def add_tied_gradients(self) -> None:
         """First and last stage take the sum of both gradients of the tied embedding's weights."""
-        mine = [s.token_embedding.weight for s in (self.first, self.last) if s is not None]
-        gradients = [local_part(weight.grad) for weight in mine]
-        if len(mine) == 2:
+        ends = [part for part in (self.first, self.last) if part is not None and self.size.tied]
+        gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
+        if len(ends) == 2:
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
-        elif mine:
-            other = self._peer(0 if self.last is not None else len(self.ranks) - 1)
+        elif ends:
+            other = self._peer(0 if self.first is None else len(self.ranks) - 1)
             theirs = torch.empty_like(gradients[0])
-            exchange = [
-                dist.P2POp(dist.isend, gradients[0], other, group=self.group),
-                dist.P2POp(dist.irecv, theirs, other, group=self.group),
-            ]
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
+            _exchange(self.group, [(other, gradients[0], theirs)])
             gradients[0] += theirs  # the same two numbers on both sides, so the same sum
 
-    def counted_twice(self) -> set[nn.Parameter]:
+    def counted_twice(self) -> set[torch.Tensor]:
         """Parameters that another stage holds as well and counts in the gradient norm."""
-        if self.last is None or self.last.is_first:
-            return set()
-        return {self.last.token_embedding.weight}
+        copied = self.last is not None and not self.last.is_first and self.size.tied
+        return {self.last.output_weight} if copied else set()
 
-    def _receive(self, shape: torch.Size, sender: int) -> torch.Tensor:
-        batch, tokens = shape
-        hidden = (batch, tokens // self.token_parts, self.stages[0].size.hidden_size)
-        x = torch.empty(hidden, dtype=self.dtype, device=self.device)
-        dist.recv(x, self._peer(sender), group=self.group)
-        return x
+    def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
+        """What travels for token ids of `shape`, [B, T] -> [B, T / token_parts, D]."""
+        hidden = (shape[0], shape[1] // self.token_parts, self.size.hidden_size)
+        return torch.empty(hidden, dtype=self.dtype, device=device)
 
     def _peer(self, stage: int) -> int:
         """Global rank that holds a stage, among those of this process's pipeline."""
         return dist.get_global_rank(self.group, self.ranks[stage])
+
+
+def _exchange(
+    group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
+) -> None:
+    """Send to and receive from each (global rank, sent, received), all at once, and wait."""
+    operations = []
+    for peer, sent, received in messages:
+        operations.append(dist.P2POp(dist.isend, sent, peer, group))
+        operations.append(dist.P2POp(dist.irecv, received, peer, group))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 import torch.nn as nn
 
-from distributed_training.errors import UserError
-from distributed_training.gradients import local_part
+from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.private import foreach_copy_
 
 
 class RoundedWeights:
     """A module's parameters rounded to a narrower dtype, in their place while it computes.
 
-    For a part of the model that no data axis divides: FSDP does the same where one does. Outside
-    `with` the module has its fp32 parameters, for the optimizer, evaluation and checkpoints. Inside
-    it has the rounded copies, 2 bytes a parameter that stay allocated; autograd adds their
-    gradients up in fp32 over all backward passes, and at the end they are the parameters' own.
+    For a part of the model that no data axis divides: FSDP does the same where one does. Inside
+    `with` the module has the rounded copies, 2 bytes a parameter that stay allocated; autograd
+    adds their gradients up in fp32, and at the end they are the fp32 parameters' own.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Raises UserError where torch is too old to accumulate in another dtype."""
-        if not hasattr(torch.Tensor, "grad_dtype"):
-            raise UserError(
-                f"pipeline stages in {str(dtype).removeprefix('torch.')} need torch 2.11 or newer",
-                f"this is {torch.__version__}",
-                fix="install it, or set precision='fp32'",
-            )
-        self.places: list[tuple[nn.Module, str]] = []
-        self.parameters: list[nn.Parameter] = []
-        self.copies: list[nn.Parameter] = []
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                copy = nn.Parameter(parameter.detach().to(dtype))
-                copy.grad_dtype = torch.float32  # what accumulates into .grad
-                self.places.append((owner, name))
-                self.parameters.append(parameter)
-                self.copies.append(copy)
+        self.places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, _ in owner.named_parameters(recurse=False)
+        ]
+        self.parameters = [getattr(owner, name) for owner, name in self.places]
+        self.copies = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
+        for copy in self.copies:
+            copy.grad_dtype = torch.float32  # what accumulates into .grad
 
     @torch.no_grad()
     def __enter__(self) -> None:
-        torch._foreach_copy_(
+        foreach_copy_(
             [local_part(copy) for copy in self.copies],
             [local_part(parameter) for parameter in self.parameters],
         )
@@ -49,16 +38,11 @@ class RoundedWeights:
             copy.grad, parameter.grad = parameter.grad, None
         self._put(self.copies)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._put(self.parameters)
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
             copy.grad, parameter.grad = None, copy.grad
 
     def _put(self, parameters: list[nn.Parameter]) -> None:
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
-            owner._parameters[name] = parameter
+            setattr(owner, name, parameter)

@@ -16,15 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from pipedream.comparison import Refused
-from pipedream.drawing import (
-    LINE_COLOURS,
-    SMALL,
-    TEXT,
-    new_figure,
-    number,
-    percent,
-    save,
-)
+from pipedream.drawing import LINE_COLOURS, SMALL, TEXT, new_figure, number, percent, save
 from pipedream.figure_data import IdleCurve, Standing
 from pipedream.figures import STEADY, panel_title, refusals
 

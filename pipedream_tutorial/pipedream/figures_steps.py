@@ -15,15 +15,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from pipedream.comparison import Case, Row, measure
-from pipedream.drawing import (
-    TEXT,
-    draw_grid,
-    kind_legend,
-    new_figure,
-    number,
-    percent,
-    row_height,
-)
+from pipedream.drawing import TEXT, draw_grid, kind_legend, new_figure, number, percent, row_height
 from pipedream.figures import idle_text, panel_title, time_label
 from pipedream.measures import idle
 from pipedream.planner import Plan, plan_pipeline

@@ -73,8 +73,7 @@ def load_profile(path: Path) -> Profile:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}: line {error.lineno}, column {error.colno}: {error.msg}",
-            "mend the JSON there",
+            f"{path}: line {error.lineno}, column {error.colno}: {error.msg}", "mend the JSON there"
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
         raise UserError(f"{path}: {error}", "write a profile as those in profiles/") from None

@@ -24,13 +24,7 @@ from pipedream.closed_forms import CLOSED_FORMS
 from pipedream.config import FOLDER, main_with_errors
 from pipedream.errors import UserError, nearest
 from pipedream.prediction import RECORD_FORMAT
-from pipedream.results_text import (
-    describe,
-    final_loss_table,
-    printed,
-    render_page,
-    summary,
-)
+from pipedream.results_text import describe, final_loss_table, printed, render_page, summary
 from pipedream.schedules import SCHEDULES
 from pipedream.traffic import MODELS, comparison_table
 

@@ -20,13 +20,7 @@ from pipedream.ops import Schedule
 from pipedream.policies import Policy
 from pipedream.prediction import MeasuredRun, makespan_ns
 from pipedream.profile import device_name
-from pipedream.runtime import (
-    Station,
-    build_clock,
-    pace_from_ms,
-    run_stage,
-    warm_up_compute,
-)
+from pipedream.runtime import Station, build_clock, pace_from_ms, run_stage, warm_up_compute
 from pipedream.trainer import Weights
 from pipedream.training_orders import schedule_for_training
 from pipedream.workload import Workload, build_workload, count, describe_workload

@@ -92,11 +92,7 @@ def write_trace(
     Raises UserError when there is nothing to write or the file cannot be written.
     """
     document = trace_document(
-        predicted=predicted,
-        measured=measured,
-        policy=policy,
-        batch_size=batch_size,
-        unit_s=unit_s,
+        predicted=predicted, measured=measured, policy=policy, batch_size=batch_size, unit_s=unit_s
     )
     try:
         Path(path).write_text(json.dumps(document))

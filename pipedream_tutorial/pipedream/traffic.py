@@ -129,8 +129,7 @@ def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int)
     ):
         if number % parts:
             raise UserError(
-                f"{number} {what} cannot be cut into {parts} equal parts",
-                "take a divisor",
+                f"{number} {what} cannot be cut into {parts} equal parts", "take a divisor"
             )
     if layout.zero >= 2 and layout.pipeline > 1:
         raise UserError(

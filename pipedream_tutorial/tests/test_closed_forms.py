@@ -40,10 +40,7 @@ def random_durations(rng: random.Random) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def cases(
-    name: str,
-    fits: Callable[[Case], bool] = lambda c: True,
-    ranks: range = RANKS,
-    each: int = 2,
+    name: str, fits: Callable[[Case], bool] = lambda c: True, ranks: range = RANKS, each: int = 2
 ) -> Iterator[Case]:
     """Sizes the schedule takes, and random durations of any ratio for which `fits` is true."""
     rng = random.Random(name)

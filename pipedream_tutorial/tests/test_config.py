@@ -104,10 +104,7 @@ def test_the_last_one_wins_in_either_form():
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
         (["--set", "mode=9"], "mode=9 is not accepted; mode is one of fast, slow"),
         (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),
-        (
-            ["--set"],
-            "argument --set: expected one argument; --help lists what can be given",
-        ),
+        (["--set"], "argument --set: expected one argument; --help lists what can be given"),
     ],
 )
 def test_errors_say_what_is_wrong_and_what_to_type(arguments, message):

@@ -255,9 +255,7 @@ def test_steady_idle_shares_are_those_of_the_closed_forms() -> None:
                 assert one.steady_idle == idle_fraction(waited, form)
 
 
-def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(
-    shipped: dict[str, Drawn],
-) -> None:
+def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[str, Drawn]) -> None:
     case = case_of()
     counts = [1, 2, 4, 8, 16, 32, 64]
     curves = idle_curves(pipedream_visual.AGAINST_M, case, counts, counts)

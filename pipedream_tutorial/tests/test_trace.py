@@ -17,12 +17,7 @@ from pipedream.ops import FORWARD, Op, repeat
 from pipedream.policies import POLICIES, weight_use
 from pipedream.schedules import SCHEDULES, build_schedule
 from pipedream.simulator import Timeline, build_costs, needs, simulate
-from pipedream.trace import (
-    MeasuredEvent,
-    trace_document,
-    transfers,
-    write_trace,
-)
+from pipedream.trace import MeasuredEvent, trace_document, transfers, write_trace
 
 P, M = 4, 8
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "chimera"]

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-from tests.conftest import ROOT, SCRIPT, clean_environment, settings
+from tests.conftest import clean_environment, settings
+from tests.pool import ROOT, SCRIPT
 
 # What clean_environment sets and a test may want away, with `env -u` in front of the command.
 HIDDEN_GPUS, HIDDEN_HUB = "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"
@@ -24,7 +25,7 @@ H200 = "NVIDIA H200, 143771, 9.0"
 T4_8GIB = "Tesla T4, 8192, 7.5"
 
 
-def script_command(values: dict[str, object], *arguments: str, unset: tuple[str, ...] = ()) -> list:
+def script_command(values: dict[str, object], *arguments: str, unset: Sequence[str] = ()) -> list:
     """`python real_model_example.py` with --set values, in an environment without `unset`."""
     without = ["env", *(part for name in unset for part in ("-u", name))] if unset else []
     return [*without, sys.executable, str(SCRIPT), *settings(values), *arguments]
@@ -43,7 +44,7 @@ def launcher_command(launcher: str, values: dict[str, object], *arguments: str) 
 
 def free_port() -> int:
     """A TCP port of loopback that nobody listens on."""
-    from distributed_training.launch import free_port
+    from distributed_training.run.launch import free_port
 
     return free_port()
 

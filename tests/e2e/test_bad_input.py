@@ -6,13 +6,12 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SCRIPT, SMALL, assert_ok, run_command, settings
+from tests.conftest import SMALL, assert_ok, run_command, script, train
 from tests.e2e.support import (
     H200,
     HIDDEN_GPUS,
@@ -21,7 +20,6 @@ from tests.e2e.support import (
     launcher_command,
     our_errors,
     run_folders,
-    script_command,
 )
 
 # Command line after the script's name, with {tmp} for the test's folder; words of the answer.
@@ -33,11 +31,11 @@ COMMAND_LINES = {
     "unknown option": (["--stratgy", "dp"], ["--stratgy", "--strategy"]),
     "word": (["--set", "batch_size=four"], ["batch_size='four'", "whole number >= 1"]),
     "fraction": (["--set", "epochs=1.5"], ["epochs=1.5", "whole number"]),
-    "yes for True": (["--set", "pack=yes"], ["pack='yes'", "True or False"]),
+    "maybe for True": (["--set", "pack=maybe"], ["pack='maybe'", "True or False"]),
     "num_samples 0": (["--set", "num_samples=0"], ["num_samples=0", ">= 1 or -1"]),
     "num_samples beyond the data": (
         ["--set", "num_samples=99999999", "--num_gpus", "2"],
-        ["num_samples=99999999", "embedded", "at most", "-1"],
+        ["num_samples=99999999", "small-text", "at most", "-1"],
     ),
     "max_length beyond the model": (
         ["--set", "max_length=1025", "--dry-run"], ["max_length=1025", "gpt2-tiny", "1024"],
@@ -182,17 +180,14 @@ def test_command_line_is_refused_in_one_line(case, files):
     arguments = [text.replace("{tmp}", str(files)) for text in arguments]
     output_dir = files / "runs"
     values = {**SMALL, "strategy": "zero2", "output_dir": output_dir}
-    command = script_command(values, *arguments)
-    result = run_command(command, timeout_s=60, HF_HOME=str(files / "hf"))
+    result = script(values, *arguments, HF_HOME=str(files / "hf"))
     assert_refused(result, *words)
     assert run_folders(output_dir) == []
 
 
 def test_refusal_of_one_process_looks_the_same(files):
-    """Without --num_gpus the check happens after torch was imported, still in one line."""
     values = {**SMALL, "strategy": "dp", "output_dir": files / "runs"}
-    command = script_command({**values, "dataset": files / "short.txt"})
-    assert_refused(run_command(command, timeout_s=60), "short.txt", "too short")
+    assert_refused(script({**values, "dataset": files / "short.txt"}), "short.txt", "too short")
     assert run_folders(files / "runs") == []
 
 
@@ -201,17 +196,17 @@ def test_package_that_is_not_there_is_named(tmp_path):
     if not missing:
         pytest.skip("both optional packages are installed")
     values = {**SMALL, "log_to": missing[0], "output_dir": tmp_path / "runs"}
-    result = run_command(script_command(values, "--dry-run"), timeout_s=60)
+    result = script(values, "--dry-run")
     assert_refused(result, missing[0], "log_to", f"pip install {missing[0]}")
 
 
 def test_library_that_is_not_there_is_named(tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
-    infinity = script_command({**values, "strategy": "infinity"}, "--dry-run")
-    result = run_command(infinity, timeout_s=60, CC="false")  # a compiler that finds nothing
+    infinity = {**values, "strategy": "infinity"}
+    result = script(infinity, "--dry-run", CC="false")  # a compiler that finds nothing
     assert_refused(result, "libaio", "apt-get install libaio-dev")
-    offload = script_command({**values, "strategy": "offload"}, "--dry-run")
-    result = run_command(offload, timeout_s=60, CXX="no-such-compiler")
+    offload = {**values, "strategy": "offload"}
+    result = script(offload, "--dry-run", CXX="no-such-compiler")
     assert_refused(result, "no-such-compiler", "install a compiler")
 
 
@@ -222,8 +217,8 @@ def test_stale_extension_lock_is_named(tmp_path):
     an_hour_ago = time.time() - 3600
     os.utime(lock, (an_hour_ago, an_hour_ago))
     values = {**SMALL, "strategy": "offload", "output_dir": tmp_path / "runs"}
-    command = script_command(values, "--num_gpus", "2")
-    result = run_command(command, timeout_s=60, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    extensions = str(tmp_path / "extensions")
+    result = script(values, "--num_gpus", "2", TORCH_EXTENSIONS_DIR=extensions)
     assert_refused(result, str(lock), "60 minutes", f"rm {lock}")
     assert run_folders(tmp_path / "runs") == []
 
@@ -231,8 +226,7 @@ def test_stale_extension_lock_is_named(tmp_path):
 def test_more_gpus_than_there_are_are_refused(tmp_path):
     path = fake_nvidia_smi(tmp_path / "bin", H200, H200)
     values = {**SMALL, "output_dir": tmp_path / "runs"}
-    command = script_command(values, "--num_gpus", "8", "--dry-run", unset=(HIDDEN_GPUS,))
-    result = run_command(command, timeout_s=60, PATH=path)
+    result = script(values, "--num_gpus", "8", "--dry-run", unset=[HIDDEN_GPUS], PATH=path)
     assert_refused(result, "8 processes", "2 GPUs", "--num_gpus 2")
 
 
@@ -242,13 +236,13 @@ def test_gpu_that_torch_cannot_use_is_refused(tmp_path):
         pytest.skip("this torch can use a GPU")
     path = fake_nvidia_smi(tmp_path / "bin", H200)
     values = {**SMALL, "output_dir": tmp_path / "runs"}
-    result = run_command(script_command(values, unset=(HIDDEN_GPUS,)), timeout_s=60, PATH=path)
+    result = train(values, unset=[HIDDEN_GPUS], PATH=path)
     assert_refused(result, torch.__version__, "CUDA_VISIBLE_DEVICES")
 
 
 def test_rank_without_world_size_is_refused(tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
-    assert_refused(run_command(script_command(values), timeout_s=60, RANK="0"), "WORLD_SIZE")
+    assert_refused(script(values, RANK="0"), "WORLD_SIZE")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -282,7 +276,7 @@ def checkpointed(tmp_path_factory):
     """A run's folder with checkpoints/step-00000002 of one process under dp."""
     output_dir = tmp_path_factory.mktemp("checkpointed")
     values = {**CHECKPOINT_VALUES, "output_dir": output_dir}
-    assert_ok(run_command(script_command(values), timeout_s=120))
+    assert_ok(train(values))
     (folder,) = run_folders(output_dir)
     return folder
 
@@ -330,7 +324,7 @@ def test_damaged_or_foreign_checkpoint_is_refused(change, checkpointed, tmp_path
     shutil.copytree(checkpointed, run_dir)
     _damage(change, run_dir / "checkpoints" / "step-00000002")
     values = {**CHECKPOINT_VALUES, "output_dir": tmp_path / "runs", "resume": run_dir}
-    result = run_command(script_command(values, "--dry-run"), timeout_s=60)
+    result = script(values, "--dry-run")
     assert_refused(result, str(run_dir), DAMAGE[change])
     assert run_folders(tmp_path / "runs") == [run_dir]
 
@@ -345,19 +339,18 @@ def test_damaged_or_foreign_checkpoint_is_refused(change, checkpointed, tmp_path
 )
 def test_checkpoint_of_other_work_is_refused(changes, arguments, words, checkpointed, tmp_path):
     values = {**CHECKPOINT_VALUES, **changes, "output_dir": tmp_path, "resume": checkpointed}
-    result = run_command(script_command(values, *arguments, "--dry-run"), timeout_s=60)
+    result = script(values, *arguments, "--dry-run")
     assert_refused(result, str(checkpointed), "another run", *words)
 
 
 def test_damage_that_only_another_rank_sees_is_said_once(tmp_path):
     """Rank 0 could read its files, so it is rank 1 that must be heard."""
     values = {**CHECKPOINT_VALUES, "output_dir": tmp_path / "runs"}
-    command = launcher_command("torchrun", values)
-    assert_ok(run_command(command, timeout_s=120))
+    assert_ok(train(values, num_processes=2))
     (run_dir,) = run_folders(tmp_path / "runs")
     file = run_dir / "checkpoints" / "step-00000002" / "rng-rank1.pt"
     file.write_bytes(b"\0" * file.stat().st_size)
-    result = run_command([*command, "--set", f"resume={run_dir}"], timeout_s=120)
+    result = train({**values, "resume": run_dir}, num_processes=2)
     assert result.returncode != 0
     errors = our_errors(result.stderr)
     assert len(errors) == 1, result.stderr[-3000:]
@@ -378,6 +371,6 @@ def test_weights_that_do_not_fit_are_refused(name, content, words, checkpointed,
     shutil.copytree(checkpointed / "hf", tmp_path / "hf")
     (tmp_path / "hf" / name).write_bytes(content)
     values = {**CHECKPOINT_VALUES, "weights": tmp_path / "hf", "output_dir": tmp_path / "runs"}
-    result = run_command([sys.executable, SCRIPT, *settings(values)], timeout_s=60)
+    result = script(values)
     assert_refused(result, str(tmp_path / "hf"), *words)
     assert run_folders(tmp_path / "runs") == []

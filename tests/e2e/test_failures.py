@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.conftest import ROOT, SCRIPT, SMALL, only_record, run_command, settings
+from tests.conftest import SMALL, only_record, run_command, settings
 from tests.e2e.support import (
     free_port,
     launcher_command,
@@ -22,9 +22,10 @@ from tests.e2e.support import (
     running,
     wait_for,
 )
+from tests.pool import ROOT, SCRIPT
 
 LIMIT_S = 60
-LONG = {**SMALL, "num_samples": 2000, "epochs": 50}
+LONG = {**SMALL, "num_samples": 1200, "epochs": 80}
 # The script, with a fault in one rank's third step.
 FAULTY_SCRIPT = """
 import os, sys

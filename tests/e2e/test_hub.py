@@ -6,14 +6,15 @@ import io
 import json
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from distributed_training.hub import GPT2_ID, WIKITEXT_FILES, WIKITEXT_ID
-from distributed_training.sizes import SIZES
-from distributed_training.tokenizer import EMBEDDED_DIR
-from tests.conftest import SMALL, assert_ok, only_record, run_command
+from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
+from distributed_training.data.tokenizer import EMBEDDED_DIR
+from distributed_training.models.gpt2.sizes import SIZES
+from tests.conftest import SMALL, assert_ok, only_record, run_command, script, train
 from tests.e2e.hub_stub import serve
 from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders, script_command
 
@@ -70,17 +71,21 @@ def gpt2():
     content = {name: (EMBEDDED_DIR / name).read_bytes() for name in ("vocab.json", "merges.txt")}
     content["config.json"] = json.dumps(config).encode()
     content["model.safetensors"] = (2).to_bytes(8, "little") + b"{}"  # a header without tensors
-    return {f"{GPT2_ID}/resolve/main/{name}": text for name, text in content.items()}
+    return {f"{TOKENIZER_ID}/resolve/main/{name}": text for name, text in content.items()}
 
 
 def run(
-    endpoint: str, home: Path, values: dict, *arguments: str, timeout_s: float = 60
+    endpoint: str, home: Path, values: dict, *arguments: str, start: Callable = script
 ) -> subprocess.CompletedProcess[str]:
     """The script with the Hub at `endpoint` and its cache in `home`."""
-    command = script_command({**SMALL, "strategy": "dp", **values}, *arguments, unset=(HIDDEN_HUB,))
-    return run_command(
-        command, timeout_s=timeout_s, HF_ENDPOINT=endpoint, HF_HOME=str(home), NO_PROXY="127.0.0.1"
-    )
+    values = {**SMALL, "strategy": "dp", **values}
+    hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    return start(values, *arguments, unset=[HIDDEN_HUB], **hub)
+
+
+def spawned(values: dict, *arguments: str, unset: list[str], **environment: str):
+    """As a user starts it."""
+    return run_command(script_command(values, *arguments, unset=unset), **environment)
 
 
 def closed_endpoint() -> str:
@@ -90,14 +95,18 @@ def closed_endpoint() -> str:
 def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, tmp_path):
     values = {"dataset": "wikitext-2", "max_steps": 2}
     with serve(wikitext) as hub:
-        result = run(hub.endpoint, tmp_path / "hf", {**values, "output_dir": tmp_path / "first"})
+        result = run(
+            hub.endpoint, tmp_path / "hf", {**values, "output_dir": tmp_path / "first"}, start=train
+        )
         assert_ok(result)
         fetched = [text for text in hub.requests if text.startswith("GET") and "resolve" in text]
         assert len(fetched) == len(WIKITEXT_FILES), hub.requests
     first = only_record(tmp_path / "first")
     assert first["config"]["dataset"] == "wikitext-2"
     values["dataset"] = "auto"  # the stub has gone
-    result = run(hub.endpoint, tmp_path / "hf", {**values, "output_dir": tmp_path / "second"})
+    result = run(
+        hub.endpoint, tmp_path / "hf", {**values, "output_dir": tmp_path / "second"}, start=train
+    )
     assert_ok(result)
     second = only_record(tmp_path / "second")
     assert second["config"]["dataset"] == "wikitext-2"
@@ -129,7 +138,7 @@ def test_weights_without_the_rest_of_the_hub_are_named(gpt2, tmp_path):
     with serve(files) as hub:
         result = run(hub.endpoint, tmp_path / "hf", values, "--model", "gpt2", "--dry-run")
         assert_ok(result)
-        assert "note: PRETRAINED WEIGHTS ARE NOT TO BE HAD" in result.stdout
+        assert "note: pretrained weights are not available" in result.stdout
         values["weights"] = "pretrained"
         result = run(hub.endpoint, tmp_path / "hf", values, "--model", "gpt2", "--dry-run")
     assert_refused(result, "weights=", "hf download openai-community/gpt2 config.json")
@@ -164,7 +173,7 @@ def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_pat
             result = run(hub.endpoint, *arguments)
     elapsed_s = time.monotonic() - begin
     assert_ok(result)
-    assert "note: WIKITEXT-2 IS NOT TO BE HAD" in result.stdout
+    assert "note: WikiText-2 is not available" in result.stdout
     assert "embedded corpus" in result.stdout
     assert any(line.split()[:2] == ["dataset", "'embedded'"] for line in result.stdout.splitlines())
     assert "Traceback" not in result.stdout + result.stderr
@@ -207,7 +216,7 @@ def test_rank_0_alone_asks_the_hub(wikitext, tmp_path):
     """The others take its answer, so that no two ranks can end up with different data."""
     values = {"dataset": "auto", "max_steps": 2, "output_dir": tmp_path / "runs"}
     with serve(wikitext, "refuses") as hub:
-        result = run(hub.endpoint, tmp_path / "hf", values, "--num_gpus", "2", timeout_s=120)
+        result = run(hub.endpoint, tmp_path / "hf", values, "--num_gpus", "2", start=spawned)
         asked = [request for request in hub.requests if "resolve" in request]
     assert_ok(result)
     assert only_record(tmp_path / "runs")["config"]["dataset"] == "embedded"

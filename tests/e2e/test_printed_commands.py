@@ -1,12 +1,13 @@
 """The commands that the documents print, and every run.sh, as far as a dry run goes.
 
-Every line is typed as it is printed, with --dry-run at its end where it has none; the README's
-first command also trains, on a few samples.
+Every line is run as it is printed, with --dry-run at its end where it has none, on warm processes;
+the README's first command also trains, on a few samples, and one run.sh is typed elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, assert_ok, only_record, run_command, settings
+from distributed_training.plan.extensions import has_libaio
+from distributed_training.settings.strategies import list_strategies
+from tests.conftest import assert_ok, light_pool, only_record, run_command, settings
 from tests.e2e.support import H200, fake_nvidia_smi
-from tests.parity.test_strategies import has_libaio
+from tests.pool import ROOT
 
 DOCUMENTS = (
     "README.md", "CLUSTER_QUICKSTART.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
@@ -31,6 +34,7 @@ STARTS = re.compile(
 NOT_HERE = (
     "notes.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise", "my_zero1.json", "...",
 )  # fmt: skip
+OTHER_COMMANDS = (".py report ", ".py measure ")
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
 
 
@@ -43,7 +47,7 @@ def printed_commands(document: str) -> list[str]:
         cell = re.match(r"\| `(.+?)` \|", line)
         text = cell[1] if cell else line.strip() if fenced or line.startswith("    ") else ""
         match = STARTS.match(text)
-        if match and not any(word in text for word in NOT_HERE):
+        if match and not any(word in text for word in NOT_HERE + OTHER_COMMANDS):
             found.append(match[1].strip())
     return found
 
@@ -72,19 +76,41 @@ def as_required() -> bool:
     return run_command(check).returncode == 0
 
 
-def dry_run(command: str, tmp_path: Path, cwd: Path = ROOT) -> str:
-    """What it prints on a machine with eight H200s; launchers that start processes see none."""
-    environment = {"VIRTUAL_ENV": sys.prefix, "HF_HOME": str(tmp_path / "hf")}
-    if "torchrun" not in command and "deepspeed" not in command:
+def dry_run(command: str, tmp_path: Path) -> str:
+    """What the command prints on a machine with eight H200s, under a launcher on one without.
+
+    The script runs on warm processes as the command's launcher would start it: with the
+    environment in front of the command, and what a run.sh puts before its arguments.
+    """
+    words = shlex.split(command)
+    place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
+    before, program, arguments = words[:place], words[place], words[place + 1 :]
+    environment = {"HF_HOME": str(tmp_path / "hf"), "DS_ACCELERATOR": "cpu"}
+    while "=" in before[0]:
+        name, _, value = before.pop(0).partition("=")
+        environment[name] = value
+    counts = [re.search(r"(?:--nproc_per_node|--num_gpus)=(\d+)", word) for word in before]
+    count = next((int(match[1]) for match in counts if match), 0)
+    if program.endswith(".sh"):
+        arguments = [*options_of(ROOT / program), *arguments]
+    if count:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
         environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * 8)
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(8)))
-    if "run.sh" in command and not as_required():
-        pytest.skip("this Python has other versions than requirements.txt; run.sh would make .venv")
-    result = run_command(["bash", "-c", command], cwd=cwd, timeout_s=120, **environment)
+        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(8))))
+    result = light_pool().script(
+        arguments, num_processes=count or 1, launched=count > 0, **environment
+    )
     if re.search(r"^error: \d+ processes need about .* of RAM", result.stderr):
         pytest.skip(result.stderr.strip())
     assert_ok(result)
     return result.stdout
+
+
+def options_of(run_sh: Path) -> list[str]:
+    """What the script that all run.sh share gives real_model_example.py before their arguments."""
+    strategy = json.loads((run_sh.parent / "config.json").read_text())["name"]
+    return ["--strategy", strategy, "--num_gpus", "all"]
 
 
 def test_commands_are_found():
@@ -112,15 +138,37 @@ def test_the_first_command_trains(tmp_path):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_run_sh_works_from_anywhere_and_passes_arguments_on(folder, tmp_path):
+def test_run_sh_is_one_line_and_carries_no_settings(folder):
+    shebang, line = (ROOT / "strategies" / folder / "run.sh").read_text().splitlines()
+    assert shebang == "#!/usr/bin/env bash"
+    assert line == 'source "$(dirname "${BASH_SOURCE[0]}")/../run.sh"'
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_strategy_of_a_folder_starts(folder, tmp_path):
     if "infinity" in folder and not has_libaio():
         pytest.skip("libaio is not installed")
-    script = shlex.quote(str(ROOT / "strategies" / folder / "run.sh"))
-    text = dry_run(f"bash {script} --set batch_size=16 --dry-run", tmp_path, cwd=tmp_path)
+    text = dry_run(f"bash strategies/{folder}/run.sh --set batch_size=16 --dry-run", tmp_path)
     strategy = re.search(r"^ *strategy +'?(\w+)", text, re.MULTILINE)
     assert strategy is not None
-    assert f"--strategy {strategy[1]} " in (ROOT / "strategies" / folder / "run.sh").read_text()
+    assert list_strategies()[strategy[1]].parent.name == folder
     assert re.search(r"^ *batch_size +16\b", text, re.MULTILINE)
+
+
+def test_run_sh_works_from_anywhere_and_passes_arguments_on(tmp_path):
+    """One folder's; the others' line is the same."""
+    if not as_required():
+        pytest.skip("this Python has other versions than requirements.txt; run.sh would make .venv")
+    script = shlex.quote(str(ROOT / "strategies/7_fsdp/run.sh"))
+    result = run_command(
+        ["bash", "-c", f"bash {script} --set batch_size=16 --dry-run"],
+        cwd=tmp_path,
+        VIRTUAL_ENV=sys.prefix,
+        HF_HOME=str(tmp_path / "hf"),
+    )
+    assert_ok(result)
+    assert re.search(r"^ *strategy +'fsdp'", result.stdout, re.MULTILINE)
+    assert re.search(r"^ *batch_size +16\b", result.stdout, re.MULTILINE)
 
 
 def test_the_slurm_script_is_bash(tmp_path):

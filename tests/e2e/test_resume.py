@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, run_command
+from tests.conftest import SMALL, assert_ok, script, train
 from tests.e2e.support import (
     launcher_command,
     left_over,
@@ -37,10 +37,10 @@ STEPS = {
 }
 # Layouts whose processes do not all work on samples of their own.
 LAYOUTS = {
-    "tp": {"batch_size": 4, "sequence_parallel": False},
-    "pp": {"batch_size": 1, "grad_accum_steps": 4, "pipeline_schedule": "zb-h1"},
-    "hybrid": {"batch_size": 1, "grad_accum_steps": 4},
-    "3d": {"batch_size": 2, "grad_accum_steps": 2, "tp": 1, "dp_shard": 1},
+    "tp": {"sequence_parallel": False},
+    "pp": {"num_microbatches": 4, "pipeline_schedule": "zb-h1"},
+    "hybrid": {"num_microbatches": 4},
+    "3d": {"num_microbatches": 2, "pipeline_schedule": "1f1b", "tp": 1, "dp_shard": 1},
 }
 # What their records say of axes and of schedule, micro-batches and blocks a stage.
 RECORDED = {
@@ -50,36 +50,26 @@ RECORDED = {
     "3d": ("pp 2", ("1f1b", 2, [1, 1])),
 }
 GLOBAL_BATCH = 4
-LAUNCHERS = {
-    "dp": ("python", 1),
-    "fsdp": ("spawn", 2),
-    "zero2": ("torchrun", 2),
-    "zero3": ("torchrun", 2),
-    "offload": ("torchrun", 2),
-    "zero1": ("spawn", 2),
-    "tp": ("spawn", 2),
-    "pp": ("torchrun", 2),
-    "3d": ("spawn", 2),
-    "hybrid": ("spawn", 2),
-}
+LAUNCHERS = {"dp": "python", "fsdp": "spawn"}  # of runs that are stopped
 
 
-def command_for(
-    strategy: str, output_dir: Path, *arguments: str, keep_checkpoints: int = KEEP
-) -> list[str]:
-    launcher, num_processes = LAUNCHERS[strategy]
+def values_for(strategy: str, output_dir: Path, **changes: object) -> dict[str, object]:
     num_steps, steps_per_epoch = STEPS[strategy]
-    values = {
+    return {
         **VALUES,
         "strategy": strategy,
-        "batch_size": GLOBAL_BATCH // num_processes,
+        "batch_size": GLOBAL_BATCH // processes_of(strategy),
         "num_samples": GLOBAL_BATCH * steps_per_epoch,
         "max_steps": num_steps,
-        "keep_checkpoints": keep_checkpoints,
+        "keep_checkpoints": KEEP,
         **LAYOUTS.get(strategy, {}),
         "output_dir": output_dir,
+        **changes,
     }
-    return launcher_command(launcher, values, *arguments)
+
+
+def processes_of(strategy: str) -> int:
+    return 1 if strategy == "dp" else 2
 
 
 def checkpoints(output_dir: Path) -> list[str]:
@@ -94,7 +84,7 @@ def load_record(run_dir: Path) -> dict:
 def laid_out(record: dict) -> tuple:
     pipeline = record["pipeline"]
     keys = ("schedule", "num_microbatches", "blocks_per_stage")
-    axes = [f"{axis} {size}" for axis, size in record["topology"].items() if size > 1]
+    axes = [f"{axis} {size}" for axis, size in record["mesh"].items() if size > 1]
     return " ".join(axes), pipeline and tuple(pipeline[key] for key in keys)
 
 
@@ -132,8 +122,8 @@ def uninterrupted(tmp_path_factory):
     def run(strategy: str) -> Path:
         if strategy not in found:
             output_dir = tmp_path_factory.mktemp(f"whole-{strategy}")
-            command = command_for(strategy, output_dir, keep_checkpoints=100)
-            assert_ok(run_command(command, timeout_s=120))
+            values = values_for(strategy, output_dir, keep_checkpoints=100)
+            assert_ok(train(values, num_processes=processes_of(strategy)))
             (found[strategy],) = run_folders(output_dir)
         return found[strategy]
 
@@ -148,7 +138,9 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(
     strategy, signum, expected_code, uninterrupted, tmp_path
 ):
     output_dir = tmp_path / "runs"
-    code = stop(command_for(strategy, output_dir), output_dir, signum, after=2 * EVERY)
+    values = values_for(strategy, output_dir)
+    command = launcher_command(LAUNCHERS[strategy], values)
+    code = stop(command, output_dir, signum, after=2 * EVERY)
     assert code == expected_code
     (run_dir,) = run_folders(output_dir)
     record = load_record(run_dir)
@@ -159,7 +151,7 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(
     assert names[-1] == f"step-{record['step']:08d}", "saved at the moment of the signal"
     assert len(names) == KEEP, names
 
-    resumed = run_command(command_for(strategy, output_dir, "--set", "resume=auto"), timeout_s=120)
+    resumed = train({**values, "resume": "auto"}, num_processes=processes_of(strategy))
     assert_ok(resumed)
     assert f"resumed from {run_dir / 'checkpoints' / names[-1]}" in resumed.stdout
     assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
@@ -183,8 +175,7 @@ def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path)
             shutil.rmtree(folder)
     record = {**load_record(run_dir), "status": "interrupted"}
     (run_dir / "record.json").write_text(json.dumps(record))
-    command = command_for(strategy, tmp_path / "runs", "--set", "resume=auto")
-    resumed = run_command(command, timeout_s=120)
+    resumed = train(values_for(strategy, tmp_path / "runs", resume="auto"), num_processes=2)
     assert_ok(resumed)
     assert "step-00000020" in resumed.stdout
     assert_same_run(run_dir, whole)
@@ -194,7 +185,8 @@ def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path)
 def test_twice_killed_run_keeps_its_history(uninterrupted, tmp_path):
     """SIGKILL leaves no time to save: what was on disk at the last checkpoint counts."""
     output_dir = tmp_path / "runs"
-    command = command_for("dp", output_dir)
+    values = values_for("dp", output_dir)
+    command = launcher_command("python", values)
     assert stop(command, output_dir, signal.SIGKILL, after=2 * EVERY) == -signal.SIGKILL
     (run_dir,) = run_folders(output_dir)
     log = tmp_path / "second.log"
@@ -206,7 +198,7 @@ def test_twice_killed_run_keeps_its_history(uninterrupted, tmp_path):
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()  # what a kill in the middle of a save leaves
     (writing / "rng-rank0.pt").write_bytes(b"half")
-    assert_ok(run_command(again, timeout_s=120))
+    assert_ok(train({**values, "resume": "auto"}))
     assert_same_run(run_dir, uninterrupted("dp"))
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
 
@@ -214,7 +206,7 @@ def test_twice_killed_run_keeps_its_history(uninterrupted, tmp_path):
 def test_finished_run_is_not_resumed(uninterrupted):
     """resume=auto after the end starts a new run rather than doing nothing."""
     run_dir = uninterrupted("dp")
-    result = run_command(command_for("dp", run_dir.parent, "--set", "resume=auto", "--dry-run"))
+    result = script(values_for("dp", run_dir.parent, resume="auto"), "--dry-run")
     assert_ok(result)
     assert "resumes" not in result.stdout
 
@@ -229,7 +221,8 @@ def test_launchers_leave_a_stopped_run_the_time_to_save(launcher, signum, expect
     values = {
         **VALUES,
         "strategy": "zero2",
-        "num_samples": 4000,
+        "num_samples": 1200,
+        "epochs": 20,
         "max_steps": -1,
         "output_dir": output_dir,
     }

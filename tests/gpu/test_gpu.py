@@ -10,15 +10,12 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, SCRIPT, assert_ok, only_record, run_command, settings
+from tests.conftest import assert_ok, only_record, run_command, settings
+from tests.parity.support import BASE, DEEP, GLOBAL_BATCH, assert_equal_runs, run_cases
 from tests.parity.test_layouts import CASES as LAYOUTS
-from tests.parity.test_layouts import DEEP, accumulated
-from tests.parity.test_strategies import BASE, GLOBAL_BATCH, assert_equal_runs, run_cases
+from tests.pool import SCRIPT
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
     str(index) for index in range(torch.cuda.device_count())
 )
@@ -28,15 +25,14 @@ EAGER = {**BASE, "compile": False, "batch_size": 8}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs():
     """One GPU: eager reference, compiled with and without accumulation, every strategy."""
     cases = {"reference": {**EAGER, "strategy": "dp"}}
     for strategy in STRATEGIES:
         values = {**BASE, "strategy": strategy, "compile": True}
         cases[strategy] = {**values, "batch_size": 8}
         cases[f"{strategy} accumulating"] = {**values, "batch_size": 4, "grad_accum_steps": 2}
-    folder = tmp_path_factory.mktemp("gpu")
-    return run_cases(cases, 1, folder, CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0])
+    return run_cases(cases, 1, CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0])
 
 
 @pytest.mark.parametrize("suffix", ["", " accumulating"])
@@ -46,19 +42,19 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_every_strategy_on_two_gpus_equals_one(tmp_path, runs):
+def test_every_strategy_on_two_gpus_equals_one(runs):
     cases = {
         strategy: {**BASE, "strategy": strategy, "compile": True, "batch_size": 4}
         for strategy in STRATEGIES
     }
-    two = run_cases(cases, 2, tmp_path, CUDA_VISIBLE_DEVICES=",".join(VISIBLE.split(",")[:2]))
+    two = run_cases(cases, 2, CUDA_VISIBLE_DEVICES=",".join(VISIBLE.split(",")[:2]))
     for strategy in STRATEGIES:
         assert_equal_runs(two[strategy], runs["reference"])
 
 
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_layouts_on_several_gpus_equal_one(count, data, tmp_path):
+def test_layouts_on_several_gpus_equal_one(count, data):
     """Over NCCL, and compiled where that can be."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")
@@ -68,22 +64,18 @@ def test_layouts_on_several_gpus_equal_one(count, data, tmp_path):
         for name, values in LAYOUTS[count].items()
         if name.startswith(f"{data}/")
     }
-    copies = count // 2  # of a pipeline of two stages
-    cases["hybrid"] = {
-        **base, "strategy": "hybrid", **accumulated(min(4, GLOBAL_BATCH // copies), copies),
-    }  # fmt: skip
+    cases["hybrid"] = {**base, "strategy": "hybrid", "global_batch": GLOBAL_BATCH}
     whole = {**base, "compile": False, "strategy": "dp", "batch_size": GLOBAL_BATCH}
     one, *_ = gpus = VISIBLE.split(",")
-    reference = run_cases({data: whole}, 1, tmp_path, CUDA_VISIBLE_DEVICES=one)[data]
-    found = run_cases(cases, count, tmp_path, CUDA_VISIBLE_DEVICES=",".join(gpus[:count]))
+    reference = run_cases({data: whole}, 1, CUDA_VISIBLE_DEVICES=one)[data]
+    found = run_cases(cases, count, CUDA_VISIBLE_DEVICES=",".join(gpus[:count]))
     for name, values in found.items():
         print(f"comparing {name}")
         assert_equal_runs(values, reference)
 
 
 def test_a_profiled_function_shows_how_long_the_gpu_computed():
-    sys.path.insert(0, str(ROOT / "results"))
-    from kernel_trace import profiled
+    from distributed_training.measure.kernels import profiled
 
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

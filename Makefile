@@ -1,0 +1,25 @@
+# The handful of commands one types. Each sets up .venv first where it is needed.
+setup := source strategies/setup_env.sh requirements.txt tests/requirements.txt
+SHELL := bash
+.PHONY: help setup test quick lint docs report
+
+help:  ## List these
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup:  ## Environment, this package in it, and the pre-commit hooks
+	$(setup) && python -m pip install --no-deps --editable . && pre-commit install
+
+test:  ## Every check and every test that needs no GPU
+	bash tests/run.sh
+
+quick:  ## Unit tests of every room, without processes
+	bash tests/run.sh -q -n 2 tests/settings tests/models tests/data tests/plan tests/records tests/test_*.py
+
+lint:  ## ruff, mypy, import-linter, codespell on all files
+	$(setup) && pre-commit run --all-files
+
+docs:  ## Rewrite the generated parts of the documents
+	$(setup) && python -m distributed_training.records.report --write README.md TRAINING_RESULTS.md REAL_MODELS_GUIDE.md
+
+report:  ## Table and plots of your runs, in report/
+	$(setup) && python -m distributed_training.records.report runs/*

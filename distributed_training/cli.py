@@ -1,0 +1,182 @@
+"""The command line: one parser, from the same description of every key as CONFIG itself.
+
+    python real_model_example.py [train] [--KEY VALUE ...]
+    python real_model_example.py report runs/*
+    python real_model_example.py measure NAME ...
+
+A command is an entry of COMMANDS. No torch import before training begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distributed_training.run.launch import CPU_PROCESSES
+from distributed_training.run.start import start, start_planned
+from distributed_training.settings import strategies
+from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import nearest, shown
+from distributed_training.settings.keys import Key, by_group, nearest_key, options_model, read_keys
+
+OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "help")
+DRY_RUN = ("--dry-run", "--dry_run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """The script that a command runs for."""
+
+    config: Mapping[str, Any]
+    script: Path
+    about: str
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, fix="see --help")
+
+
+def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentParser:
+    """Every key as an option, by all of its names, grouped as in CONFIG."""
+    name = program.script.name
+    parser = _Parser(
+        prog=name,
+        description=program.about,
+        usage=f"{name} [train] [--KEY VALUE ...] [--preset NAME] [--num_gpus N] [--dry-run]\n"
+        + "".join(f"       {name} {command} ...\n" for command in COMMANDS if command != "train"),
+        epilog=f"Several processes: --num_gpus N here, or torchrun --nproc_per_node=N {name}, or "
+        f"deepspeed --num_gpus=N {name}.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 28, 100),
+    )
+    # Overrides are kept as key=value texts, in the order of the command line.
+    parser.set_defaults(overrides=[])
+    add, hidden = parser.add_argument, argparse.SUPPRESS
+    add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
+    add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
+        help="several keys at once")  # fmt: skip
+    processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
+    add("--num_gpus", metavar="N", help=processes)
+    add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
+    add("--run_dir", type=Path, help=hidden)
+    add("--local_rank", help=hidden)  # deepspeed passes it
+    for title, members in by_group(keys).items():
+        group = parser.add_argument_group(title)
+        for key in members:
+            named = any("enum" in form for form in key.forms) or key.name == "strategy"
+            words = [accepts(key)] * named + [f"default {key.default!r}"]
+            text = f"{key.help} ({'; '.join(words)})".replace("%", "%%")
+            for option in (key.name, *key.aliases):
+                group.add_argument(
+                    f"--{option}", action="append", dest="overrides", type=f"{option}=".__add__,
+                    metavar="", help=text if option == key.name else hidden,
+                )  # fmt: skip
+    return parser
+
+
+def accepts(key: Key) -> str:
+    """What a key accepts; the strategies are folders."""
+    return ", ".join(strategies.list_strategies()) if key.name == "strategy" else key.accepts()
+
+
+def config_reference() -> str:
+    """Markdown tables of every key, by group."""
+    lines = []
+    for title, keys in by_group(KEYS.values()).items():
+        lines += [f"### {title}\n", "| key | default | accepts | what it is |", "|---|---|---|---|"]
+        for key in keys:
+            also = ", ".join(f"`{alias}`" for alias in key.aliases)
+            text = key.help + (f". Also called {also}" if also else "")
+            lines.append(f"| `{key.name}` | `{key.default!r}` | {accepts(key)} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str], program: Program) -> argparse.Namespace:
+    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`."""
+    keys = dict(KEYS)
+    for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
+        keys |= read_keys(options_model(strategies.strategy_options(strategy)))
+    # --batch-size=8 is --batch_size=8
+    dashed = re.compile(r"^--[\w-]+(?==|\Z)")
+    argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
+    arguments, unknown = build_parser(program, keys.values()).parse_known_args(argv)
+    if unknown:
+        word, is_option = unknown[0].lstrip("-").partition("=")[0], unknown[0].startswith("--")
+        hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
+        fix = f"did you mean --{hint}?" if hint else "see --help"
+        raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
+    return arguments
+
+
+def train(argv: Sequence[str], program: Program) -> int:
+    """Train: CONFIG, preset and command line become a plan and the plan's processes."""
+    arguments = parse(argv, program)
+    if arguments.run_dir is not None:
+        return start_planned(arguments.run_dir)
+    # Folders in CONFIG are relative to the script, those of the command line to where one stands.
+    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
+    output_dir = program.script.parent / str(program.config.get(name, "runs"))
+    config = build_config(
+        {**program.config, name: str(output_dir)},
+        preset=arguments.preset, overrides=arguments.overrides,
+        defaults=strategies.strategy_defaults, options=strategies.strategy_options,
+    )  # fmt: skip
+    typed = [text for text in argv if text not in DRY_RUN]
+    return start(
+        config, program.script, typed, num_gpus=arguments.num_gpus, dry_run=arguments.dry_run
+    )
+
+
+def report(argv: Sequence[str], _: Program) -> int:
+    """Tables and plots from run records."""
+    return importlib.import_module("distributed_training.records.report").main(argv)
+
+
+def measure(argv: Sequence[str], _: Program) -> int:
+    """One of the programs of distributed_training/measure/."""
+    files = Path(__file__).with_name("measure").glob("*.py")
+    names = sorted(file.stem for file in files if "\ndef main(" in file.read_text())
+    if not argv or argv[0] not in names:
+        given = f"measure {shown(argv[0])} does not exist" if argv else "measure needs a name"
+        raise UserError(given, f"there are {', '.join(names)}", "see --help of each")
+    sys.argv = [f"{sys.argv[0]} measure {argv[0]}", *argv[1:]]
+    module = importlib.import_module(f"distributed_training.measure.{argv[0]}")
+    return module.main() or 0
+
+
+Command = Callable[[Sequence[str], Program], int]
+COMMANDS: dict[str, Command] = {"train": train, "report": report, "measure": measure}
+
+
+def main(config: Mapping[str, Any], about: str, script: str) -> int:
+    """Run the command that the command line names; `about` is the script's docstring."""
+    program = Program(config=config, script=Path(script).resolve(), about=about.splitlines()[0])
+    name, argv = "train", sys.argv[1:]
+    if argv and not argv[0].startswith("-"):
+        name, *argv = argv
+    try:
+        if name not in COMMANDS:
+            hint = nearest(name, COMMANDS)
+            raise UserError(
+                f"{shown(name)} is not a command",
+                f"the commands are {', '.join(COMMANDS)}; options begin with --",
+                f"did you mean {hint!r}?" if hint else "see --help",
+            )
+        return COMMANDS[name](argv, program)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
+        print("interrupted before training began", file=sys.stderr)
+        return 130

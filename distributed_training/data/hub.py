@@ -1,0 +1,79 @@
+"""Files from the Hugging Face Hub or its local cache, with errors a user can act on."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from distributed_training.settings.errors import UserError
+
+TIMEOUT_S = 3.0
+WIKITEXT_ID = "Salesforce/wikitext"
+WIKITEXT_FILES = {
+    split: f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet" for split in ("train", "validation")
+}
+TOKENIZER_ID = "openai-community/gpt2"
+TOKENIZER_FILES = ("vocab.json", "merges.txt")
+WEIGHT_FILES = ("config.json", "model.safetensors")
+WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
+TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
+
+
+def weight_command(hub_id: str) -> str:
+    """What to type to download the weights of `hub_id` in advance."""
+    return f"hf download {hub_id} {' '.join(WEIGHT_FILES)}"
+
+
+def fetch_wikitext() -> dict[str, Path]:
+    """Paths of WikiText-2's parquet files by split; OSError when they are not available."""
+    paths = fetch_all(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
+    return dict(zip(WIKITEXT_FILES, paths, strict=True))
+
+
+def fetch_gpt2_tokenizer() -> Path:
+    """Folder with GPT-2's vocab.json and merges.txt; OSError when they are not available."""
+    return fetch_all(TOKENIZER_ID, TOKENIZER_FILES)[0].parent
+
+
+def fetch_weights(hub_id: str) -> Path:
+    """Folder with the published weights of `hub_id`; OSError when they are not available."""
+    return fetch_all(hub_id, WEIGHT_FILES)[0].parent
+
+
+def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserError:
+    """The error for something asked for by name that is neither cached nor downloadable."""
+    what = f"{key}={value!r} is not in the Hugging Face cache and cannot be downloaded"
+    fix = f"on a machine with internet access run: {command}; then copy ~/.cache/huggingface here"
+    return UserError(what, str(error), fix)
+
+
+def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> list[Path]:
+    """Paths of several files in the Hub's cache, downloaded first unless all are there.
+
+    Raises OSError with one line on why when they are not available.
+    """
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.utils import logging
+    except ValueError as error:  # it reads HF_ENDPOINT and other variables when it is imported
+        raise OSError(f"an HF_... environment variable is not valid: {error}") from None
+
+    logging.set_verbosity_error()  # the OSError says what its warnings would
+
+    def paths(*, cached: bool) -> list[Path]:
+        ask: dict[str, Any] = {"local_files_only": cached, "etag_timeout": TIMEOUT_S}
+        files = [hf_hub_download(repo_id, name, repo_type=repo_type, **ask) for name in filenames]
+        return [Path(file) for file in files]
+
+    try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return paths(cached=True)
+        # Asks once, where the download would retry for minutes.
+        url = hf_hub_url(repo_id, filenames[0], repo_type=repo_type)
+        get_hf_file_metadata(url, timeout=TIMEOUT_S)
+        return paths(cached=False)
+    except Exception as error:  # those of whichever HTTP client the library uses
+        reason = str(error).strip().partition("\n")[0]
+        raise OSError(f"{repo_id}: {type(error).__name__}: {reason[:200]}") from None

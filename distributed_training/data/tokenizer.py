@@ -1,0 +1,81 @@
+"""Byte-level BPE tokenizers in GPT-2's file format. No torch or transformers import.
+
+Run as a module, this trains the small tokenizer that the repository ships:
+
+    python -m distributed_training.data.tokenizer OUTPUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from distributed_training.data.corpus import read_embedded
+from distributed_training.settings.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+EMBEDDED_DIR = Path(__file__).parent / "assets" / "bpe-2048"
+FILES = ("vocab.json", "merges.txt")
+SETTINGS = "tokenizer_config.json"  # for transformers; the same for every GPT-2 tokenizer
+
+
+class Tokenizer:
+    """Text to token ids and back, from a folder with vocab.json and merges.txt."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError when the folder has no such tokenizer."""
+        from tokenizers import ByteLevelBPETokenizer
+
+        self.folder = folder
+        for name in FILES:
+            if not (folder / name).is_file():
+                why = "a GPT-2 tokenizer is a folder with vocab.json and merges.txt"
+                raise UserError(f"tokenizer {folder} has no {name}", why, "set tokenizer to auto")
+        try:
+            self._bpe = ByteLevelBPETokenizer(*(str(folder / name) for name in FILES))
+        except Exception as error:  # the Rust library raises plain Exception
+            raise UserError(f"tokenizer {folder} cannot be read", str(error)) from None
+        vocabulary = self._bpe.get_vocab()
+        if END_OF_TEXT not in vocabulary:
+            raise UserError(f"tokenizer {folder} has no {END_OF_TEXT} token")
+        self.eos_id, self.num_tokens = vocabulary[END_OF_TEXT], max(vocabulary.values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the two files: equal tokenizers have equal fingerprints."""
+        contents = b"".join((self.folder / name).read_bytes() for name in FILES)
+        return hashlib.sha256(contents).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """One int32 array of ids per text; no special tokens are added."""
+        return [np.array(coded.ids, dtype=np.int32) for coded in self._bpe.encode_batch(texts)]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text for a list of ids, end-of-text left out."""
+        return self._bpe.decode([i for i in ids if i != self.eos_id])
+
+    def save(self, folder: Path) -> None:
+        """Copy the files, so that `AutoTokenizer.from_pretrained(folder)` opens them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            shutil.copyfile(self.folder / name, folder / name)
+        shutil.copyfile(EMBEDDED_DIR / SETTINGS, folder / SETTINGS)
+
+
+def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
+    """Train a byte-level BPE on the embedded corpus of this Python and save it in `folder`."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(read_embedded(), vocab_size, special_tokens=[END_OF_TEXT])
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.save_model(str(folder))
+    return Tokenizer(folder)
+
+
+if __name__ == "__main__":
+    print(f"wrote {sys.argv[1]}: {train(Path(sys.argv[1])).num_tokens} tokens")

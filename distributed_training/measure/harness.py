@@ -1,0 +1,215 @@
+"""Many runs in one process group, one after the other.
+
+    with open_group() as group:
+        for finished in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
+            ...
+
+Starting processes takes longer than the few steps that a comparison or a test needs, so all runs
+share them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.data.sampler import Sampler
+from distributed_training.data.samples import Data, StepBatch
+from distributed_training.engines.base import Engine
+from distributed_training.models import ModelSpec
+from distributed_training.plan.machine import Machine, detect_machine
+from distributed_training.plan.plan import Plan, dump_plan, load_plan_data, make_plan, parse_plan
+from distributed_training.plan.topology import Topology, process_group
+from distributed_training.run import assemble, launch
+from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import strategy_defaults, strategy_options
+
+PATIENCE = timedelta(minutes=3)  # for the other ranks, wherever all ranks meet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The processes that all runs share."""
+
+    machine: Machine
+    process: launch.Process
+    device: torch.device
+    folder: Path
+    """Of all ranks and runs, so that a text is tokenised once; removed at the end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """The parts of one run on this rank."""
+
+    plan: Plan
+    topology: Topology
+    data: Data
+    sampler: Sampler
+    engine: Engine
+
+    def batch(self, step: int) -> StepBatch:
+        """This rank's samples of one step."""
+        return self.sampler.step_batch(self.data.train, step)
+
+    def rebuild_engine(self) -> None:
+        """Put a new engine with the initial weights in the place of this one. Collective."""
+        self.engine.close()
+        self.engine = assemble.build_engine(self.plan, self.topology)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """What came of one run."""
+
+    name: str
+    results: list[Any]
+    """What each rank's callback returned, by rank; empty for a run that was refused."""
+    refused: str | None = None
+    """Why this run could not start."""
+
+
+@contextlib.contextmanager
+def open_group(timeout: timedelta = PATIENCE) -> Iterator[Group]:
+    """Join the process group that the launcher describes (a group of one without a launcher)."""
+    # Libraries that call each other's deprecated functions are not the user's business.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
+    machine = detect_machine()
+    process = launch.current_process(os.environ) or launch.single_process()
+    launch.prepare_environment(process.local_world_size)
+    device = torch.device("cuda", process.local_rank) if machine.num_gpus else torch.device("cpu")
+    with process_group(device, timeout=timeout):
+        folder = [tempfile.mkdtemp() if process.rank == 0 else None]
+        dist.broadcast_object_list(folder, device=torch.device("cpu"))
+        path = Path(str(folder[0]))
+        try:
+            yield Group(machine=machine, process=process, device=device, folder=path)
+        finally:
+            if process.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def build_run(values: Mapping[str, Any], group: Group) -> Run:
+    """Plan, data, sampler and engine of a run, as a training builds them. Collective.
+
+    Raises UserError on every rank where CONFIG `values` are refused.
+    """
+    process = group.process
+    plan = _agree_on_plan(values, group)
+    topology = Topology(
+        world_size=process.world_size,
+        rank=process.rank,
+        local_rank=process.local_rank,
+        device_type=group.device.type,
+        **plan.mesh,
+    )
+    data, _ = load_plan_data(plan)
+    sampler = assemble.build_sampler(plan, data, topology)
+    engine = assemble.build_engine(plan, topology)
+    assemble.seed_dropout(plan.config, topology)
+    return Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
+
+
+def _agree_on_plan(values: Mapping[str, Any], group: Group) -> Plan:
+    """Rank 0 plans, and fills the cache of tokens; all take its plan or its error."""
+    answer: list[Any] = [None]
+    if group.process.rank == 0:
+        try:
+            plan = make_plan(
+                build_config(
+                    {"output_dir": str(group.folder), **values},
+                    defaults=strategy_defaults,
+                    options=strategy_options,
+                ),
+                group.machine,
+                num_processes=group.process.world_size,
+                processes_here=group.process.local_world_size,
+            )
+            load_plan_data(plan)
+            answer[0] = dump_plan(plan)
+        except UserError as error:
+            answer[0] = error
+    dist.broadcast_object_list(answer, device=torch.device("cpu"))
+    if isinstance(answer[0], UserError):
+        raise answer[0]
+    return parse_plan(answer[0])
+
+
+def each_run(
+    group: Group,
+    runs: Mapping[str, Mapping[str, Any]],
+    use: Callable[[Run], Any],
+    *,
+    deadline_s: float = float("inf"),
+) -> Iterator[Finished]:
+    """Build each run from its CONFIG values, call `use`, free its memory, yield what came of it.
+
+    A run that is refused does not stop the next. After `deadline_s` no further run starts, on any
+    rank. A failure ends the process: other ranks wait in a collective that cannot complete, and
+    NCCL would wait for them. Collective.
+    """
+    began = time.monotonic()
+    for name, values in runs.items():
+        late = torch.tensor(float(time.monotonic() - began > deadline_s))
+        dist.broadcast(late, 0)  # all ranks stop at the same run
+        if late:
+            return
+        try:
+            finished = _finish(name, values, group, use)
+        except BaseException:
+            print(f"{name}: rank {group.process.rank} failed", file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
+            shutil.rmtree(group.folder, ignore_errors=True)
+            os._exit(1)
+        torch.compiler.reset()  # a few variants of a block exhaust the limit of recompilations
+        gc.collect()
+        if group.device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield finished
+
+
+def _finish(
+    name: str, values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]
+) -> Finished:
+    try:
+        run = build_run(values, group)
+    except UserError as error:
+        return Finished(name=name, results=[], refused=str(error))
+    result = use(run)
+    run.engine.close()
+    return Finished(name=name, results=gather(result))
+
+
+def gather(mine: Any) -> list[Any]:
+    """Every rank's object, by rank. Collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def share_between_runs() -> None:
+    """Keep communicators, which live as long as the process, and the last run's initial weights,
+    which take long to draw, from one run to the next."""
+    for name in ("build_mesh", "new_pipeline_group"):
+        setattr(Topology, name, functools.cache(getattr(Topology, name)))
+    drawn = functools.lru_cache(maxsize=1)(ModelSpec.build)
+    ModelSpec.build = lambda spec, **words: copy.deepcopy(drawn(spec, **words))  # type: ignore[method-assign]

@@ -1,0 +1,201 @@
+"""The frame of a decoder-only language model, which a family fills with its blocks.
+
+Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from distributed_training.models.size import ModelSize
+
+IGNORE_INDEX = -100
+
+Role = Literal["column", "row", "whole", "positions", "vocabulary"]
+"""What tensor parallelism makes of a module: split by its output; split by its input, so that
+outputs are terms of a sum; held whole and used by each process on its own tokens; the same for a
+table that is indexed by position; rows dealt out by token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Where a model, or a stage of one, can be taken apart."""
+
+    blocks: tuple[nn.Module, ...]
+    """Units of gathering, compilation and recomputation, in order."""
+    roles: dict[str, Role]
+    """By module name."""
+    attention: str
+    """The blocks' method whose dropout masks belong to heads, which tp splits."""
+    vocabulary_parameters: tuple[str, ...]
+    """Names of parameters with one row for each token, `padded_vocab_size` of them."""
+
+
+class Linear(nn.Linear):
+    """nn.Linear in the dtype of its input: fp32 weights are rounded at use (and their gradients
+    arrive in fp32), so that every strategy has the same arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Decoder(nn.Module):
+    """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
+
+    A family's __init__ sets the modules below, in the order of its parameters, and those that
+    `place` needs. The embedding is padded to `size.padded_vocab_size` rows, which are cut off the
+    logits before anything sees them: padding is never a target, a probability or a sample.
+    """
+
+    first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
+    """What the first stage holds besides blocks."""
+    roles: ClassVar[dict[str, Role]]
+    """Patterns of module names, "blocks.*.mlp" -> role, besides those of the modules below."""
+    attention: ClassVar[str] = "attention"
+
+    token_embedding: nn.Embedding
+    blocks: nn.ModuleDict
+    norm_out: nn.Module
+    output_rows: nn.Embedding
+    """A table like the embedding, [P, D], where the size is not tied to that."""
+
+    def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.size = size
+        self.dropout = dropout
+        self.is_first = self.is_last = True
+        self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
+        # What follows the last norm, to be compiled or replaced.
+        self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
+        self.project: Callable[..., torch.Tensor] = project_to_vocabulary
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead.
+
+        The loss is the fp32 sum of cross entropies over targets other than IGNORE_INDEX, for the
+        caller to divide by the number of real tokens of the whole global batch. targets[:, t]
+        follows input_ids[:, t]. Stages other than the first take hidden states [B, T, D], and
+        stages other than the last return them.
+        """
+        if self.is_first:
+            x = self.place(self.token_embedding(x))
+        for block in self.blocks.values():
+            x = block(x)
+        if not self.is_last:
+            return x
+        x = self.norm_out(x)
+        weight = self.output_weight.to(x.dtype)
+        if targets is None:
+            return self.project(x, weight, self.size.vocab_size)
+        return self.loss(x, weight, targets, self.size.vocab_size)
+
+    def place(self, x: torch.Tensor) -> torch.Tensor:
+        """What follows the lookup, [B, T, D] -> [B, T, D]."""
+        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        return F.dropout(x, self.dropout, self.training)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """Rows of the output layer, [P, D]; on the last stage, and on the first where tied."""
+        return self.token_embedding.weight if self.size.tied else self.output_rows.weight
+
+    @property
+    def last_modules(self) -> tuple[str, ...]:
+        """What the last stage holds besides blocks, in order."""
+        return ("norm_out",) if self.size.tied else ("norm_out", "output_rows")
+
+    def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> Decoder:
+        """A run of blocks, with what belongs to the ends, under the names of the whole model.
+
+        Takes modules over; a last stage that is not the first gets a copy of a tied embedding.
+        """
+        part = type(self).__new__(type(self))
+        nn.Module.__init__(part)
+        for name, value in vars(self).items():  # settings; modules have names of their own below
+            if not name.startswith("_"):
+                setattr(part, name, value)
+        part.is_first, part.is_last = is_first, is_last
+        for name in self.first_modules if is_first else ():
+            setattr(part, name, getattr(self, name))
+        part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
+        if is_last and self.size.tied and not is_first:
+            weight = self.token_embedding.weight.detach().clone()
+            part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+        for name in self.last_modules if is_last else ():
+            setattr(part, name, getattr(self, name))
+        return part
+
+    def split(self) -> Split:
+        """Where this model, or stage, can be taken apart."""
+        ends = {"token_embedding": "vocabulary", "output_rows": "vocabulary", "norm_out": "whole"}
+        roles: dict[str, Any] = {
+            name: role
+            for name, _ in self.named_modules()
+            for pattern, role in {**ends, **self.roles}.items()
+            if fnmatch.fnmatchcase(name, pattern)
+        }
+        tables = [f"{name}.weight" for name, role in roles.items() if role == "vocabulary"]
+        return Split(
+            blocks=tuple(self.blocks.values()),
+            roles=roles,
+            attention=self.attention,
+            vocabulary_parameters=tuple(tables),
+        )
+
+
+def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V]."""
+    return F.linear(x, weight)[..., :vocab_size]
+
+
+def summed_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
+    logits = project_to_vocabulary(x, weight, vocab_size).float().view(-1, vocab_size)
+    return F.cross_entropy(logits, targets.view(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], float]) -> Decoder:
+    """What `make` makes, on the CPU in fp32, with random weights that depend on `seed` alone.
+
+    Matrices are normal with the deviation that `std` gives for their names, biases are 0, norms'
+    weights 1. Each has a generator of its own, so that all cores can draw at the same time.
+    """
+    with torch.device("meta"):
+        model = make()
+    model.to_empty(device="cpu")
+
+    def fill(index: int, named: tuple[str, nn.Parameter]) -> None:
+        name, values = named[0], named[1].data
+        if values.dim() < 2:
+            values.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            generator = torch.Generator().manual_seed(seed * 100_003 + index)
+            values.normal_(0.0, std(name), generator=generator)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, itertools.count(), model.named_parameters()))
+    for name in model.split().vocabulary_parameters:
+        model.get_parameter(name).data[model.size.vocab_size :].zero_()
+    return model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """AdamW's two groups: matrices decay; biases and norms (one-dimensional) do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

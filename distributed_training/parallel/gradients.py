@@ -1,0 +1,72 @@
+"""Gradients that may be spread over processes: their norm, each counted once, and their sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from distributed_training.parallel.private import foreach_div_, foreach_mul_, foreach_norm
+from distributed_training.plan.topology import Topology
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This process's part of a DTensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def match_layouts(parameters: list[Any]) -> None:
+    """Bring each gradient to its parameter's layout."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient, or this process's part of it, by the sum over `group`: one
+    all-reduce of all of them."""
+    parts = [local_part(parameter.grad) for parameter in parameters]
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total.view(part.shape))
+
+
+def global_norm(
+    parameters: list[nn.Parameter],
+    topology: Topology,
+    *,
+    counted_elsewhere: Collection[torch.Tensor] = (),
+) -> torch.Tensor:
+    """2-norm of all gradients of the model, fp32 scalar, the same on every rank.
+
+    Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
+    hold the same; one all-reduce of a scalar. Without tp, pp and shards all ranks hold everything
+    and none is needed.
+    """
+    held = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
+    norms = foreach_norm([local_part(gradient) for gradient in held])
+    if topology.world_size == topology.dp_replicate and not isinstance(held[0], DTensor):
+        return torch.stack(norms).norm()
+    per_stage = topology.world_size // topology.pp
+    # Numbers of Python: the CPU would wait for a tensor's copy to the GPU.
+    foreach_mul_(norms, norms)
+    foreach_div_(norms, [float(per_stage // _num_parts(gradient)) for gradient in held])
+    total = torch.stack(norms).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _num_parts(gradient: Any) -> int:
+    """Into how many different parts a gradient is divided over the ranks of its stage."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())

@@ -1,0 +1,112 @@
+"""All that this suite uses of torch's and DeepSpeed's private interfaces.
+
+Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategies never import.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+# What scaled_dot_product_attention dispatches to.
+ATTENTION_OPS = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+# An all-reduce that torch.compile can hold in a graph: (tensor, "sum" or "max", group).
+all_reduce_functional = functional_collectives.all_reduce
+
+
+def resolve_process_group(name: Any) -> dist.ProcessGroup:
+    """The group that a functional collective carries by name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+class TwoWayStage(PipelineStage):
+    """A PipelineStage whose edges use two communicators of the same processes in turns: even ones
+    `group`, odd ones `other`. Over one, NCCL would let a receive that waits for the stage before
+    hold up what is ready for the stage after, which costs interleaved schedules their gain.
+    """
+
+    other: dist.ProcessGroup
+
+    def _over(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        group = self.other if edge % 2 else self.group
+        return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over(self.stage_index, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over(self.stage_index, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Nothing with ourselves (where a V turns): torch 2.11 sends it, and gloo fails."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.peer != dist.get_rank()]
+
+
+class CutWhereTold:
+    """To inherit before DeepSpeed's PipelineModule: stages begin at the layers in `parts`."""
+
+    parts: list[int]
+
+    def _partition_layers(self, method: str = "") -> None:
+        own: Any = self
+        own._set_bounds(self.parts[own.stage_id], self.parts[own.stage_id + 1])
+
+    def drop_layer_specs(self) -> None:
+        """Let go of the layers of other stages."""
+        self._layer_specs: list[Any] = []
+
+
+def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -> None:
+    """Bring a new DeepSpeedCPUAdam to the step that its loaded state is at, by repeating the steps
+    on nothing: its C++ object multiplies beta ** step up in fp32, and pow rounds otherwise."""
+    last = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
+    nothing = [torch.zeros(0) for _ in range(4)]
+    for step in range(1, last + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
+
+
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """A parameter's shape before ZeRO-3 took it apart."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def is_pipeline_copy(parameter: torch.Tensor) -> bool:
+    """Whether another stage of DeepSpeed's pipeline holds this parameter, too, and counts it."""
+    return getattr(parameter, "ds_pipe_replicated", False)
+
+
+def forget_pipeline_grid() -> None:
+    """Else DeepSpeed would give the next engine of this process the grid of the last one."""
+    import deepspeed
+
+    deepspeed.utils.groups.mpu = None
+
+
+def shared_reduce_buffer(rank: int) -> Path:
+    """The file of the buffer through which processes without a GPU reduce (DeepSpeed's shm.cpp)."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")

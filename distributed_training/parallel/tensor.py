@@ -1,0 +1,177 @@
+"""Tensor parallelism: every layer's matrices split over processes (Megatron-LM, 1909.08053).
+
+Letters as in decoder.py; R is the number of processes. A `column` matrix is split by rows (each
+process has H / R heads, or 1 / R of an MLP's hidden units), the `row` matrix after it by columns
+(each product is one term of a sum), so that one exchange precedes and one follows attention and
+MLP. With sequence parallelism (2205.05198) what lies between, norms, residuals and dropout, is
+split along the tokens, and the exchanges are an all-gather and a reduce-scatter; without,
+everybody computes all of it, and the exchange is one all-reduce after each. The loss is split by
+vocabulary, too: no process ever holds all logits of its samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
+from distributed_training.parallel.private import all_reduce_functional
+
+
+def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> set[str]:
+    """Split a model, or a stage of one, over the one-axis `mesh`, in place.
+
+    Every parameter becomes a DTensor. Between split layers tensors are plain and local:
+    [B, T / R, D] with sequence parallelism, else [B, T, D].
+
+    Returns the names of parameters whose gradients are, on each process, one term of a sum over
+    `mesh` still to be taken (gradients.sum_gradients): those that it uses on its own tokens.
+    """
+    between: Placement = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[Role, ParallelStyle] = {
+        "column": ColwiseParallel(input_layouts=between),
+        "row": RowwiseParallel(output_layouts=between),
+        "whole": _OnOwnTokens(),
+        "positions": _OnOwnTokens(shift=sequence_parallel),
+        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    }
+    split = model.split()
+    for name, role in split.roles.items():
+        if role == "vocabulary":
+            _pad_rows(model.get_submodule(name), mesh.size())
+    parallelize_module(model, mesh, {name: styles[role] for name, role in split.roles.items()})
+    for block in split.blocks if model.dropout and not sequence_parallel else ():
+        attention = getattr(block, split.attention)
+        with_masks = partial(_with_own_masks, attention, mesh.get_local_rank())
+        setattr(block, split.attention, with_masks)
+    if model.is_last:
+        model.loss = partial(_split_loss, mesh, between)
+        model.project = partial(_split_projection, mesh, between)
+    return {
+        f"{name}.{parameter}"
+        for name, role in split.roles.items()
+        if sequence_parallel and role in ("whole", "positions")
+        for parameter, _ in model.get_submodule(name).named_parameters()
+    }
+
+
+@dataclass
+class _OnOwnTokens(ParallelStyle):
+    """All processes hold the parameters, and each uses them on the tokens that it has.
+
+    DTensor is told that these are all tokens, so that it exchanges nothing: else it would sum each
+    parameter's gradient by itself and, under FSDP, of each micro-batch, in bf16.
+    """
+
+    shift: bool = False
+    """The input is positions counted from the process's first token, [T / R]."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            (x,) = inputs
+            if self.shift:
+                x = x + mesh.get_local_rank() * x.shape[0]
+            return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+        return distribute_module(
+            module, device_mesh, None, enter, lambda _module, output, _mesh: output.to_local()
+        )
+
+
+def _pad_rows(table: Any, multiple: int) -> None:
+    """Append zero rows until `multiple` divides their number; they are padding like the others."""
+    missing = -table.num_embeddings % multiple
+    if missing:
+        table.weight = nn.Parameter(F.pad(table.weight.detach(), (0, 0, 0, missing)))
+        table.num_embeddings += missing
+
+
+def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
+    """All tokens on every process; gradients of what each makes of them are added up."""
+    whole = DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def _split_projection(
+    mesh: DeviceMesh, layout: Placement, x: torch.Tensor, weight: DTensor, vocab_size: int
+) -> torch.Tensor:
+    """Logits [B, T, V] on every process, for generation."""
+    local = F.linear(_gather_tokens(x, mesh, layout), weight.to_local())
+    return DTensor.from_local(local, mesh, [Shard(2)]).full_tensor()[..., :vocab_size]
+
+
+def _split_loss(
+    mesh: DeviceMesh,
+    layout: Placement,
+    x: torch.Tensor,
+    weight: DTensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Summed cross entropy of hidden states against output rows that are split; fp32, [] ."""
+    rows = weight.to_local()  # (P / R, D)
+    first = mesh.get_local_rank() * rows.shape[0]
+    logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1)  # (B T, P / R)
+    return split_cross_entropy(logits, targets.flatten(), first, vocab_size, mesh.get_group())
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Cross entropies of [N, V / R] logits summed over N targets, the same on every process.
+
+    The process's columns are tokens `first`, `first` + 1, ...; those from `vocab_size` on are
+    padding. Three numbers a target travel: the maximum, the sum of exponentials, the target's own
+    logit (2 all-reduces of fp32 over `group`).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        x = logits.float().masked_fill(first + columns >= vocab_size, -torch.inf)
+        # A process may hold nothing but padding.
+        top = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
+        top = all_reduce_functional(top, "max", group)
+        exponentials = (x - top[:, None]).exp()
+        local = targets - first
+        mine = (local >= 0) & (local < x.shape[1])
+        local = torch.where(mine, local, 0)
+        own = torch.where(mine, x.gather(1, local[:, None])[:, 0] - top, 0.0)
+        sums = torch.stack([exponentials.sum(dim=1), own])
+        total, own = all_reduce_functional(sums, "sum", group).unbind(0)
+        counted = targets != IGNORE_INDEX
+        ctx.save_for_backward(exponentials / total[:, None], local, mine & counted, counted)
+        ctx.dtype = logits.dtype
+        return torch.where(counted, total.log() - own, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        probabilities, local, mine, counted = ctx.saved_tensors
+        of_logits = probabilities * counted[:, None]
+        of_logits = of_logits.scatter_add(1, local[:, None], -mine[:, None].float())
+        return (of_logits * gradient).to(ctx.dtype), None, None, None, None
+
+
+split_cross_entropy = _SplitCrossEntropy.apply
+
+
+def _with_own_masks(attention: Any, place: int, x: torch.Tensor) -> torch.Tensor:
+    """Attention whose dropout differs between processes, which have different heads. The seed is
+    drawn from the common generator, which recomputation restores: it finds the same masks."""
+    seed = int(torch.randint(2**62, ()))
+    devices = [x.device] if x.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed + place)
+        return attention(x)

@@ -1,0 +1,128 @@
+"""How a layout cuts the sequences of one optimizer step. No torch import.
+
+A step has batch_size x grad_accum_steps x processes sequences under every strategy. Those of a
+replica are run in micro-batches:
+
+    global_batch_size == micro_batch_size * num_microbatches * num_replicas
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributed_training.plan.cost import activation_share
+from distributed_training.plan.schedules import Schedule
+from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The sequences of one optimizer step and how they are cut."""
+
+    global_batch_size: int
+    """Sequences of a step, over all processes."""
+    micro_batch_size: int
+    """Sequences that go through a replica at once."""
+    num_microbatches: int
+    """Of a replica in a step."""
+    num_replicas: int
+    """dp_replicate x dp_shard: parts of the mesh that see different sequences."""
+
+    def describe(self) -> str:
+        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
+        replicas = f"{self.num_replicas} replica" + "s" * (self.num_replicas != 1)
+        cuts = f"{self.num_microbatches} micro-batch" + "es" * (self.num_microbatches != 1)
+        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
+
+
+def cut_batch(config: RunConfig, mesh: Mapping[str, int], schedule: Schedule) -> Batch:
+    """The batch of one step, cut as CONFIG says or, where CONFIG says "auto", by one rule.
+
+    The rule: the fewest micro-batches that the schedule takes, of which there are at least 2 x pp,
+    and whose activations need no more memory than `batch_size` sequences do under dp. Where the
+    batch does not allow both, memory counts first.
+    """
+    num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
+    global_batch_size = config.batch_size * config.grad_accum_steps * math.prod(mesh.values())
+    sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
+    pp = mesh["pp"]
+    counts = schedule.counts(pp, sequences)
+    given = _given_count(config, sequences)
+    if given is not None and given not in counts:
+        raise _refusal(config, schedule, pp, sequences, given)
+    count = given or _choose(config, mesh, schedule, counts, sequences)
+    return Batch(
+        global_batch_size=global_batch_size,
+        micro_batch_size=sequences // count,
+        num_microbatches=count,
+        num_replicas=num_replicas,
+    )
+
+
+def _given_count(config: RunConfig, sequences: int) -> int | None:
+    """Micro-batches that CONFIG asks for, 0 where the numbers do not fit; None for "auto"."""
+    size, count = config.micro_batch_size, config.num_microbatches
+    if size == AUTO and count == AUTO:
+        return None
+    if size == AUTO:
+        size = sequences // int(count)
+    if count == AUTO:
+        count = sequences // int(size)
+    return int(count) if int(size) * int(count) == sequences else 0
+
+
+def _choose(
+    config: RunConfig,
+    mesh: Mapping[str, int],
+    schedule: Schedule,
+    counts: list[int],
+    sequences: int,
+) -> int:
+    share = activation_share(mesh["tp"], sequence_parallel=config.sequence_parallel)
+
+    def fits(count: int) -> bool:
+        size = sequences // count
+        kept = size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share
+        # The loss is computed one micro-batch at a time, its logits divided over tp.
+        return max(kept, size / mesh["tp"]) <= config.batch_size
+
+    fitting = [count for count in counts if fits(count)] or counts[-1:]
+    enough = [count for count in fitting if mesh["pp"] == 1 or count >= 2 * mesh["pp"]]
+    return enough[0] if enough else fitting[-1]
+
+
+def _refusal(
+    config: RunConfig, schedule: Schedule, pp: int, sequences: int, given: int
+) -> UserError:
+    """What does not fit, and the nearest cuts that do: there always is one, into single ones."""
+    keys = ("micro_batch_size", "num_microbatches")
+    asked = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
+    over = f"pipeline_schedule={config.pipeline_schedule!r} over pp={pp}"
+    why = f"{over} works in equal rounds of about {pp} micro-batches"
+    if given == 0:
+        why = "micro_batch_size x num_microbatches must be that number"
+    elif given < schedule.minimum(pp):
+        why = f"{over} needs {schedule.minimum(pp)} micro-batches or more"
+    wanted = asked.get("num_microbatches") or sequences / asked["micro_batch_size"]
+    by_distance = sorted(
+        schedule.counts(pp, sequences), key=lambda count: abs(math.log(count / wanted))
+    )
+    near = [dict(zip(keys, (sequences // n, n), strict=True)) for n in sorted(by_distance[:3])]
+    if len(asked) == 1:
+        (key,) = asked
+        fix = f"set {key} to {' or '.join(str(cut[key]) for cut in near)}, or to auto"
+    else:
+        cuts = [" ".join(f"{key}={value}" for key, value in cut.items()) for cut in near]
+        fix = f"set {'; or '.join(cuts)}; or both to auto"
+    words = " with ".join(f"{key}={value}" for key, value in asked.items())
+    processes = sequences // (config.batch_size * config.grad_accum_steps)
+    return UserError(
+        f"{words} does not fit: a replica has {sequences} sequences a step (batch_size "
+        f"{config.batch_size} x grad_accum_steps {config.grad_accum_steps} x its {processes} "
+        "processes)",
+        why,
+        fix,
+    )

@@ -1,0 +1,145 @@
+"""How a model is laid over the mesh: which blocks each pipeline stage gets, what is refused.
+
+No torch import. A stage is a run of consecutive blocks; the first also holds the embeddings, the
+last the final norm and the output layer, which has the tied embedding's weights once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from distributed_training.models.size import ModelSize
+from distributed_training.plan.schedules import Schedule, schedule_of
+from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The stages of a pipeline; one stage with all blocks where there is none."""
+
+    blocks_per_stage: tuple[int, ...]
+    """Blocks of each stage, in the model's order."""
+    ranks: tuple[int, ...]
+    """Place along pp that holds each stage."""
+    num_parameters: int
+    """Parameters of the process that holds most, padding not counted, before dp_shard divides."""
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """Numbers of the blocks of each stage."""
+        ends = list(itertools.accumulate(self.blocks_per_stage))
+        pairs = zip(ends, self.blocks_per_stage, strict=True)
+        return tuple(range(end - count, end) for end, count in pairs)
+
+
+def build_layout(
+    config: RunConfig, strategy: Strategy, size: ModelSize, mesh: Mapping[str, int]
+) -> Layout:
+    """Cut the model for a mesh that its heads and blocks can be divided over (`fill_mesh`).
+
+    Raises UserError where a setting of CONFIG does not go with the mesh.
+    """
+    pp = mesh["pp"]
+    schedule = schedule_of(config, strategy, pp)
+    _check_settings(config, strategy, schedule, mesh)
+    ranks = schedule.ranks(pp)
+    counts = [size.num_layers]
+    if pp > 1:
+        counts = _given_cut(config, size, ranks) or balanced_cut(size, config.max_length, ranks)
+    held = [0] * pp
+    for stage, rank in enumerate(ranks):
+        held[rank] += stage_parameters(size, counts, stage)
+    return Layout(
+        blocks_per_stage=tuple(counts), ranks=ranks, num_parameters=-(-max(held) // mesh["tp"])
+    )
+
+
+def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
+    """Blocks of each stage, at least one, so that the costliest process costs least.
+
+    `ranks`: the process along pp that holds each stage, one or two a process. The cost is FLOPs a
+    token; the output layer counts, looking embeddings up does not. Of two stages of a process the
+    one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
+    pipedream_tutorial found these the shorter.
+    """
+    head = Fraction(size.output_flops(), size.block_flops(seq_len))  # in blocks
+    pp = max(ranks) + 1
+    each = len(ranks) // pp
+    v_shaped = each > 1 and ranks[pp] == pp - 1
+
+    def others(last: int) -> int:
+        """Blocks of the costliest process without the output layer."""
+        return -(-(size.num_layers - last) // (pp - 1))
+
+    choices = range(each, size.num_layers - each * (pp - 1) + 1)
+    last = min(choices, key=lambda blocks: max(Fraction(others(blocks)), blocks + head))
+    rest = size.num_layers - last
+    totals = [rest // (pp - 1) + (i < rest % (pp - 1)) for i in range(pp - 1)]
+    totals.insert(ranks[-1], last)
+    if each == 1:
+        return totals
+    first = [-(-total // 2) if v_shaped else total // 2 for total in totals]
+    # The stage with the output layer is to cost what the other one of its process does.
+    first[ranks[-1]] = last - max(1, int((last - head) / 2))
+    second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
+    return first + (second[::-1] if v_shaped else second)
+
+
+def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
+    """Parameters of one stage, padding not counted; both ends hold a tied embedding."""
+    count = blocks_per_stage[stage] * size.block_parameters
+    if stage == 0:
+        count += size.embedding_parameters + size.position_parameters
+    if stage == len(blocks_per_stage) - 1:
+        own_rows = stage > 0 or not size.tied
+        count += size.final_norm_parameters + own_rows * size.embedding_parameters
+    return count
+
+
+def _check_settings(
+    config: RunConfig, strategy: Strategy, schedule: Schedule, mesh: Mapping[str, int]
+) -> None:
+    tp, known = mesh["tp"], strategy.traits.schedules
+    if config.sequence_parallel and config.max_length % tp:
+        raise UserError(
+            f"max_length={config.max_length} is not a multiple of tp={tp}",
+            "sequence_parallel splits the tokens of a sample evenly",
+            f"set max_length to {config.max_length // tp * tp or tp} or sequence_parallel to False",
+        )
+    if mesh["pp"] == 1:
+        if config.pipeline_cut is not None:
+            raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
+        return
+    name, mode = config.pipeline_schedule, config.activation_checkpointing
+    if name not in (*known, AUTO):
+        raise UserError(
+            f"pipeline_schedule={name!r} cannot be set with strategy={strategy.name!r}",
+            f"its engine has {', '.join(known)}",
+            f"set it to {known[0]}, or strategy to pp or 3d",
+        )
+    if schedule.splits_backward and mode != "none":
+        raise UserError(
+            f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}",
+            "the schedule splits a block's backward pass, and each part would recompute the block",
+            "set it to none, or pipeline_schedule to 1f1b",
+        )
+
+
+def _given_cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int] | None:
+    if config.pipeline_cut is None:
+        return None
+    words = config.pipeline_cut.split(",")
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
+    if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
+        example = balanced_cut(size, config.max_length, ranks)
+        raise UserError(
+            f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up to "
+            f"the {size.num_layers} blocks of {config.model}",
+            fix=f"write {','.join(map(str, example))}, for example, or None",
+        )
+    return counts

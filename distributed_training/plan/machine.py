@@ -1,0 +1,104 @@
+"""What this machine has, found without importing torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from distributed_training.settings.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The facts that "auto" values and preflight checks depend on."""
+
+    num_gpus: int
+    """NVIDIA GPUs this process may use (`CUDA_VISIBLE_DEVICES` respected)."""
+    gpu_name: str | None
+    gpu_memory_bytes: int
+    """Of the smallest visible GPU, host memory where it has none of its own; 0 without a GPU."""
+    compute_capability: tuple[int, int]
+    """Lowest of the visible GPUs, (0, 0) without one; bf16 needs (8, 0)."""
+    ram_bytes: int
+    """Memory that may still be used here: the smaller of free RAM and the cgroup's room."""
+    num_cpus: int
+
+
+def detect_machine() -> Machine:
+    """Look at this machine: `nvidia-smi`, free memory, the cgroup's limit."""
+    gpus = _visible_gpus()
+    return Machine(
+        num_gpus=len(gpus),
+        gpu_name=gpus[0][0] if gpus else None,
+        gpu_memory_bytes=min((memory for _, memory, _ in gpus), default=0),
+        compute_capability=min((capability for _, _, capability in gpus), default=(0, 0)),
+        ram_bytes=available_ram_bytes(),
+        num_cpus=len(os.sched_getaffinity(0)),
+    )
+
+
+def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
+    """(name, memory bytes, compute capability) for each GPU that CUDA would show."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shutil.which("nvidia-smi") is None:
+        return []
+    if visible is not None and visible.strip().startswith("MIG-"):
+        why = "only whole GPUs are detected"
+        raise UserError("CUDA_VISIBLE_DEVICES names a part of a GPU", why, "give GPUs by index")
+    query = "--query-gpu=index,uuid,name,memory.total,compute_cap"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        why = "the driver hangs"
+        raise UserError("nvidia-smi did not answer for a minute", why, "run it yourself") from None
+    if answer.returncode != 0:
+        return []
+    rows = [line.split(", ") for line in answer.stdout.splitlines()]
+    gpus = [
+        (index, uuid, (name, _memory_bytes(memory), _capability(capability)))
+        for index, uuid, name, memory, capability in rows
+    ]
+    if visible is None:
+        return [gpu for _, _, gpu in gpus]
+    chosen = []
+    for entry in map(str.strip, visible.split(",")):
+        match = [gpu for i, uuid, gpu in gpus if entry and (entry == i or uuid.startswith(entry))]
+        if not match:
+            break  # CUDA, too, stops at the first entry that it does not know
+        chosen += match[:1]
+    return chosen
+
+
+def _memory_bytes(mebibytes: str) -> int:
+    """A GPU that shares the host's memory (GB10, Jetson) answers [N/A] and can use what is left."""
+    return int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    # [N/A]: an old driver, whose GPUs lack bf16.
+    return (int(major), int(minor or 0)) if major.isdecimal() else (0, 0)
+
+
+def available_ram_bytes() -> int:
+    """Bytes that can be allocated before the kernel or the cgroup starts killing."""
+    available = psutil.virtual_memory().available
+    # This process's cgroup (version 2) and all above it: a job's limit may be on any of them.
+    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    lines = own.read_text().splitlines() if own.exists() else []
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), "")
+    for group in (root / path, *(root / path).parents):
+        limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+        if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+            fields = dict(line.split() for line in stat.read_text().splitlines())
+            # The cache of files is counted as used, but given back when it is needed.
+            cache = int(fields["active_file"]) + int(fields["inactive_file"])
+            room = int(limit.read_text()) - int(used.read_text()) + cache
+            available = min(available, max(room, 0))
+    return available

@@ -1,0 +1,134 @@
+"""Bytes that a step hands to other processes, by the formulas of strategies/*/README.md.
+
+No torch import. Sizes are those of the tensors given to an operation: of the whole one for
+all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network.
+Letters as in the READMEs: D hidden size, A bytes of one micro-batch between two blocks, k or m
+micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from distributed_training.models.size import ModelSize
+from distributed_training.plan.batch import cut_batch
+from distributed_training.plan.layouts import build_layout
+from distributed_training.plan.schedules import schedule_of
+from distributed_training.plan.topology import Topology, fill_mesh
+from distributed_training.settings.config import RunConfig
+from distributed_training.settings.strategies import load_strategy
+
+Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
+
+
+def sent_bytes(kind: str, tensor_bytes: int, members: int) -> float:
+    """What each of `members` processes sends where collectives run as rings."""
+    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    return turns[kind] * (members - 1) / members * tensor_bytes if kind in turns else tensor_bytes
+
+
+class Formulas:
+    """Those of process `rank` of `count` for a model of `size` under `config`."""
+
+    def __init__(self, config: RunConfig, size: ModelSize, count: int, rank: int) -> None:
+        self.config, self.size, self.strategy = config, size, load_strategy(config)
+        mesh = fill_mesh(self.strategy, count)
+        self.topology = Topology(
+            world_size=count, rank=rank, local_rank=rank, device_type="cpu", **mesh
+        )
+        layout = build_layout(config, self.strategy, size, mesh)
+        batch = cut_batch(config, mesh, schedule_of(config, self.strategy, mesh["pp"]))
+        self.ranks, place, tp = layout.ranks, self.topology.pp_rank, mesh["tp"]
+        self.first, self.last = self.ranks[0] == place, self.ranks[-1] == place
+        held = zip(self.ranks, layout.blocks_per_stage, strict=True)
+        self.num_blocks = sum(count for rank, count in held if rank == place)
+        self.micro_batches = batch.num_microbatches
+        self.width = 4 if config.precision == "fp32" else 2
+        self.tokens = batch.micro_batch_size * config.max_length
+        self.activation = self.tokens * size.hidden_size * self.width  # A
+        self.embedding = size.padded_embedding_parameters // tp
+        # Parameters before dp_shard divides them: in blocks, and in what lies around them.
+        whole = size.block_parameters - size.block_parameters_split
+        self.in_blocks = self.num_blocks * (size.block_parameters_split // tp + whole)
+        own_rows = len(self.ranks) > 1 or not size.tied
+        self.around = self.first * (self.embedding + size.position_parameters)
+        self.around += self.last * (size.final_norm_parameters + self.embedding * own_rows)
+
+    def total(self) -> Bytes:
+        """Everything but numbers of at most 8 bytes."""
+        if self.strategy.traits.takes_deepspeed_json:
+            return self.pipeline() + self.zero()
+        return self.pipeline() + self.tensor() + self.data()
+
+    def data(self) -> Bytes:
+        """dp and fsdp, alone or inside tp and pp."""
+        axes, held = self.topology, self.in_blocks + self.around
+        if axes.dp_replicate == axes.world_size:  # DDP: once a step
+            return Counter({("dp_replicate", "all_reduce"): 4 * held})
+        # FSDP: shards every micro-batch, within a pipeline once a step, where a block is gathered
+        # once, too; between copies once a step.
+        times, gathers = (1, 1) if axes.pp > 1 else (self.micro_batches, 2)
+        found: Bytes = Counter()
+        if axes.dp_shard > 1:
+            gathered = self.width * (gathers * self.in_blocks + self.around)
+            found["dp_shard", "all_gather"] = times * gathered
+            found["dp_shard", "reduce_scatter"] = times * 4 * held
+        if axes.dp_replicate > 1:
+            found["dp_replicate", "all_reduce"] = 4 * held // axes.dp_shard
+        return found
+
+    def tensor(self) -> Bytes:
+        """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice
+        backward, without it all-reduces as often; embedding, output layer, loss; gradients of norms
+        and positions once a step, each process those of its shard.
+        """
+        if self.topology.tp == 1:
+            return Counter()
+        k, d = self.micro_batches, self.size.hidden_size
+        rounded = self.topology.dp_size > 1 or self.topology.pp > 1
+        outer = self.width if rounded else 4  # parameters are fp32 where FSDP rounds none
+        embedded = self.tokens * d * outer
+        exchanged = k * (4 * self.num_blocks + self.last) * self.activation
+        exchanged += k * self.first * embedded
+        # Recomputation stops before the last exchange of the forward pass: nobody needs its result.
+        again = k * self.num_blocks * self.activation
+        again *= self.config.activation_checkpointing != "none"
+        loss = k * 12 * self.tokens * self.last
+        if not self.config.sequence_parallel:
+            return Counter({("tp", "all_reduce"): exchanged + again + loss})
+        terms = self.num_blocks * self.size.block_norm_parameters
+        terms += self.last * self.size.final_norm_parameters
+        terms += self.first * self.size.position_parameters
+        found: Bytes = Counter({("tp", "all_reduce"): loss + 4 * terms // self.topology.dp_shard})
+        found["tp", "all_gather"] = exchanged + 2 * again
+        found["tp", "reduce_scatter"] = exchanged + again
+        return found
+
+    def pipeline(self) -> Bytes:
+        """pp: activations on, their gradients back; the tied embedding's gradient once a step."""
+        axes = self.topology
+        if axes.pp == 1:
+            return Counter()
+        split = axes.tp if self.config.sequence_parallel else 1
+        pairs = list(zip(self.ranks, self.ranks[1:], strict=False))
+        ends = sum(pair.count(axes.pp_rank) for pair in pairs if pair[0] != pair[1])
+        sent = ends * self.micro_batches * self.activation // split
+        found: Bytes = Counter({("pp", "send"): sent})
+        if self.first != self.last and self.size.tied:
+            if self.strategy.traits.rounded_weights:
+                found["pp", "all_reduce"] = self.width * self.embedding
+            else:
+                found["pp", "send"] += 4 * self.embedding // axes.dp_shard
+        return found
+
+    def zero(self) -> Bytes:
+        """DeepSpeed's stages, on the whole model or on a stage of its pipeline."""
+        held = self.width * (self.in_blocks + self.around)
+        section, k = self.strategy.document["zero_optimization"], self.micro_batches
+        if section["stage"] == 3:
+            gathers = 1 if section["stage3_max_reuse_distance"] else 2
+            gathered, reduced = gathers * k * held, ("dp_shard", "reduce_scatter")
+        else:
+            gathered, reduced = held, ("dp_shard", "all_reduce")
+        times = k if section["stage"] > 1 else 1
+        return Counter({("dp_shard", "all_gather"): gathered, reduced: times * held})

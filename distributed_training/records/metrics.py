@@ -1,0 +1,136 @@
+"""Time, throughput, model FLOPs utilisation and memory. Units are in the names."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+MAX_WARMUP_STEPS = 5
+# Dense bf16 (fp16 where the chip has no bf16) tensor-core FLOP/s from the vendors' datasheets.
+# The first entry whose words occur in the device's name counts.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12,
+    "GH200": 989.5e12, "B200": 2250e12, "A100": 312e12, "A40": 149.7e12, "L40S": 362e12,
+    "L4": 121e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+class StepTimer:
+    """Durations of steps: CUDA events on a GPU (nothing waits for them), a clock on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self._durations_s: list[float] = []
+
+    def restart(self) -> None:
+        """Begin counting now; what happened since the last mark counts for no step."""
+        self.durations_s()
+        self._marks.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        """A step has ended."""
+        if not self._cuda:
+            self._marks.append(time.perf_counter())
+            return
+        self._marks.append(torch.cuda.Event(enable_timing=True))
+        self._marks[-1].record()
+
+    def durations_s(self) -> list[float]:
+        """Seconds of every step so far; waits for the GPU."""
+        if self._cuda and self._marks:
+            self._marks[-1].synchronize()
+        for begin, end in itertools.pairwise(self._marks):
+            self._durations_s.append(begin.elapsed_time(end) / 1000 if self._cuda else end - begin)
+        self._marks = self._marks[-1:]
+        return self._durations_s
+
+
+def peak_flops(device_name: str | None) -> float | None:
+    """Peak of one device, FLOP/s; None where it is not known, so that MFU is null, not guessed.
+
+    Names are compared by whole words: an L40 is not an L4. Slices of a chip (MIG) and laptop
+    chips are unknown.
+    """
+    words = (device_name or "").replace("-", " ").split()
+    if "MIG" in words or "Laptop" in words:
+        return None
+    text = f" {' '.join(words)} "
+    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in text), None)
+
+
+def summarise_performance(
+    durations_s: list[float],
+    *,
+    tokens_per_step: float,
+    flops_per_token: int,
+    world_size: int,
+    device_name: str | None,
+) -> dict[str, Any]:
+    """Percentiles of step time with warm-up (MAX_WARMUP_STEPS, or a third where a run is short)
+    left out, and what follows from the median. `tokens_per_step` are real, of the global batch.
+    """
+    warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
+    timed = np.array(durations_s[warmup:])
+    if len(timed) == 0:
+        return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
+    tokens_per_s = tokens_per_step / float(np.median(timed))
+    peak = peak_flops(device_name)
+    return {
+        "num_warmup_steps": warmup,
+        "num_timed_steps": len(timed),
+        "step_time_s": {f"p{q}": float(np.percentile(timed, q)) for q in (10, 50, 90, 99)},
+        "tokens_per_step": tokens_per_step,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_process": tokens_per_s / world_size,
+        "flops_per_token": flops_per_token,
+        "peak_flops_per_gpu": peak,
+        "mfu": None if peak is None else tokens_per_s * flops_per_token / (peak * world_size),
+    }
+
+
+class PeakMemory:
+    """Highest memory while training; evaluation and export are left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        peak = 0 if self._cuda else None  # None: no counter
+        self._peaks = {"peak_allocated_bytes": peak, "peak_reserved_bytes": peak}
+
+    def begin(self) -> None:
+        """Training (re)starts."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def end(self) -> None:
+        """Training pauses."""
+        if self._cuda:
+            now = torch.cuda.memory_stats(self._device)
+            for kind in ("allocated", "reserved"):
+                name = f"peak_{kind}_bytes"
+                self._peaks[name] = max(
+                    self._peaks[name] or 0, now.get(f"{kind}_bytes.all.peak", 0)
+                )
+
+    def as_dict(self) -> dict[str, int | None]:
+        """This rank's peaks; null for a device without a counter."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {**self._peaks, "peak_host_bytes": host}
+
+
+def disk_bytes() -> dict[str, int] | None:
+    """Bytes this process has caused to be read from and written to storage; None where the system
+    does not count them. Page-cache hits are left out, direct I/O (libaio) is not.
+    """
+    try:
+        counters = psutil.Process().io_counters()
+    except (AttributeError, psutil.Error):
+        return None
+    return {"read_bytes": counters.read_bytes, "write_bytes": counters.write_bytes}

@@ -1,0 +1,184 @@
+"""Writing and reading the JSON record of a run, which schema.py describes. No torch import."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import json
+import logging
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from distributed_training.records.schema import SCHEMA_VERSION, Record, RunState
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT, load_json
+
+RECORD_FILE = "record.json"
+METRICS_FILE = "metrics.jsonl"
+FAILURE_FILE = ".failure"
+LOST = "lost another process"
+_PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
+_State = TypeVar("_State", bound=RunState)
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunRecord:
+    """A record that is on disk, whole, after every change."""
+
+    run_dir: Path
+    values: dict[str, Any]
+
+    def as_record(self) -> Record:
+        """The values so far, by the schema."""
+        return Record.model_validate(self.values)
+
+    def update(self, **values: Any) -> None:
+        """Change top-level entries and write the file."""
+        self.values.update(values)
+        write_json(self.run_dir / RECORD_FILE, self.values)
+
+
+def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
+    """Create a record with status "running" and everything known before the first step."""
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "status": "running",
+        "error": None,
+        "started_at": timestamp(),
+        "finished_at": None,
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "hostname": platform.node(),
+        "pid": os.getpid(),
+    }
+    record = RunRecord(run_dir, {**about, **values})
+    record.update()
+    return record
+
+
+def _load(path: Path, schema: type[_State]) -> _State:
+    """Read a record from its file or its run's folder; raises UserError for what is none."""
+    file = path / RECORD_FILE if path.is_dir() else path
+    try:
+        return schema.model_validate(load_json(file, "record"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = ".".join(map(str, first["loc"])) + ": " + first["msg"]
+        fix = "give a folder under runs/, or use the commit that the record names"
+        raise UserError(f"{file} is not a run record that this code reads", why, fix) from None
+
+
+load_record = functools.partial(_load, schema=Record)  # all of it
+load_state = functools.partial(_load, schema=RunState)  # where the run stands
+
+
+def is_alive(state: RunState) -> bool:
+    """Whether a record says "running" and the process that wrote it still runs, on this host."""
+    if state.status != "running" or state.hostname != platform.node() or state.pid is None:
+        return False
+    try:
+        process = psutil.Process(state.pid)
+        # A process that began after the record did only reuses the number.
+        return process.create_time() <= datetime.fromisoformat(state.started_at).timestamp() + 1
+    except psutil.Error:
+        return False
+
+
+def claim_failure(run_dir: Path) -> bool:
+    """Whether this process is the first of its run to report a failure."""
+    try:
+        (run_dir / FAILURE_FILE).touch(exist_ok=False)
+    except OSError as error:  # for any other reason, reported twice is better than never
+        return not isinstance(error, FileExistsError)
+    return True
+
+
+def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = False) -> None:
+    """Set a terminal status on a record that says "running"; other statuses stay.
+
+    Any rank, and the launching process, may call this: the first reason given is kept, unless it
+    only follows from another process's end (`LOST`) and the cause comes later.
+    """
+    file = run_dir / RECORD_FILE
+    if not file.is_file():
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    replaces = LOST in (values["error"] or "") and not consequence
+    if values["status"] == "running" or replaces:
+        values.update(status=status, error=error, finished_at=timestamp())
+        write_json(file, values)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write a JSON file; NaN and infinities, which JSON does not have, become null."""
+    _replace(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
+
+
+def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
+    """Add one JSON line per step; NaN and infinities become null."""
+    with open(run_dir / METRICS_FILE, "ab") as file:
+        file.writelines(to_json(row, inf_nan_mode="null") + b"\n" for row in rows)
+
+
+def truncate_metrics(run_dir: Path, num_steps: int) -> None:
+    """Drop rows past `num_steps`, which a resumed run repeats, and lines that a crash broke."""
+    path, kept = run_dir / METRICS_FILE, []
+    if not path.is_file():
+        return
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            if json.loads(line)["step"] <= num_steps:
+                kept.append(line + b"\n")
+        except (ValueError, TypeError, KeyError):
+            logger.warning("%s: dropped a line that is not metrics", path)
+    _replace(path, b"".join(kept))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) -> Path:
+    """A folder name under `output_dir` that is not taken: <time>-<strategy>-<model>-x<N>."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{strategy}-{model}-x{world_size}"
+    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
+    return next(output_dir / name for name in names if not (output_dir / name).exists())
+
+
+def timestamp() -> str:
+    """Now, UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def git_commit() -> str | None:
+    """Commit of this checkout, with "-dirty" when files differ; None outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        return answer.stdout.strip() or None
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that affect results; None for what is missing."""
+    found = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

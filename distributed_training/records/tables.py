@@ -1,0 +1,134 @@
+"""Run records -> comparison tables. Every number in a table becomes text here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from distributed_training.records.display import NOT_MEASURED, gib
+from distributed_training.records.schema import Record
+
+PERCENT = "{:.1f}%"
+# What is known of a run before its first step.
+_START: dict[str, Callable[[Record], str]] = {
+    "strategy": lambda r: " ".join([r.strategy.name, *layout_words(r)]),
+    "processes": lambda r: str(r.world_size),
+    "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
+    "precision": lambda r: r.config["precision"],
+    "compile": lambda r: "yes" if r.config["compile"] else "no",
+    "steps": lambda r: f"{r.step} of {r.num_steps}",
+    "status": lambda r: r.status,
+}
+# What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
+# buffers of CUDA graphs.
+_RESULTS: dict[str, Callable[[Record], str]] = {
+    "tokens/s": lambda r: _number(r.performance.get("tokens_per_s"), "{:,.0f}"),
+    "ms a step": lambda r: _number(
+        r.performance.get("step_time_s", {}).get("p50"), "{:,.1f}", 1000
+    ),
+    "timed steps": lambda r: str(r.performance["num_timed_steps"]),
+    "MFU": lambda r: _number(r.performance.get("mfu"), PERCENT, 100),
+    "peak GPU memory": lambda r: gib(r.memory.get("peak_reserved_bytes")),
+    "GPU memory by rank": lambda r: _by_rank(r.memory.get("by_rank", [])),
+    "peak host memory": lambda r: gib(r.memory.get("peak_host_bytes")),
+    "bubble": lambda r: _idle(r, (r.bubble or {}).get("idle_share")),
+    "ideal bubble": lambda r: _idle(r, getattr(r.pipeline, "ideal_bubble", None), "no formula"),
+    "disk a step": lambda r: _disk(r.disk),
+    "loss": lambda r: _last([loss for _, loss in r.loss_curve], "{:.3f}"),
+    "perplexity": lambda r: _last([entry["perplexity"] for entry in r.evaluations], "{:.1f}"),
+}
+COLUMNS = {**_START, **_RESULTS}
+DEFAULT = (
+    "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
+    "peak host memory", "loss", "perplexity", "status",
+)  # fmt: skip
+
+
+def layout_words(record: Record) -> list[str]:
+    """What tells two runs of one strategy apart: axes and, with a pipeline, schedule and
+    micro-batches. Empty where the strategy's name says it all."""
+    axes, config = record.mesh, record.config
+    both = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
+    if not both and axes["tp"] == axes["pp"] == 1:
+        return []
+    words = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+    if axes["tp"] > 1 and not config.get("sequence_parallel", True):
+        words.append("whole-norms")
+    if cut := config.get("pipeline_cut"):
+        words.append("cut-" + cut.replace(" ", "").replace(",", "-"))
+    if pipeline := record.pipeline:
+        words.append(f"{pipeline.schedule}-m{pipeline.num_microbatches}")
+    return words
+
+
+def _number(value: float | None, form: str, scale: float = 1.0, missing: str = NOT_MEASURED) -> str:
+    return missing if value is None else form.format(scale * value)
+
+
+def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> str:
+    """A share of idle time; only pipelines have one."""
+    return _number(share, PERCENT, 100, missing) if record.pipeline else "-"
+
+
+def _by_rank(ranks: Sequence[dict[str, Any]]) -> str:
+    """Peaks in GiB without what earlier runs of the process left (measure/layouts.py)."""
+    pairs = [(rank["peak_reserved_bytes"], rank.get("left_over_bytes", 0)) for rank in ranks]
+    peaks = [f"{(peak - left) / 2**30:.1f}" for peak, left in pairs if peak is not None]
+    return " / ".join(peaks) + " GiB" if peaks else NOT_MEASURED
+
+
+def _last(values: Sequence[float | None], form: str) -> str:
+    """The last of several values; None among them was not finite."""
+    return _number(values[-1], form, missing="nan") if values else NOT_MEASURED
+
+
+def _disk(disk: dict[str, int] | None) -> str:
+    """Bytes per step. What would round to 0.0 GB is logging and the loading of libraries."""
+    if disk is None:
+        return NOT_MEASURED
+    read, written = (disk[name] / disk["num_steps"] / 1e9 for name in ("read_bytes", "write_bytes"))
+    return "none" if max(read, written) < 0.05 else f"{read:.1f} GB read, {written:.1f} GB written"
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of text."""
+    return tabulate(rows, columns, tablefmt="github", disable_numparse=True)
+
+
+def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
+    """A Markdown table, one row per record; a run without results shows "-" for them."""
+    rows = [
+        [COLUMNS[name](r) if r.has_results or name in _START else "-" for name in columns]
+        for r in records
+    ]
+    return markdown(columns, rows)
+
+
+def group_by_work(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that did the same work together, groups in order of first appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(repr(sorted(record.work.items())), []).append(record)
+    return list(groups.values())
+
+
+def differing_keys(works: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys in which works differ, or that not all of them have."""
+    keys = dict.fromkeys(key for work in works for key in work)
+    return [key for key in keys if len({repr(work.get(key, ...)) for work in works}) > 1]
+
+
+def comparison(records: Sequence[Record]) -> str:
+    """One table for each kind of work; where there are several, each says how it differs."""
+    groups = group_by_work(records)
+    if len(groups) == 1:
+        return table(records)
+    keys = differing_keys([group[0].work for group in groups])
+    what = f"These runs did {len(groups)} kinds of work; compare only rows of the same table."
+    parts = [f"{what} They differ in: {', '.join(keys)}."]
+    for group in groups:
+        parts.append(", ".join(f"{key}={group[0].work.get(key)}" for key in keys))
+        parts.append(table(group))
+    return "\n\n".join(parts)

@@ -1,0 +1,159 @@
+"""The training loop. It talks to an Engine and knows no strategy."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.data.sampler import Sampler
+from distributed_training.data.samples import Data
+from distributed_training.engines.base import Engine
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import Topology
+from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
+from distributed_training.run import checkpoint
+from distributed_training.run.journal import Journal
+from distributed_training.run.launch import stop_signals
+from distributed_training.settings.config import RunConfig
+
+FLUSH_EVERY_S = 1.0
+PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
+
+
+def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
+    """Rate of step `step` (0-based) of `num_steps`: linear warm-up, then the schedule."""
+    peak, warmup = float(config.learning_rate), config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
+
+
+@dataclass
+class Trainer:
+    """One run: the engine's steps, with evaluation, logging, checkpoints around them."""
+
+    engine: Engine
+    plan: Plan
+    topology: Topology
+    data: Data
+    sampler: Sampler
+    journal: Journal
+
+    def __post_init__(self) -> None:
+        self.config = self.plan.config
+        self.num_steps = self.journal.num_steps
+        self.timer = StepTimer(self.topology.device)
+        self.memory = PeakMemory(self.topology.device)
+        self.disk_before: dict[str, int] | None = None
+        self._flushed_at = time.monotonic()
+        self._signum, self._signalled_at = 0, 0.0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.journal.history.step
+
+    def run(self) -> int:
+        """Train to the end, or until a signal says stop: then save and return its number, else 0.
+        Collective.
+        """
+        self.disk_before, stop = disk_bytes(), 0
+        with stop_signals(self._on_signal):
+            try:
+                if self.step == 0:
+                    self._evaluate()
+                self.journal.display.start(self.step, self.num_steps)
+                self._begin_training()
+                while self.step < self.num_steps and not stop:
+                    stop = self._train_one_step()
+                self._flush()
+            finally:
+                self.journal.display.stop()
+        return stop if self.step < self.num_steps else 0
+
+    def _train_one_step(self) -> int:
+        """One step and what is due after it; the signal to stop for, the same on every rank."""
+        config, steps_per_epoch = self.config, self.sampler.steps_per_epoch
+        epoch = self.step // steps_per_epoch
+        rate = learning_rate(config, self.step, self.num_steps)
+        self.engine.set_learning_rate(rate)
+        result = self.engine.train_step(self.sampler.step_batch(self.data.train, self.step))
+        self.timer.mark()
+        self.journal.add_step(result, epoch=epoch, learning_rate=rate)
+        stop, flush = self._agree()
+        last = self.step == self.num_steps
+        epoch_ends = last or self.step % steps_per_epoch == 0
+        evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
+        every = config.checkpoint_every
+        due = epoch_ends if every is None else every > 0 and (last or self.step % every == 0)
+        save = due or (bool(stop) and every != 0)
+        if flush or stop or evaluate or save:
+            self._flush()
+        if evaluate or save:
+            self.memory.end()
+            if evaluate:
+                self._evaluate()
+            if epoch_ends:
+                self.journal.end_epoch(steps_per_epoch)
+            if save:
+                self._save()
+            self._begin_training()
+        return stop
+
+    def _evaluate(self) -> None:
+        """Loss and perplexity over the validation samples, normalised by real tokens."""
+        samples = self.data.validation
+        total = torch.zeros((), dtype=torch.float64)
+        for indices in self.sampler.eval_indices(len(samples)):
+            total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
+        dist.all_reduce(total)
+        num_targets = int(samples.lengths.sum())
+        self.journal.add_evaluation(float(total) / num_targets, num_targets)
+
+    def _save(self) -> None:
+        self.journal.write()  # first: what a checkpoint's record lacks, a kill loses for good
+        folder = checkpoint.save_checkpoint(
+            self.engine, self.plan, self.topology,
+            step=self.step, data_fingerprint=self.data.fingerprint,
+        )  # fmt: skip
+        self.journal.say(f"saved {folder}")
+
+    def _begin_training(self) -> None:
+        self.memory.begin()
+        self.timer.restart()
+        self._flushed_at = time.monotonic()
+
+    def _flush(self) -> None:
+        self.journal.flush(self.timer.durations_s())
+        self._flushed_at = time.monotonic()
+
+    def _agree(self) -> tuple[int, bool]:
+        """(signal to stop for, whether to flush), the same on every rank.
+
+        Signals reach ranks at different steps, and only rank 0's clock decides on output, so one
+        small all-reduce of CPU integers a step decides both. GPUs do not wait for it.
+        """
+        due = time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
+        votes = torch.tensor([self._signum, int(due and self.topology.rank == 0)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return int(votes[0]), bool(votes[1])
+
+    def _on_signal(self, signum: int, _frame: Any) -> None:
+        """Stop after this step. Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM,
+        so only a signal that comes later means that the user will not wait.
+        """
+        now = time.monotonic()
+        if not self._signum:
+            self._signum, self._signalled_at = signum, now
+            self.journal.display.say(f"{signal.Signals(signum).name}: stopping after this step")
+        elif now - self._signalled_at > PATIENCE_S:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)

@@ -1,0 +1,224 @@
+"""What one process of a run does: build what the plan says, train, record; or fail, said once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from distributed_training.data.samples import Data
+from distributed_training.plan import plan as planning
+from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.resume import check_same_data
+from distributed_training.plan.topology import Topology, process_group
+from distributed_training.records import record as records
+from distributed_training.records.display import Display, header_rows, summary_rows
+from distributed_training.records.trackers import build_tracker
+from distributed_training.run import assemble
+from distributed_training.run.checkpoint import load_checkpoint
+from distributed_training.run.journal import History, Journal
+from distributed_training.run.launch import Process, threads_per_process
+from distributed_training.run.loop import Trainer
+from distributed_training.run.results import collect_results, describe_run, sample_and_export
+from distributed_training.settings.config import RunConfig
+from distributed_training.settings.errors import UserError
+
+# gloo's words and NCCL's where the process at the other end is gone.
+SIGNS_OF_LOSS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+)  # fmt: skip
+
+
+def run(given: Plan | RunConfig, process: Process) -> int:
+    """This process's part of a run; returns the exit code.
+
+    Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 makes the plan and sends
+    it, or the UserError that came of it, to all. Collective.
+    """
+    num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
+    device = _prepare(num_gpus, process)
+    with process_group(device):
+        if isinstance(given, RunConfig):
+            answer: list[Any] = [_make_plan(given, process) if process.rank == 0 else None]
+            dist.broadcast_object_list(answer, device=torch.device("cpu"))
+            if isinstance(answer[0], UserError):
+                raise answer[0]
+            given = planning.parse_plan(answer[0])
+            _prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
+        place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
+        topology = Topology(**place, **given.mesh, device_type=device.type)
+        if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
+            torch.set_num_threads(threads_per_process(process.local_world_size))
+        try:
+            return _train(given, topology)
+        except BaseException as error:  # others may wait in a collective that never completes
+            end_failed(given, topology, error)
+
+
+def _prepare(num_gpus: int, process: Process) -> torch.device:
+    """Settings of libraries, and the device of this process.
+
+    Raises UserError where torch cannot use the machine's GPUs or there are too few.
+    """
+    # Libraries that call each other's deprecated functions are not the user's business.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
+    if num_gpus and not torch.cuda.is_available():
+        raise UserError(
+            f"the installed torch {torch.__version__} cannot use this machine's GPU",
+            f"it was built for CUDA {torch.version.cuda}",
+            "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''",
+        )
+    if not num_gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return torch.device("cpu")
+    if process.local_world_size > torch.cuda.device_count():
+        here, gpus = process.local_world_size, torch.cuda.device_count()
+        raise UserError(
+            f"{here} processes on this machine but it has {gpus} GPUs", fix=f"start {gpus}"
+        )
+    # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
+    major, minor = torch.cuda.get_device_capability(process.local_rank)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    return torch.device("cuda", process.local_rank)
+
+
+def _make_plan(config: RunConfig, process: Process) -> str | UserError:
+    """The plan as JSON text, with its data in the cache that the other ranks read; or why not."""
+    everywhere, here = process.world_size, process.local_world_size
+    try:
+        machine = detect_machine()
+        plan = planning.make_plan(config, machine, num_processes=everywhere, processes_here=here)
+        planning.load_plan_data(plan)
+        return planning.dump_plan(planning.reserve_run_dir(plan))
+    except UserError as error:
+        return error
+    except OSError as error:  # a full or read-only disk under the cache, most often
+        return UserError("preparing the data failed", str(error), "set output_dir elsewhere")
+
+
+def _train(plan: Plan, topology: Topology) -> int:
+    """From data to the finished record; the exit code. Collective."""
+    display = Display(enabled=topology.rank == 0)
+    for note in plan.notes:
+        display.say(f"note: {note}")
+    data, tokenizer = planning.load_plan_data(plan)
+    assemble.check_ranks_agree(data, topology)
+    assemble.build_extensions(plan, topology, display)
+    trainer = _build_trainer(plan, topology, data, display)
+    journal, signum = trainer.journal, trainer.run()
+    results = collect_results(trainer)
+    if not signum:
+        results["sample"] = sample_and_export(trainer, tokenizer)
+    if journal.record is not None:
+        results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
+        journal.record.update(**results)
+        display.table(summary_rows(journal.record.as_record()))
+    if signum:
+        saved = plan.config.checkpoint_every != 0
+        then = "continue with --resume auto" if saved else "checkpoint_every=0: not saved"
+        display.say(f"interrupted by {signal.Signals(signum).name}; {then}")
+    journal.tracker.close()
+    trainer.engine.close()
+    if plan.offload_dir is not None:
+        dist.barrier()
+        if topology.local_rank == 0:
+            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    return 128 + signum if signum else 0
+
+
+def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
+    """Record and engine of a run, brought to where it starts or goes on. Collective."""
+    config, sampler = plan.config, assemble.build_sampler(plan, data, topology)
+    num_steps = config.epochs * sampler.steps_per_epoch
+    if config.max_steps != -1:
+        num_steps = min(num_steps, config.max_steps)
+    history = History()
+    if plan.checkpoint is not None:
+        state = records.load_state(plan.run_dir)
+        history = History(**state.model_dump(include=set(vars(history))))
+    journal = Journal(plan.run_dir, num_steps, display, history)
+    dist.barrier()  # every rank has read the old record before it is written anew
+    if topology.rank == 0:
+        values = describe_run(plan, sampler, num_steps, data, history)
+        (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
+        journal.record = records.start_record(plan.run_dir, **values)
+        journal.tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
+    engine = assemble.build_engine(plan, topology)
+    dtypes = engine.describe_dtypes()
+    if journal.record is not None:
+        journal.record.update(dtypes=dtypes)
+        display.table(header_rows(journal.record.as_record()))
+    trainer = Trainer(engine, plan, topology, data, sampler, journal)
+    if plan.checkpoint is None:
+        assemble.seed_dropout(config, topology)
+        return trainer
+    check_same_data(plan.checkpoint, data.fingerprint)
+    history.cut(load_checkpoint(engine, plan.checkpoint, topology))
+    journal.write()  # so that a kill before the next save does not lose it
+    if topology.rank == 0:
+        records.truncate_metrics(plan.run_dir, trainer.step)
+    display.say(f"resumed from {plan.checkpoint}")
+    return trainer
+
+
+def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
+    """Print and record what went wrong, then leave at once."""
+    first_line, rank = str(error).strip().partition("\n")[0], f"rank {topology.rank}"
+    status, reason = "failed", f"{rank}: {type(error).__name__}: {first_line}"
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
+    if lost:
+        reason = f"{rank} {records.LOST}: {first_line}"
+        print(reason, file=sys.stderr)
+    elif isinstance(error, UserError):
+        reason = str(error)
+        if records.claim_failure(plan.run_dir):
+            print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, torch.cuda.OutOfMemoryError):
+        status = "oom"
+        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
+    else:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    try:
+        records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        if lost:  # so that the launcher sees the other's end first
+            time.sleep(2)
+        elif status == "failed" and not isinstance(error, UserError):
+            get_error_handler().record_exception(error)  # torchrun prints it last
+        if plan.offload_dir is not None and topology.local_rank == 0:
+            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    finally:  # even where the disk is full
+        os._exit(getattr(error, "exit_code", 1))
+
+
+def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
+    """Where the memory went and what helps, most effective first."""
+    config, micro = plan.config, plan.batch.micro_batch_size
+    peak = torch.cuda.max_memory_allocated(topology.device)
+    fixes = {
+        f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
+        "activation_checkpointing=full": config.activation_checkpointing != "full",
+        f"max_length={config.max_length // 2}": config.max_length > 128,
+        "strategy=zero3 or fsdp (they divide the state; activations stay)":
+            not plan.strategy.divides_parameters and topology.world_size > 1,
+        "strategy=offload": not plan.strategy.steps_on_host,
+    }  # fmt: skip
+    helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
+    return (
+        f"out of GPU memory on rank {topology.rank}: {detail}\n"
+        f"  {peak / 2**30:.1f} GiB were in use at the peak; by estimate the state of "
+        f"{config.model} under {plan.strategy.name} takes {plan.state.on_device / 2**30:.1f} GiB "
+        f"and activations {plan.activation_bytes / 2**30:.1f} GiB\n"
+        f"  in this order, try --set {helpful}"
+    )

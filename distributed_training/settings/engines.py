@@ -1,0 +1,96 @@
+"""What each engine can do. The rest of the package asks these traits and never an engine's name.
+
+An algorithm of one's own is a file in its strategy's folder: config.json names it ("engine":
+"engine.py"), and it holds `TRAITS`, `OPTIONS` where it has some, and the class that `TRAITS.build`
+names. No torch import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import did_you_mean
+
+_run_file = functools.cache(lambda file: runpy.run_path(str(file)))
+ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What an engine can do."""
+
+    build: str
+    """Its class, "package.module:Class"; in a strategy's own file the name of the class."""
+    axes: tuple[str, ...] = ALL_AXES
+    """Axes of the mesh that may be larger than 1."""
+    schedules: tuple[str, ...] = ()
+    """Pipeline schedules that it runs; the first is the default."""
+    package: str | None = None
+    """What it needs besides torch."""
+    takes_deepspeed_json: bool = False
+    """Whether a DeepSpeed JSON configures it rather than a mesh."""
+    rounded_weights: bool = False
+    """Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
+    master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)."""
+    reduces_in_shared_memory: bool = False
+    """Whether processes without GPUs reduce through files in /dev/shm."""
+    compiles_split_backward: bool = False
+    """Whether it can compile blocks whose backward pass a schedule cuts in two."""
+
+    def load(self, file: Path | None = None) -> Any:
+        """The engine's class. Imports torch."""
+        if file is not None:
+            return _run_file(file)[self.build]
+        module, _, name = self.build.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_DEEPSPEED = Traits(
+    build="distributed_training.engines.deepspeed:DeepSpeedEngine",
+    axes=("dp_shard",),
+    package="deepspeed",
+    takes_deepspeed_json=True,
+    rounded_weights=True,
+    reduces_in_shared_memory=True,
+)
+ENGINES: dict[str, Traits] = {
+    "native": Traits(
+        build="distributed_training.engines.native:NativeEngine",
+        schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+    ),
+    "deepspeed": _DEEPSPEED,
+    "deepspeed_pipeline": replace(
+        _DEEPSPEED,
+        build="distributed_training.engines.deepspeed_pipeline:DeepSpeedPipelineEngine",
+        axes=("pp", "dp_shard"),
+        schedules=("1f1b",),
+    ),
+}
+
+
+def find_traits(engine: str, folder: Path) -> tuple[Traits, Path | None, Mapping[str, Any]]:
+    """Traits of the engine that a strategy's folder names, its own file if it has one, and the
+    options that the file adds to CONFIG.
+
+    Raises UserError for an engine that is neither built in nor a file of the folder.
+    """
+    if engine in ENGINES:
+        return ENGINES[engine], None, {}
+    file = folder / engine
+    if not (engine.endswith(".py") and file.is_file()):
+        raise UserError(
+            f"{folder}: engine={engine!r} is not known",
+            f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder",
+            did_you_mean(engine, ENGINES),
+        )
+    names = _run_file(file)
+    if not isinstance(names.get("TRAITS"), Traits):
+        raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
+    return names["TRAITS"], file, names.get("OPTIONS", {})

@@ -1,0 +1,88 @@
+"""Paths and JSON that users hand us, with errors that they can act on. No torch import."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from distributed_training.settings.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]  # the checkout
+_INSIDE = "x" * 100  # stands for any file below a path that is asked for
+_WRONG = {
+    **dict.fromkeys(("model_type", "dict_type"), "is not a JSON object"),
+    "extra_forbidden": "is not one of its keys",
+    "missing": "is missing",
+}
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def user_path(key: str, text: str) -> Path:
+    """The path that `key` names, `~` expanded; whether it exists is for the caller to ask.
+
+    Raises UserError where asking would fail: no such user, a name that is too long, a folder on
+    the way, or the last one, that may not be entered.
+    """
+    try:
+        path = Path(text).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path / _INSIDE)
+    except (OSError, RuntimeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"{key}={shown(text)} cannot be used as a path", why, "give another path"
+        ) from None
+    return path
+
+
+def load_json(path: Path, what: str) -> Any:
+    """Parse a JSON file; raise UserError with line and column where it does not parse."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = nearest(path.name, [file.name for file in path.parent.glob("*.json")])
+        hint = f"did you mean {path.parent / near}?" if near else "check the path"
+        raise UserError(f"{what} {path} does not exist", fix=hint) from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}: {error.msg}"
+        raise UserError(f"{what} {path} is not valid JSON", where, "mend that line") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what} {path} cannot be read", str(error)) from None
+
+
+def parse_as(model: type[Model], document: Any, source: str, fix: str = "") -> Model:
+    """A JSON document as `model`; raise UserError that begins with `source` and names the key."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    name = ".".join(map(str, first["loc"])) or "it"
+    if first["type"] in _WRONG:
+        raise UserError(f"{source}: {name} {_WRONG[first['type']]}", fix=fix)
+    rule = first["msg"].replace("Input", "it", 1)
+    raise UserError(f"{source}: {name}={shown(first['input'])} is not accepted", rule, fix)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest to `word`, or None when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a refusal of `word`: the nearest known one, else `otherwise`."""
+    close = nearest(word, known)
+    return f"did you mean {close!r}?" if close else otherwise
+
+
+def shown(value: object) -> str:
+    """repr(value) for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"

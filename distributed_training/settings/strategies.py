@@ -1,0 +1,285 @@
+"""Strategies are folders: strategies/<n>_<name>/config.json says what is divided or offloaded.
+
+    {"name": "zero2", "deepspeed": "configs/ds_config_zero2.json", "defaults": {}}
+    {"name": "tp", "mesh": {"dp_shard": 1, "tp": -1}, "defaults": {}}
+
+`deepspeed` is a DeepSpeed JSON or the path of one (from the checkout or the folder), `mesh` the
+sizes of the axes, `defaults` CONFIG keys for what CONFIG leaves open, `engine` what runs it where
+that does not follow. No torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from distributed_training.settings.config import RunConfig
+from distributed_training.settings.engines import ALL_AXES as MESH_AXES
+from distributed_training.settings.engines import ENGINES, Traits, find_traits
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT, did_you_mean, load_json, parse_as, user_path
+
+STRATEGIES_DIR = ROOT / "strategies"
+_FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
+_OFFLOADED = {"optimizer": "optimizer state", "param": "parameters"}
+
+
+class _Json(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Folder(_Json, extra="forbid"):
+    """A strategy's config.json."""
+
+    name: str
+    mesh: dict[str, int] | None = None
+    deepspeed: Any = None
+    defaults: dict[str, Any] = {}
+    engine: str = Field(
+        default_factory=lambda folder: "deepspeed" if folder.get("mesh") is None else "native"
+    )
+
+
+class _Offload(_Json):
+    device: Literal["none", "cpu", "nvme"] = "none"
+
+
+class _Zero(_Json):
+    stage: Annotated[int, Field(ge=0, le=3)] = 0
+    offload_optimizer: _Offload | None = None
+    offload_param: _Offload | None = None
+
+
+class _Pipeline(_Json):
+    stages: int = 1
+
+
+class _DeepSpeed(_Json):
+    """What this package reads of a DeepSpeed JSON."""
+
+    zero_optimization: _Zero = _Zero()
+    pipeline: _Pipeline = _Pipeline()
+    bf16: dict[str, Any] = {}
+    fp16: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """One way of spreading the state of training over processes."""
+
+    name: str
+    """Short name, the value of CONFIG["strategy"]."""
+    source: Path
+    """The JSON it was read from."""
+    document: Mapping[str, Any]
+    """The DeepSpeed JSON as written, "auto" values included; {} where a mesh says all."""
+    mesh: Mapping[str, int]
+    """Sizes of the axes as asked for; -1 means "what is left of the world size"."""
+    named_axes: tuple[str, ...]
+    """Axes that the strategy is about; a layout that is suggested instead changes no others."""
+    engine: str
+    """A built-in engine, or a .py file in the strategy's folder."""
+    traits: Traits
+    engine_file: Path | None = None
+    """The engine's own file, where it is not built in."""
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage; 0 without a DeepSpeed JSON."""
+        return int(self.document.get("zero_optimization", {}).get("stage", 0))
+
+    def offload_device(self, what: str) -> str:
+        """ "none", "cpu" or "nvme" for `what` = "optimizer" or "param"."""
+        section = self.document.get("zero_optimization", {}).get(f"offload_{what}") or {}
+        return str(section.get("device", "none"))
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the layers are dealt out to stages."""
+        return self.mesh["pp"] != 1
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether no process holds all parameters at once."""
+        if self.traits.takes_deepspeed_json:
+            return self.zero_stage == 3 or self.pipelined
+        return any(self.mesh[axis] != 1 for axis in ("dp_shard", "tp", "pp"))
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
+        return self.offload_device("optimizer") != "none"
+
+    @property
+    def swaps_to_disk(self) -> bool:
+        """Whether state moves to files, through DeepSpeed's libaio extension."""
+        return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
+
+    def describe_sharding(self) -> str:
+        """One phrase for the header: what is divided over processes."""
+        parts = ["layers over pp"] * self.pipelined
+        parts += ["each layer over tp"] * (self.mesh["tp"] != 1)
+        if self.zero_stage:
+            parts += [", ".join(["optimizer state", "gradients", "parameters"][: self.zero_stage])]
+        elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
+            parts += ["parameters, gradients, optimizer state over dp_shard"]
+        parts = parts or ["nothing (replicas)"]
+        devices = {label: self.offload_device(what) for what, label in _OFFLOADED.items()}
+        parts += [f"{label} kept on {on}" for label, on in devices.items() if on != "none"]
+        return "; ".join(parts)
+
+
+def list_strategies() -> dict[str, Path]:
+    """Short name -> config.json of every folder under strategies/, in the folders' order."""
+    paths = sorted(STRATEGIES_DIR.glob("*/config.json"), key=_folder_number)
+    return {_read_folder(path).name: path for path in paths}
+
+
+def strategy_defaults(name: str) -> dict[str, Any]:
+    """What a strategy gives CONFIG's open keys."""
+    return _read_folder(_find(name)).defaults
+
+
+def strategy_options(name: str) -> Mapping[str, Any]:
+    """Keys that a strategy's own engine adds to CONFIG."""
+    path = _find(name)
+    return find_traits(_read_folder(path).engine, path.parent)[2]
+
+
+def load_strategy(config: RunConfig) -> Strategy:
+    """Find and read the strategy that `config` names, with CONFIG's sizes of axes put over its own.
+
+    Raises UserError for an unknown name, a JSON that does not parse, and a `deepspeed_config`
+    that is given to a strategy without DeepSpeed or has another ZeRO stage than the strategy.
+    """
+    path = _find(config.strategy)
+    folder = _read_folder(path)
+    engine = folder.engine
+    traits, engine_file, _ = find_traits(engine, path.parent)
+    given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
+    if traits.takes_deepspeed_json != (given == "deepspeed"):
+        raise UserError(
+            f"{path}: engine={engine!r} takes {needed!r}, not {given!r}", fix=f"write {needed!r}"
+        )
+    if traits.takes_deepspeed_json:
+        source, document, mesh = _read_deepspeed(folder.deepspeed, path)
+    else:
+        source, document, mesh = path, {}, folder.mesh or {}
+    for axis, size in mesh.items():
+        if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
+            raise UserError(
+                f"{path}: engine={engine!r} has no axis {axis!r}",
+                f"its axes are {', '.join(traits.axes)}",
+                f"leave it out or name another engine: {', '.join(ENGINES)}",
+            )
+    own = Strategy(
+        name=config.strategy,
+        source=source,
+        document=document,
+        mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
+        named_axes=tuple(mesh),
+        engine=engine,
+        traits=traits,
+        engine_file=engine_file,
+    )
+    if config.deepspeed_config is not None:
+        own = _with_deepspeed_config(own, config.deepspeed_config)
+    return _with_axes(own, config)
+
+
+def _find(name: str) -> Path:
+    known = list_strategies()
+    if name not in known:
+        raise UserError(
+            f"strategy={name!r} is not known",
+            f"the strategies are {', '.join(known)}",
+            did_you_mean(name, known),
+        )
+    return known[name]
+
+
+def _folder_number(path: Path) -> tuple[int, str]:
+    number, _, rest = path.parent.name.partition("_")
+    return (int(number), rest) if number.isdecimal() else (10**6, path.parent.name)
+
+
+def _read_folder(path: Path) -> _Folder:
+    what = f"{path} is not a strategy"
+    folder = parse_as(_Folder, load_json(path, "strategy"), what, _FORM)
+    if (folder.mesh is None) == (folder.deepspeed is None):
+        raise UserError(what, "it has one of mesh, deepspeed", _FORM)
+    return folder
+
+
+def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[str, int]]:
+    """(file, document, mesh) of the DeepSpeed JSON that config.json at `path` holds or names."""
+    source, document = path, given
+    if isinstance(given, str):
+        places = [path.parent / given, ROOT / given]
+        source = next((place for place in places if place.is_file()), places[-1])
+        document = load_json(source, "DeepSpeed JSON")
+    parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
+    stage, stages = parsed.zero_optimization.stage, parsed.pipeline.stages
+    if stages != 1 and stage > 1:
+        raise UserError(
+            f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}",
+            "a stage of the pipeline needs its gradients whole until its last micro-batch",
+            "set zero_optimization.stage to 1 or 0, or pipeline.stages to 1",
+        )
+    pp = {"pp": stages} if "pipeline" in document else {}
+    return source.resolve(), document, {"dp_shard": -1, **pp}
+
+
+def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
+    """The strategy with the user's own DeepSpeed JSON, which must mean the same strategy."""
+    if not own.traits.takes_deepspeed_json:
+        names = [
+            name for name, path in list_strategies().items() if _read_folder(path).mesh is None
+        ]
+        raise UserError(
+            f"strategy={own.name!r} does not run on DeepSpeed",
+            f"deepspeed_config={given!r} would be ignored",
+            f"set deepspeed_config to None or strategy to one of {', '.join(names)}",
+        )
+    path = user_path("deepspeed_config", given)
+    source, document, mesh = _read_deepspeed(str(path), path)
+    mesh = {**own.mesh, "pp": 1, **mesh}
+    theirs = replace(own, source=source, document=document, mesh=mesh)
+    pairs: dict[str, tuple[object, object]] = {}
+    pairs["zero_optimization.stage"] = theirs.zero_stage, own.zero_stage
+    for part in _OFFLOADED:
+        devices = theirs.offload_device(part), own.offload_device(part)
+        pairs[f"zero_optimization.offload_{part}.device"] = devices
+    if theirs.pipelined != own.pipelined:
+        pairs["pipeline.stages"] = theirs.mesh["pp"], own.mesh["pp"]
+    for what, (value, wanted) in pairs.items():
+        if value != wanted:
+            raise UserError(
+                f"{path}: {what}={value!r} but strategy={own.name!r} means {wanted!r}",
+                fix="change one of them",
+            )
+    return theirs
+
+
+def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
+    """The strategy with CONFIG's sizes of axes in place of its own."""
+    can, why = strategy.traits.axes, f"it has the axes {', '.join(strategy.traits.axes)}"
+    if strategy.traits.takes_deepspeed_json:
+        can = ("pp",) if strategy.pipelined else ()
+        why = "DeepSpeed divides over all processes"
+    given = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
+    for axis, size in given.items():
+        if axis not in can:
+            raise UserError(
+                f"{axis}={size} cannot be set with strategy={strategy.name!r}",
+                why,
+                "set it to None, or strategy to 3d, whose mesh has all axes"
+                + (", or to hybrid" if axis == "pp" else ""),
+            )
+    named = tuple(dict.fromkeys((*strategy.named_axes, *given)))
+    return replace(strategy, mesh={**strategy.mesh, **given}, named_axes=named)

@@ -1,0 +1,193 @@
+import json
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from distributed_training.data import hub
+from distributed_training.data.corpus import Corpus, read_corpus, read_embedded, split_articles
+from tests.support import refused
+
+ROWS = [
+    "",
+    " = Robert Boulter = \n",
+    "",
+    " Robert Boulter is an English film , television and theatre actor . \n",
+    " = = Career = = \n",
+    " = = = 2000 to 2005 = = = \n",
+    " In 2000 = a year = he had a role . \n",
+    " = Du Fu = \n",
+    " Du Fu was a Chinese poet . \n",
+]
+
+
+def write(path, *lines):
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def test_text_file_is_one_text(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt", "one", "", "two ä ☃")
+    corpus = read_corpus(path)
+    assert corpus.train == ["one\n\ntwo ä ☃"]
+    assert (corpus.name, corpus.validation, corpus.records) == (path, None, False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_corpus("~/a.txt") == corpus
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (
+            '{"text": "one\\ntwo", "id": 1}\n\n{"text": "  "}\n{"text": "\\u2603"}',
+            ["one\ntwo", "☃"],
+        ),
+        ('{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
+        *(
+            (json.dumps({"text": f"a{separator}b"}, ensure_ascii=False), [f"a{separator}b"])
+            for separator in ("\u2028", "\u2029", "\x85")
+        ),
+    ],
+    ids=["blank ones are left out", "Windows", "U+2028", "U+2029", "U+0085"],
+)
+def test_jsonl_gives_its_records(content, texts, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(content.encode())
+    corpus = read_corpus(str(tmp_path / "a.jsonl"))
+    assert corpus.train == texts
+    assert corpus.records
+
+
+def test_folder_is_read_in_the_order_of_its_names(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.txt"):
+        write(tmp_path / name, name)
+    write(tmp_path / "README.md", "not text to train on")
+    assert read_corpus(str(tmp_path)).train == ["a.txt", "b.txt", "sub/c.txt"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "a" "b"}', ("line 3 column 14", "is not JSON")),
+        ("text", ("line 3 column 1",)),
+        ("[]", ("line 3", 'no "text" string', '{"text": "..."}')),
+        ('{"Text": "a"}', ("line 3", 'no "text" string')),
+        ('{"text": 5}', ("line 3", 'no "text" string')),
+    ],
+)
+def test_bad_record_is_named_by_line_and_column(line, words, tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "one"}', "", line, '{"text": "two"}')
+    with refused("a.jsonl", *words):
+        read_corpus(path)
+
+
+LATIN = '{"text": "café"}'.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, ["no .txt or .jsonl file"]),
+        ({"a.md": b"x"}, ["no .txt or .jsonl file"]),
+        ({"a.txt": b""}, ["contains no text"]),
+        ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
+        ({"a.txt": LATIN}, ["a.txt is not UTF-8", "byte 13 is 0xe9", "iconv"]),
+        ({"a.jsonl": LATIN}, ["a.jsonl is not UTF-8", "byte 13 is 0xe9", "iconv"]),
+        ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),
+    ],
+)
+def test_unusable_folder_is_refused(files, words, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with refused(str(tmp_path), *words):
+        read_corpus(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("/no/such.txt", ["does not exist", "embedded", "wikitext-2"]),
+        ("a.csv", ["cannot be read", "found .csv"]),
+        ("a", ["cannot be read", "without an extension"]),
+        ("a" * 300 + ".txt", []),
+        ("~nobody-of-that-name/a.txt", []),
+    ],
+)
+def test_unusable_path_is_refused(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if len(name) < 6:
+        write(tmp_path / name, "one")
+    with refused("dataset=", *words):
+        read_corpus(name)
+
+
+def test_articles_begin_at_level_one_headings():
+    articles = split_articles(ROWS)
+    assert [article.split(" = ")[1] for article in articles] == ["Robert Boulter", "Du Fu"]
+    assert "".join(articles) == "".join(ROWS)
+    assert split_articles(["intro \n", *ROWS]) == ["intro \n", *articles]
+    assert split_articles(["", " \n"]) == split_articles([]) == []
+
+
+def parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_wikitext_is_read_with_its_own_split(tmp_path, monkeypatch):
+    files = {
+        "train": parquet(tmp_path / "t.parquet", text=ROWS),
+        "validation": parquet(tmp_path / "v.parquet", text=[" = Only = \n", " One . \n"]),
+    }
+    monkeypatch.setattr(hub, "fetch_wikitext", lambda: files)
+    corpus = read_corpus("wikitext-2")
+    assert corpus.train == split_articles(ROWS)
+    assert corpus.validation == [" = Only = \n One . \n"]
+    assert not corpus.records
+
+
+def test_wikitext_that_is_not_parquet(tmp_path, monkeypatch):
+    (tmp_path / "cut").write_bytes(b"PAR1 cut off")
+    for path in (tmp_path / "cut", parquet(tmp_path / "other", words=["a"])):
+        monkeypatch.setattr(hub, "fetch_wikitext", lambda path=path: {"train": path})
+        with refused(f"{path} is not WikiText's parquet file"):
+            read_corpus("wikitext-2")
+
+
+def test_wikitext_that_is_not_available_says_how_to_download_it():
+    with refused("dataset='wikitext-2'", "hf download Salesforce/wikitext --repo-type dataset"):
+        read_corpus("wikitext-2")
+
+
+def test_embedded_corpus_is_this_pythons_own_and_always_the_same():
+    """No installed package and no test: otherwise machines with the same Python would differ."""
+    texts = read_corpus("embedded").train
+    assert texts == read_embedded()
+    assert sum(map(len, texts)) > 5_000_000
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "argparse.py").read_text() in texts
+    assert any(text.startswith('The "if" statement') for text in texts)  # a pydoc topic
+    for folder in ("site-packages", "test", "idlelib", "ensurepip"):
+        files = sorted(file for file in root.glob(f"{folder}/**/*.py") if file.stat().st_size > 999)
+        for file in files[:20]:
+            assert file.read_text(encoding="utf-8", errors="replace") not in texts
+
+
+def corpus_of(train=("a", "b"), validation=("c",), records=False, name="n"):
+    return Corpus(name=name, records=records, train=list(train), validation=list(validation))
+
+
+def test_fingerprint_is_of_texts_split_and_form():
+    base = corpus_of().fingerprint
+    assert corpus_of(name="other").fingerprint == base
+    others = [
+        corpus_of(train=("ab",)),
+        corpus_of(train=("b", "a")),
+        corpus_of(train=("a", "b", "c"), validation=()),
+        corpus_of(train=("a",), validation=("b", "c")),
+        corpus_of(records=True),
+        corpus_of(train=("a", "b\0part\0c"), validation=()),
+    ]
+    assert len({base, *(corpus.fingerprint for corpus in others)}) == 1 + len(others)

@@ -1,0 +1,117 @@
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.data.sampler import Sampler
+from distributed_training.data.samples import EMPTY, IGNORE_INDEX, Samples
+
+shapes = st.fixed_dictionaries(
+    {
+        "num_samples": st.integers(1, 60),
+        "micro_batch_size": st.integers(1, 4),
+        "num_microbatches": st.integers(1, 4),
+        "num_replicas": st.integers(1, 4),
+        "seed": st.integers(0, 2**31 - 1),
+    }
+)
+
+
+def make_sampler(**changes):
+    values = dict(num_samples=50, micro_batch_size=2, num_microbatches=2, num_replicas=2)
+    values |= {"replica": 0, "seed": 1, **changes}
+    total = values["micro_batch_size"] * values["num_microbatches"] * values["num_replicas"]
+    return Sampler(global_batch_size=total, **values)
+
+
+def samplers(shape):
+    return [make_sampler(**shape, replica=replica) for replica in range(shape["num_replicas"])]
+
+
+def padded_samples(num_samples, seed=0, seq_len=6):
+    """Samples of random lengths over random tokens."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, seq_len + 1, num_samples)
+    starts = np.concatenate([[0], np.cumsum(lengths + 1)])[:-1]
+    tokens = random.integers(1, 500, int((lengths + 1).sum()))
+    return Samples(tokens, starts, lengths, seq_len, 0)
+
+
+def test_the_order_is_the_one_of_earlier_releases():
+    """Otherwise a run could not be repeated, nor resumed, after an update."""
+    sampler = make_sampler(num_samples=10, seed=42)
+    expected = [
+        [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],
+        [[[1, 8], [EMPTY, EMPTY]], [[EMPTY, EMPTY], [EMPTY, EMPTY]]],
+    ]
+    for step, indices in enumerate(expected):
+        np.testing.assert_array_equal(sampler.step_indices(step), indices)
+
+
+@given(shapes, st.integers(0, 3))
+@settings(deadline=None)
+def test_an_epoch_holds_every_sample_once(shape, epoch):
+    sampler = make_sampler(**shape)
+    steps, batch = sampler.steps_per_epoch, sampler.global_batch_size
+    assert steps == -(-shape["num_samples"] // batch)
+    all_steps = [epoch * steps + step for step in range(steps)]
+    seen = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
+    assert sorted(seen[seen != EMPTY]) == list(range(shape["num_samples"]))
+    # Only the last step has empty places, and they are at its end.
+    assert (seen[: shape["num_samples"]] != EMPTY).all()
+    for step in all_steps:
+        assert sampler.is_full(step) == bool((sampler.step_indices(step) != EMPTY).all())
+
+
+@given(shapes, st.integers(0, 50))
+@settings(deadline=None)
+def test_replicas_share_a_step_without_overlap(shape, step):
+    samples = padded_samples(shape["num_samples"])
+    replicas = samplers(shape)
+    indices = replicas[0].step_indices(step)
+    batches = [sampler.step_batch(samples, step) for sampler in replicas]
+    assert all((sampler.step_indices(step) == indices).all() for sampler in replicas)
+    num_targets = 0
+    for replica, batch in enumerate(batches):
+        assert len(batch.micro_batches) == shape["num_microbatches"]
+        for number, (inputs, targets) in enumerate(batch.micro_batches):
+            expected = samples.batch(indices[number, replica])
+            np.testing.assert_array_equal(inputs, expected[0])
+            np.testing.assert_array_equal(targets, expected[1])
+            assert inputs.shape == (shape["micro_batch_size"], samples.seq_len)
+            num_targets += int((targets != IGNORE_INDEX).sum())
+    assert {batch.num_targets for batch in batches} == {num_targets}
+
+
+@given(st.integers(1, 60), st.sampled_from([1, 2, 4, 6, 8, 12]), st.integers(0, 50))
+@settings(deadline=None)
+def test_a_step_depends_on_the_global_batch_and_not_on_its_cut(num_samples, total, step):
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    cuts = [cut for cut in itertools.product(divisors, repeat=3) if np.prod(cut) == total]
+    names = ("micro_batch_size", "num_microbatches", "num_replicas")
+    steps = [
+        make_sampler(num_samples=num_samples, **dict(zip(names, cut, strict=True))) for cut in cuts
+    ]
+    contents = {tuple(sampler.step_indices(step).ravel()) for sampler in steps}
+    assert len(contents) == 1
+
+
+def test_the_order_differs_by_epoch_and_by_seed():
+    sampler = make_sampler()
+    first, second = sampler.step_indices(0), sampler.step_indices(sampler.steps_per_epoch)
+    assert not (first == second).all()
+    assert not (first == make_sampler(seed=2).step_indices(0)).all()
+    assert not (np.sort(first.ravel()) == np.arange(8)).all()
+
+
+@given(shapes)
+@settings(deadline=None)
+def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
+    # The sampler of the training samples, over a validation set of another length.
+    count = shape.pop("num_samples")
+    calls = [list(sampler.eval_indices(count)) for sampler in samplers(shape)]
+    assert len({len(replica) for replica in calls}) == 1
+    assert {micro.shape for replica in calls for micro in replica} == {(shape["micro_batch_size"],)}
+    seen = np.concatenate([micro for replica in calls for micro in replica])
+    assert sorted(seen[seen != EMPTY]) == list(range(count))

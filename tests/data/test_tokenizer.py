@@ -1,0 +1,134 @@
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from distributed_training.data import tokenizer as tokenizer_module
+from distributed_training.data.corpus import read_embedded
+from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer, train
+from tests.support import refused
+
+GPT2_DIR = Path("/work/shared/data/gpt2-tokenizer")
+SAMPLES = [
+    "",
+    " ",
+    "Hello world",
+    "  two  spaces\n\nand\tlines\r\n",
+    "def f(x: int) -> int:\n    return x ** 2  # it's 100% fine, isn't it?",
+    "naïve café — “quotes” … ½ №5",
+    "日本語 العربية עברית ไทย हिन्दी",
+    "🙂👩‍👩‍👧 e\u0301 \u00a0\u2028\ufeff",
+    "\x00\x01\x7f\x85",
+    "don't WE'LL 123456 1e-5 a_b_c",
+]
+
+
+def test_shipped_tokenizer_loses_nothing(tokenizer):
+    batch = tokenizer.encode_batch(SAMPLES)
+    assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
+    assert [tokenizer.decode(ids.tolist()) for ids in batch] == SAMPLES
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
+def test_any_text_comes_back(texts, tokenizer):
+    batch = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
+    assert all((ids < tokenizer.num_tokens).all() for ids in batch)
+    assert all(tokenizer.eos_id not in ids for ids in batch)
+
+
+@pytest.mark.parametrize("folder", [EMBEDDED_DIR, GPT2_DIR], ids=["shipped", "gpt2"])
+def test_ids_equal_those_of_transformers(folder):
+    if not folder.is_dir():
+        pytest.skip(f"no {folder} here")
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    texts = [*SAMPLES, *(text[:2000] for text in read_embedded()[:20])]
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        assert ids.tolist() == theirs(text)["input_ids"]
+    assert ours.eos_id == theirs.eos_token_id
+    assert ours.num_tokens == len(theirs)
+
+
+def test_gpt2s_ids():
+    if not GPT2_DIR.is_dir():
+        pytest.skip(f"no {GPT2_DIR} here")
+    tokenizer = Tokenizer(GPT2_DIR)
+    assert tokenizer.encode_batch(["Hello world"])[0].tolist() == [15496, 995]
+    assert (tokenizer.num_tokens, tokenizer.eos_id) == (50257, 50256)
+
+
+def test_shipped_tokenizer_shortens_the_embedded_corpus(tokenizer):
+    assert tokenizer.num_tokens == 2048
+    text = read_embedded()[0]
+    assert len(tokenizer.encode_batch([text])[0]) < len(text.encode()) / 2
+
+
+def test_decoding_leaves_end_of_text_out(tokenizer):
+    ids = tokenizer.encode_batch(["one"])[0].tolist()
+    assert tokenizer.decode([*ids, tokenizer.eos_id, *ids]) == "oneone"
+
+
+def test_the_mark_in_a_text_is_not_the_token(tokenizer):
+    """A text that mentions the mark must not end there."""
+    (ids,) = tokenizer.encode_batch([f"a{END_OF_TEXT}b"])
+    assert tokenizer.eos_id not in ids
+
+
+def test_saved_folder_opens_in_transformers(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "new" / "folder")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
+    text = SAMPLES[4]
+    assert theirs(text)["input_ids"] == tokenizer.encode_batch([text])[0].tolist()
+    assert theirs.eos_token == END_OF_TEXT
+    assert theirs.eos_token_id == tokenizer.eos_id
+
+
+def test_fingerprint_is_of_both_files(tokenizer, tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "copy")
+    copy = Tokenizer(tmp_path / "copy")
+    assert copy.fingerprint == tokenizer.fingerprint
+    prints = {tokenizer.fingerprint}
+    for name in ("vocab.json", "merges.txt"):
+        (copy.folder / name).write_text((copy.folder / name).read_text() + "\n")
+        prints.add(copy.fingerprint)
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_missing_file_is_named(name, tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "copy")
+    (tmp_path / "copy" / name).unlink()
+    with refused(f"copy has no {name}", "vocab.json and merges.txt", "auto"):
+        Tokenizer(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "merges", "words"),
+    [
+        ("{", "", "cannot be read"),
+        ("[]", "", "cannot be read"),
+        (json.dumps({END_OF_TEXT: 0, "a": 1}), "x y\n", "cannot be read"),
+        ('{"a": 0}', "", f"has no {END_OF_TEXT} token"),
+    ],
+)
+def test_unusable_files_are_refused(vocabulary, merges, words, tmp_path):
+    (tmp_path / "vocab.json").write_text(vocabulary)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
+    with refused(str(tmp_path), words):
+        Tokenizer(tmp_path)
+
+
+def test_a_tokenizer_can_be_trained(tmp_path, monkeypatch):
+    """As the shipped one was."""
+    monkeypatch.setattr(tokenizer_module, "read_embedded", lambda: ["to be or not to be " * 9])
+    trained = train(tmp_path, vocab_size=260)
+    assert trained.num_tokens == 260
+    (ids,) = trained.encode_batch(["to be"])
+    assert len(ids) < 5
+    assert trained.decode(ids.tolist()) == "to be"

@@ -1,0 +1,74 @@
+import random
+
+import pytest
+
+from distributed_training.measure.bubble import bubble
+from distributed_training.measure.kernels import busy_seconds, union
+from distributed_training.measure.layouts import leave_out_left_over
+
+
+def event(name, start, duration, kind="kernel"):
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
+
+
+def test_what_computes_counts_once_and_waiting_messages_do_not():
+    events = [
+        event("gemm", 1_000_000, 400_000),
+        event("add on another stream", 1_300_000, 200_000),
+        event("ncclDevKernel_SendRecv(...)", 0, 5_000_000),
+        event("Memcpy DtoD", 3_000_000, 500_000, "gpu_memcpy"),
+        event("cudaLaunchKernel", 900_000, 9_000_000, "cuda_runtime"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert busy_seconds({"traceEvents": events}) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="no kernel"):
+        busy_seconds({"traceEvents": events[4:]})
+
+
+def test_the_union_is_that_of_single_ticks():
+    rng = random.Random(3)
+    for _ in range(50):
+        spans = [
+            (a := rng.randrange(60), a + rng.randrange(9)) for _ in range(rng.randrange(1, 12))
+        ]
+        ticks = {tick for start, end in spans for tick in range(start, end)}
+        assert union(spans) == len(ticks)
+
+
+def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
+    first = {"phase_s": 8.0, "computing_s": 6.0, "kernels_s": 5.0}
+    second = {"phase_s": 10.0, "computing_s": 9.0, "kernels_s": 8.0}
+    found = bubble([first, second])
+    assert found["by_rank"] == pytest.approx([0.5, 0.2])
+    assert found["idle_share"] == pytest.approx(0.35)
+    assert found["between_operations"]["by_rank"] == pytest.approx([0.4, 0.1])
+    on_cpu = bubble([{**first, "kernels_s": None}, {**second, "kernels_s": None}])
+    assert on_cpu["by_rank"] == pytest.approx([0.4, 0.1])
+    assert on_cpu["from"] == "begin and end of operations"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "peaks"),
+    [
+        ([0, 0], [0, 0], [100, 130]),
+        ([10, 10], [10, 40], [90, 120]),  # what the run itself leaves is its own
+        ([10, 60], [0, 60], [100, 70]),  # and what went away meanwhile counts
+    ],
+)
+def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
+    ranks = [
+        {"rank": 0, "peak_allocated_bytes": 70, "peak_reserved_bytes": 100},
+        {"rank": 1, "peak_allocated_bytes": 80, "peak_reserved_bytes": 130},
+    ]
+    memory = {"by_rank": ranks}
+    leave_out_left_over(memory, before, after)
+    found = [rank["peak_reserved_bytes"] - rank["left_over_bytes"] for rank in ranks]
+    assert found == peaks
+    assert memory["peak_reserved_bytes"] == max(peaks)
+    assert [rank["before_bytes"] for rank in ranks] == before
+
+
+def test_memory_that_no_gpu_measured_stays_unknown():
+    memory = {"by_rank": [{"rank": 0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}]}
+    leave_out_left_over(memory, [0], [0])
+    assert memory["peak_reserved_bytes"] is memory["peak_allocated_bytes"] is None

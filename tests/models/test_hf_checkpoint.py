@@ -1,0 +1,244 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from distributed_training.models import ModelSpec
+from distributed_training.models.decoder import IGNORE_INDEX
+from distributed_training.models.gpt2.huggingface import load as load_hf_weights
+from distributed_training.models.gpt2.huggingface import save as save_hf_folder
+from distributed_training.models.gpt2.model import build_model
+from distributed_training.models.gpt2.sizes import SIZES
+from tests.models.test_model import SIZE, random_batch, random_model
+from tests.support import refused
+
+TINY = SIZES["gpt2-tiny"]
+
+
+def hf_model(size, seed=0):
+    """Hugging Face's GPT-2 with every parameter random, biases and norms too."""
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=size.vocab_size,
+            n_positions=size.num_positions,
+            n_layer=size.num_layers,
+            n_head=size.num_heads,
+            n_embd=size.hidden_size,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def ids_for(size):
+    return torch.randint(size.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def save(model, folder, size=SIZE):
+    save_hf_folder(dict(model.state_dict()), size, folder, eos_token_id=0)
+    return folder
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(random_model(), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("size", [SIZE, TINY], ids=["padded", "tiny"])
+def test_logits_after_loading_equal_hugging_faces(size, tmp_path):
+    theirs = hf_model(size)
+    theirs.save_pretrained(tmp_path)
+    ours = build_model(size, dropout=0.0, seed=1)
+    load_hf_weights(ours, tmp_path)
+    ids = ids_for(size)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [SIZE, TINY], ids=["padded", "tiny"])
+def test_a_saved_folder_opens_in_hugging_face_with_equal_logits(size, tmp_path):
+    ours = build_model(size, dropout=0.0, seed=1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs = GPT2LMHeadModel.from_pretrained(save(ours, tmp_path / "hf", size)).eval()
+    ids = ids_for(size)
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+    assert theirs.lm_head.weight.data_ptr() == theirs.transformer.wte.weight.data_ptr()
+    assert theirs.transformer.wte.weight.shape == (size.vocab_size, size.hidden_size)
+    assert theirs.dtype == torch.float32
+
+
+def test_loss_equals_hugging_faces(tmp_path):
+    theirs = hf_model(SIZE)
+    theirs.save_pretrained(tmp_path)
+    ours = build_model(SIZE, dropout=0.0, seed=1)
+    load_hf_weights(ours, tmp_path)
+    inputs, targets = random_batch()
+    labels = torch.cat([inputs[:, :1], targets], dim=1)  # theirs are shifted inside
+    ids = torch.cat([inputs, inputs[:, :1]], dim=1)
+    count = int((targets != IGNORE_INDEX).sum())
+    expected = float(theirs(ids, labels=labels).loss.detach()) * count
+    assert float(ours(inputs, targets).detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_round_trips_lose_nothing(folder, tmp_path):
+    """Ours -> folder -> Hugging Face -> folder -> ours, bit for bit; padding comes back as 0."""
+    GPT2LMHeadModel.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    expected = random_model().state_dict()
+    expected["token_embedding.weight"][SIZE.vocab_size :] = 0
+    for source in (folder, tmp_path / "again"):
+        model = build_model(SIZE, dropout=0.0, seed=9)
+        load_hf_weights(model, source)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+
+
+def test_half_precision_weights_are_loaded_in_fp32(folder):
+    edit_tensors(folder, lambda t: t.update({name: x.bfloat16() for name, x in t.items()}))
+    model = build_model(SIZE, dropout=0.0, seed=0)
+    load_hf_weights(model, folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    expected = random_model().position_embedding.weight.bfloat16().float()
+    assert torch.equal(model.position_embedding.weight, expected)
+
+
+def test_names_without_the_transformer_prefix_load(folder):
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    before, after = (build_model(SIZE, dropout=0.0, seed=seed) for seed in (0, 1))
+    load_hf_weights(before, folder)
+    edit_tensors(folder, strip)
+    load_hf_weights(after, folder)
+    ids = ids_for(SIZE)
+    assert torch.equal(before(ids), after(ids))
+
+
+def load(folder, size=SIZE):
+    spec = ModelSpec(name="", label="", family="gpt2", size=size)
+    spec.load(build_model(size, dropout=0.0, seed=0), folder)
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with refused(str(tmp_path), "not a Hugging Face model folder", "config.json", "hf/"):
+        load(tmp_path)
+    with refused("not a Hugging Face model folder"):
+        load(tmp_path / "missing")
+
+
+def test_another_model_type(folder):
+    edit_config(folder, model_type="llama")
+    with refused(str(folder), "model_type is not gpt2"):
+        load(folder)
+
+
+def test_a_broken_config(folder):
+    (folder / "config.json").write_text('{"n_layer": }')
+    with refused("config.json", "line 1 column 13"):
+        load(folder)
+    (folder / "config.json").write_text("[]")
+    with refused("not a GPT-2's"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("vocab_size", "vocab_size"),
+        ("n_positions", "num_positions"),
+        ("n_layer", "num_layers"),
+        ("n_head", "num_heads"),
+        ("n_embd", "hidden_size"),
+    ],
+)
+def test_another_size_names_what_differs(key, field, folder):
+    value = getattr(SIZE, field)
+    other = dataclasses.replace(SIZE, **{field: 2 * value})
+    with refused(f"{field}={value} but the model has {2 * value}", "set model to the size"):
+        load(folder, other)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.99])
+def test_truncated_weights(keep, folder):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    with refused("model.safetensors cannot be read", "fetch it again"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.bias"))
+    with refused("h.1.mlp.c_fc.bias is missing"):
+        load(folder)
+
+
+def test_tensors_of_another_shape(folder):
+    edit_tensors(folder, lambda t: t.update({"transformer.ln_f.bias": torch.zeros(31)}))
+    with refused("shapes differ", "norm_out.bias"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("wte.weight", (250, 32)),  # fewer rows than the vocabulary: zeros are put in
+        ("wte.weight", (400, 32)),  # RuntimeError
+        ("wte.weight", (300,)),  # IndexError
+        ("h.0.attn.c_attn.weight", (32, 90)),  # RuntimeError
+        ("h.0.attn.c_attn.bias", (97,)),  # RuntimeError
+    ],
+)
+def test_rearranged_tensors_of_another_shape(name, shape, folder):
+    edit_tensors(folder, lambda t: t.update({f"transformer.{name}": torch.zeros(shape)}))
+    with refused(str(folder), "shapes differ", name, str(list(shape))):
+        load(folder)
+
+
+def test_tensors_of_whole_numbers_are_no_weights(folder):
+    name = "transformer.h.0.mlp.c_fc.bias"
+    edit_tensors(folder, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with refused("h.0.mlp.c_fc.bias", "int8"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("activation_function", "gelu_new", "relu"),
+        ("layer_norm_epsilon", 1e-5, 1e-6),
+        ("n_inner", None, 7),
+        ("n_inner", 4 * SIZE.hidden_size, 2 * SIZE.hidden_size),
+        ("scale_attn_weights", True, False),
+        ("scale_attn_by_inverse_layer_idx", False, True),
+        ("tie_word_embeddings", True, False),
+    ],
+)
+def test_weights_of_another_function_are_refused(key, good, bad, folder):
+    edit_config(folder, **{key: good})
+    load(folder)
+    edit_config(folder, **{key: bad})
+    with refused(str(folder), f"{key}={bad!r}", "GPT-2"):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    load(folder)

@@ -1,0 +1,271 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distributed_training.models.decoder import IGNORE_INDEX, parameter_groups
+from distributed_training.models.gpt2.model import GPT2, build_model
+from distributed_training.models.gpt2.sizes import gpt2_size
+from distributed_training.parallel.checkpointing import apply_checkpointing
+
+# 300 is not a multiple of 128: the embedding has 84 rows of padding.
+SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
+
+
+def random_model(seed=0, **options):
+    """Every parameter random, biases and norms too."""
+    model = build_model(SIZE, dropout=options.pop("dropout", 0.0), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def random_batch(batch=3, tokens=20, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(SIZE.vocab_size, (batch, tokens + 1), generator=generator)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORE_INDEX
+    return inputs, targets
+
+
+def loss_and_gradients(model, inputs, targets):
+    model.zero_grad()
+    loss = model(inputs, targets)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_loss_is_the_sum_over_targets_that_count():
+    model = random_model()
+    inputs, targets = random_batch()
+    logits = model(inputs).detach().double()
+    probabilities = logits.softmax(-1)
+    expected = -sum(
+        math.log(probabilities[row, column, targets[row, column]])
+        for row, column in (targets != IGNORE_INDEX).nonzero().tolist()
+    )
+    assert float(model(inputs, targets).detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_losses_of_parts_add_up():
+    model = random_model()
+    inputs, targets = random_batch(batch=4)
+    whole, gradients = loss_and_gradients(model, inputs, targets)
+    parts = [
+        loss_and_gradients(model, inputs[rows], targets[rows])
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    torch.testing.assert_close(whole, sum(loss for loss, _ in parts))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, sum(part[name] for _, part in parts), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_nothing_but_ignored_targets_is_no_loss():
+    model = random_model()
+    inputs, targets = random_batch()
+    loss, gradients = loss_and_gradients(model, inputs, torch.full_like(targets, IGNORE_INDEX))
+    assert loss == 0
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_an_ignored_position_has_no_part_in_the_gradient():
+    """What the input after the last real target is does not matter: padding is causal."""
+    model = random_model()
+    inputs, targets = random_batch()
+    targets[:, 12:] = IGNORE_INDEX
+    other = inputs.clone()
+    other[:, 12:] = 7
+    assert not torch.equal(inputs, other)
+    one, first = loss_and_gradients(model, inputs, targets)
+    two, second = loss_and_gradients(model, other, targets)
+    torch.testing.assert_close(one, two)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+
+
+def test_later_tokens_do_not_reach_earlier_logits():
+    model = random_model()
+    inputs, _ = random_batch()
+    changed = inputs.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % SIZE.vocab_size
+    before, after = model(inputs), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert (before[:, 10:] - after[:, 10:]).abs().amax(-1).min() > 1e-3
+
+
+def test_padding_rows_are_invisible():
+    model = random_model()
+    filled = copy.deepcopy(model)
+    with torch.no_grad():
+        filled.token_embedding.weight[SIZE.vocab_size :] = 1e3
+    inputs, targets = random_batch()
+    assert model(inputs).shape == (3, 20, SIZE.vocab_size)
+    assert torch.equal(model(inputs), filled(inputs))
+    loss, gradients = loss_and_gradients(model, inputs, targets)
+    other_loss, other_gradients = loss_and_gradients(filled, inputs, targets)
+    assert torch.equal(loss, other_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name])
+    embedding = gradients["token_embedding.weight"]
+    assert embedding.shape[0] == 384
+    assert not embedding[SIZE.vocab_size :].any()
+    assert embedding[: SIZE.vocab_size].any(dim=1).all()
+
+
+def test_output_layer_is_the_embedding():
+    model = random_model()
+    inputs, _ = random_batch()
+    before = model(inputs)
+    unused = next(i for i in range(SIZE.vocab_size) if i not in inputs)
+    with torch.no_grad():
+        model.token_embedding.weight[unused] *= 2
+    expected = before.clone()
+    expected[..., unused] *= 2
+    torch.testing.assert_close(model(inputs), expected)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    one = build_model(SIZE, dropout=0.0, seed=5).state_dict()
+    torch.manual_seed(2)
+    two = build_model(SIZE, dropout=0.5, seed=5).state_dict()
+    other = build_model(SIZE, dropout=0.0, seed=6).state_dict()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name])
+        if tensor.dim() == 2:
+            assert not torch.equal(tensor, other[name])
+
+
+def test_building_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    build_model(SIZE, dropout=0.0, seed=5)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_initialisation_is_gpt2s():
+    size = gpt2_size(vocab_size=500, num_positions=64, num_layers=8, num_heads=4, hidden_size=128)
+    state = build_model(size, dropout=0.0, seed=0).state_dict()
+    assert not state["token_embedding.weight"][500:].any()
+    for name, tensor in state.items():
+        assert tensor.dtype == torch.float32
+        if name.endswith("bias"):
+            assert not tensor.any()
+        elif "norm" in name:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        else:
+            residual = "attention_out" in name or "mlp_out" in name
+            rows = tensor[:500] if name == "token_embedding.weight" else tensor
+            assert float(rows.std()) == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.05)
+            assert float(rows.mean()) == pytest.approx(0, abs=1e-3)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = build_model(SIZE, dropout=0.0, seed=0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decaying, free = parameter_groups(model, 0.1)
+    assert (decaying["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    matrices = {names[id(parameter)] for parameter in decaying["params"]}
+    vectors = {names[id(parameter)] for parameter in free["params"]}
+    assert matrices | vectors == set(names.values())
+    assert vectors == {name for name in names.values() if name.endswith("bias") or "norm_" in name}
+    assert len(decaying["params"]) + len(free["params"]) == len(names)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activation_checkpointing_changes_no_number(mode, dropout):
+    inputs, targets = random_batch()
+    results = {}
+    for chosen in ("none", mode):
+        model = random_model(dropout=dropout)
+        apply_checkpointing(model, chosen)
+        torch.manual_seed(3)
+        results[chosen] = loss_and_gradients(model, inputs, targets)
+    (loss, gradients), (other_loss, other_gradients) = results.values()
+    assert torch.equal(loss, other_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name])
+
+
+def saved_elements(mode):
+    """Elements that autograd keeps for backward outside of checkpointed blocks, by call."""
+    model = random_model()
+    apply_checkpointing(model, mode)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
+        model(*random_batch())
+    return sum(kept)
+
+
+def test_activation_checkpointing_keeps_less():
+    nothing, full, selective = (saved_elements(mode) for mode in ("none", "full", "selective"))
+    assert full < nothing / 2
+    assert selective < nothing / 2
+
+
+def test_selective_recomputes_less_than_full():
+    """Counted as matrix products in backward: recomputing adds the forward's to the backward's."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops = {}
+    for mode in ("none", "selective", "full"):
+        model = random_model()
+        apply_checkpointing(model, mode)
+        with FlopCounterMode(display=False) as counter:
+            model(*random_batch()).backward()
+        flops[mode] = counter.get_total_flops()
+    assert flops["none"] == flops["selective"] < flops["full"]
+
+
+def test_dropout_acts_in_training_only():
+    model = random_model(dropout=0.5)
+    inputs, _ = random_batch()
+    assert not torch.equal(model(inputs), model(inputs))
+    model.eval()
+    assert torch.equal(model(inputs), model(inputs))
+    torch.testing.assert_close(model(inputs), random_model()(inputs))
+
+
+def test_bf16_arithmetic_over_fp32_weights():
+    model = random_model()
+    inputs, targets = random_batch()
+    exact = model(inputs).detach()
+    exact_loss, exact_gradients = loss_and_gradients(model, inputs, targets)
+    model.compute_dtype = torch.bfloat16
+    logits = model(inputs).detach()
+    loss, gradients = loss_and_gradients(model, inputs, targets)
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert not torch.equal(logits.float(), exact)
+    assert float((logits.float() - exact).abs().max()) < 0.05 * float(exact.abs().max())
+    assert float(loss) == pytest.approx(float(exact_loss), rel=0.02)
+    for name, gradient in gradients.items():
+        assert float(F.cosine_similarity(gradient.ravel(), exact_gradients[name].ravel(), 0)) > 0.99
+
+
+def test_weights_kept_in_bf16_compute_in_bf16():
+    """As DeepSpeed keeps them: no compute_dtype is needed, results agree with rounding at use."""
+    model = random_model()
+    inputs, _ = random_batch()
+    low = copy.deepcopy(model).bfloat16()
+    model.compute_dtype = low.compute_dtype = torch.bfloat16
+    assert low(inputs).dtype == torch.bfloat16
+    torch.testing.assert_close(low(inputs), model(inputs), rtol=0.05, atol=0.05)
+
+
+def test_stored_parameters_are_the_count_plus_padding():
+    with torch.device("meta"):
+        model = GPT2(SIZE)
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    padding = (SIZE.padded_vocab_size - SIZE.vocab_size) * SIZE.hidden_size
+    assert stored == SIZE.num_parameters + padding

@@ -1,0 +1,177 @@
+"""Models by name, by the path of a Hugging Face folder, by the path of a family."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from distributed_training.models import find_model
+from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.plan.layouts import stage_parameters
+from distributed_training.plan.plan import make_plan
+from distributed_training.settings.config import build_config
+from distributed_training.settings.files import ROOT
+from tests.models.test_hf_checkpoint import hf_model, ids_for
+from tests.models.test_model import SIZE
+from tests.support import CPU_MACHINE, refused
+
+ROTARY = ROOT / "tests/models/rotary"
+FOUR = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Hugging Face folder of a size that no name stands for, without weights."""
+    (tmp_path / "four").mkdir()
+    return write(tmp_path / "four", FOUR)
+
+
+def write(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_every_named_size_is_found():
+    for name, size in SIZES.items():
+        spec = find_model(name)
+        assert (spec.name, spec.label, spec.family, spec.size) == (name, name, "gpt2", size)
+        assert spec.named_sizes() == SIZES
+
+
+def test_a_name_that_is_unknown_gets_the_nearest():
+    with refused("model='gpt2-medum'", "gpt2-xl", "did you mean 'gpt2-medium'?"):
+        find_model("gpt2-medum")
+
+
+def test_a_hugging_face_folder_has_the_size_of_its_config(folder):
+    spec = find_model(str(folder))
+    assert (spec.label, spec.family, spec.weights_dir) == ("four", "gpt2", folder)
+    size = spec.size
+    assert (size.num_layers, size.num_heads, size.hidden_size) == (4, 2, 16)
+    assert (size.vocab_size, size.num_positions) == (2048, 1024)
+    model = spec.build(dropout=0.0, seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == size.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layer": 0}, "n_layer=0 is not a whole number"),
+        ({"n_embd": "16"}, "n_embd='16' is not a whole number"),
+        ({"n_head": 3}, "n_head=3 does not divide n_embd=16"),
+        ({"activation_function": "relu"}, "activation_function='relu'"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
+    ],
+)
+def test_a_folder_that_our_gpt2_does_not_compute_is_refused(changes, words, folder):
+    write(folder, {**FOUR, **changes})
+    with refused(str(folder), words):
+        find_model(str(folder))
+
+
+def test_a_folder_with_weights_is_planned_with_them(tmp_path):
+    theirs = hf_model(SIZE)
+    theirs.save_pretrained(tmp_path / "theirs")
+    values = {"model": str(tmp_path / "theirs"), "tokenizer": str(ROOT / "assets/tokenizer")}
+    spec = find_model(values["model"])
+    spec.check_weights(tmp_path / "theirs")
+    model = spec.build(dropout=0.0, seed=3)
+    spec.load(model, tmp_path / "theirs")
+    ids = ids_for(SIZE)
+    torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+    spec.save(dict(model.state_dict()), tmp_path / "ours", eos_token_id=0)
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+def planned(model, tmp_path, **others):
+    config = build_config(
+        {
+            "model": str(model), "tokenizer": "embedded", "dataset": "embedded", "strategy": "dp",
+            "max_length": 32, "num_samples": 16, "output_dir": str(tmp_path / "runs"), **others,
+        }
+    )  # fmt: skip
+    return make_plan(config, CPU_MACHINE, num_processes=1, processes_here=1)
+
+
+def test_plans_of_folders(folder, tmp_path):
+    plan = planned(folder, tmp_path)
+    assert plan.size.num_layers == 4
+    assert "-dp-four-x1" in plan.run_dir.name
+    assert plan.config.weights == "random"
+    find_model("gpt2-tiny").save(
+        dict(find_model("gpt2-tiny").build(dropout=0.0, seed=0).state_dict()),
+        tmp_path / "hf",
+        eos_token_id=0,
+    )
+    assert planned(tmp_path / "hf", tmp_path).weights_dir == tmp_path / "hf"
+    assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
+    assert "-dp-six-x1" in planned(ROTARY, tmp_path).run_dir.name
+
+
+def test_a_family_outside_of_the_package():
+    first, untied = find_model(str(ROTARY)), find_model(f"{ROTARY}:untied")
+    assert (first.label, untied.label) == ("six", "untied")
+    assert list(first.named_sizes()) == [f"{ROTARY}:six", f"{ROTARY}:untied"]
+    for spec in (first, untied):
+        model = spec.build(dropout=0.0, seed=0)
+        assert (
+            sum(parameter.numel() for parameter in model.parameters()) == spec.size.num_parameters
+        )
+    with refused("untid", "six, untied", f"did you mean '{ROTARY}:untied'?"):
+        find_model(f"{ROTARY}:untid")
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", str(ROTARY), f"{ROTARY}:untied"])
+def test_what_sizes_say_is_what_modules_hold(name):
+    """plan/ counts by a size's properties what parallel/ does by its roles."""
+    spec = find_model(name)
+    size, model = spec.size, spec.build(dropout=0.0, seed=0)
+    held = dict.fromkeys(("column", "row", "row bias", "whole", "positions", "vocabulary"), 0)
+    for module, role in model.split().roles.items():
+        for parameter, values in model.get_submodule(module).named_parameters():
+            held["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
+    count, rows = size.num_layers, size.padded_embedding_parameters
+    assert held["column"] + held["row"] == count * size.block_parameters_split
+    assert held["whole"] == count * size.block_norm_parameters + size.final_norm_parameters
+    assert held["positions"] == size.position_parameters
+    assert held["vocabulary"] == rows * (1 if size.tied else 2)
+    assert sum(held.values()) == sum(values.numel() for values in model.parameters())
+    first = model.stage(range(1), is_first=True, is_last=False)
+    last = model.stage(range(1, count), is_first=False, is_last=True)
+    for index, part in enumerate((first, last)):
+        expected = stage_parameters(size, (1, count - 1), index)
+        assert sum(values.numel() for values in part.parameters()) == expected
+
+
+def test_a_family_that_cannot_be_imported_says_why(tmp_path):
+    (tmp_path / "__init__.py").write_text("import no_such_package")
+    with refused(str(tmp_path), "cannot be imported", "no_such_package"):
+        find_model(str(tmp_path))
+    (tmp_path / "__init__.py").write_text("sizes = build = load = None")
+    with refused(str(tmp_path), "it has no split and no save"):
+        find_model(str(tmp_path))
+
+
+def test_finding_models_imports_no_torch(folder):
+    script = (
+        "import sys; from distributed_training.models import find_model\n"
+        "for name in sys.argv[1:]: find_model(name).size.num_parameters\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, "gpt2", str(folder), str(ROTARY)]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def test_nothing_outside_of_gpt2_names_its_layers():
+    own = ("position_embedding", "qkv", "attention_out", "norm_1", "norm_2", "mlp_in", "mlp_out")
+    for room in ("parallel", "engines", "run", "measure", "plan"):
+        for file in (ROOT / "distributed_training" / room).glob("*.py"):
+            text = file.read_text()
+            named = [name for name in (*own, "token_embedding", "GPT2(", "Block(") if name in text]
+            assert not named, f"{file}: {named}"

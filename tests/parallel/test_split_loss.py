@@ -1,0 +1,46 @@
+"""The loss over a split vocabulary, on one process that holds all of it, padding included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from distributed_training.models.decoder import IGNORE_INDEX
+from distributed_training.parallel.tensor import _pad_rows, split_cross_entropy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_it_is_torchs_cross_entropy_and_its_gradient(padding):
+    torch.manual_seed(padding)
+    vocab_size = 11
+    logits = (20 * torch.randn(7, vocab_size + padding)).requires_grad_()
+    targets = torch.tensor([0, 10, 3, IGNORE_INDEX, 5, IGNORE_INDEX, 10])
+    ours = split_cross_entropy(logits, targets, 0, vocab_size, dist.group.WORLD)
+    (gradient,) = torch.autograd.grad(2 * ours, logits)
+    cut = logits.detach()[:, :vocab_size].requires_grad_()
+    theirs = F.cross_entropy(cut, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    (expected,) = torch.autograd.grad(2 * theirs, cut)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gradient[:, :vocab_size], expected)
+    assert not gradient[:, vocab_size:].any(), "padding is never learnt"
+    assert not gradient[targets == IGNORE_INDEX].any()
+
+
+@pytest.mark.parametrize(("rows", "parts", "padded"), [(8, 4, 8), (8, 5, 10), (7, 2, 8)])
+def test_rows_are_appended_until_they_divide(rows, parts, padded):
+    embedding = nn.Embedding(rows, 3)
+    before = embedding.weight.detach().clone()
+    _pad_rows(embedding, parts)
+    assert embedding.num_embeddings == len(embedding.weight) == padded
+    assert torch.equal(embedding.weight[:rows], before)
+    assert not embedding.weight[rows:].any()

@@ -1,0 +1,146 @@
+"""What the processes of a parity test do: each case is a run of measure's harness.
+
+Every function takes {"cases": {name: CONFIG values}, ...} and returns {name: what was found}, as
+tests.pool calls it on every rank of one process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.engines.base import Engine
+from distributed_training.measure.harness import Run, each_run, gather, open_group
+from distributed_training.models import decoder
+from distributed_training.models.gpt2 import model
+from distributed_training.models.gpt2.sizes import SIZES, gpt2_size
+from distributed_training.run.loop import learning_rate
+
+# Deep enough to be cut into stages of unequal length, or into two stages for each of four
+# processes, and still small.
+for word, depth in {"six": 6, "eight": 8}.items():
+    SIZES[f"{word}-layers"] = gpt2_size(
+        vocab_size=2048, num_positions=128, num_layers=depth, num_heads=4, hidden_size=32
+    )
+PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
+STEPS_BEFORE, STEPS_AFTER = 3, 3  # a resume
+
+
+def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
+    found = {}
+    with open_group() as group:
+        for finished in each_run(group, arguments["cases"], use):
+            assert finished.refused is None, f"{finished.name}: {finished.refused}"
+            found[finished.name] = finished.results[0]
+    return found
+
+
+def train(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Losses (means over the global batch's real tokens), gradient norms and the full fp32 weights
+    after `steps` steps; halfway, the loss of one global batch and the logits of PROMPT."""
+    return _all_cases(arguments, lambda run: _train(run, arguments["steps"]))
+
+
+def _train(run: Run, num_steps: int) -> dict[str, Any]:
+    losses, norms, answers = [], [], {}
+    for step in range(num_steps):
+        run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
+        batch = run.batch(step)
+        if step == num_steps // 2:
+            answers = _ask(run.engine, batch)
+        result = run.engine.train_step(batch)
+        losses.append(_mean_loss([result.loss_sum], batch))
+        norms.append(float(result.grad_norm))
+    state = run.engine.full_state()
+    if state is not None:
+        assert all(tensor.dtype is torch.float32 for tensor in state.values())
+    return {"losses": losses, "grad_norms": norms, "state": state, **answers}
+
+
+def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
+    """What an engine answers without learning from it, on all ranks alike."""
+    before = engine.full_state()
+    evaluation = _mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
+    logits = engine.logits(PROMPT).float().cpu()
+    first = logits.clone()
+    dist.broadcast(first, src=0)
+    torch.testing.assert_close(logits, first, msg="logits differ between ranks")
+    state = engine.full_state()
+    if state is not None:
+        assert all(torch.equal(state[name], before[name]) for name in before), "evaluation"
+    return {"evaluation": evaluation, "logits": first}
+
+
+def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
+    """Of the global batch, from every rank's sums of its own samples' losses."""
+    total = torch.stack([each.double().cpu() for each in sums]).sum()
+    dist.all_reduce(total)
+    return float(total) / batch.num_targets
+
+
+def resume(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Two full states: after steps in a row, and after loading what was saved halfway into a new
+    engine that takes the second half of them."""
+    return _all_cases(arguments, _resume)
+
+
+def _resume(run: Run) -> dict[str, Any]:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, device=torch.device("cpu"))
+    path = Path(folder[0])
+
+    def take(steps: range) -> None:
+        for step in steps:
+            run.engine.train_step(run.batch(step))
+
+    second_half = range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
+    take(range(STEPS_BEFORE))
+    run.engine.save(path)
+    dist.barrier()
+    take(second_half)
+    straight = run.engine.full_state()
+    run.rebuild_engine()
+    run.engine.load(path)
+    take(second_half)
+    return {"straight": straight, "resumed": run.engine.full_state()}
+
+
+DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
+
+
+class _Watched:
+    """torch.nn.functional, noting the random generator's state before what draws numbers."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(torch.nn.functional, name)
+        if name not in DRAWING:
+            return function
+
+        def watched(*arguments: Any, **words: Any) -> Any:
+            if words["dropout_p"] if name == "scaled_dot_product_attention" else arguments[2]:
+                state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+                self.seen.setdefault(DRAWING[name], []).append(state)
+            return function(*arguments, **words)
+
+        return watched
+
+
+def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of each rank {"residual": [state, ...], "attention": [...]}: the random generator's states
+    before every dropout of one training step, as hashes. Equal states draw equal masks."""
+    model.F = decoder.F = watched = _Watched()
+
+    def step(run: Run) -> list[Any]:
+        watched.seen = {}
+        _train(run, 1)
+        return gather(watched.seen)
+
+    return _all_cases(arguments, step)

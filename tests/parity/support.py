@@ -1,0 +1,100 @@
+"""What the parity tests share: the work, how it is cut, reference runs, and the comparison."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from tests.conftest import clean_environment, heavy_pool
+from tests.pool import Pool
+from tests.support import small_text
+
+BASE = {
+    "model": "gpt2-tiny",
+    "dataset": str(small_text()),
+    "tokenizer": "embedded",
+    "max_length": 32,
+    "num_samples": 400,
+    "learning_rate": 1e-3,
+    "precision": "fp32",
+}
+# Six blocks, so that stages can have unequal lengths. With this seed no gradient that Adam
+# divides by lies at the level of rounding, which sums in another order would make visible.
+DEEP = {**BASE, "model": "six-layers", "seed": 7}
+GLOBAL_BATCH = 8
+NUM_STEPS = 20
+LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-4, 1e-3
+
+
+def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
+    """CONFIG of a global batch that each replica takes in so many micro-batches."""
+    return {"global_batch": global_batch, "num_microbatches": num_microbatches}
+
+
+def split(**axes: int) -> dict[str, Any]:
+    """CONFIG of the strategy with all axes, those that are not given being 1."""
+    return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
+
+
+def run_cases(
+    cases: dict[str, dict[str, Any]],
+    num_processes: int,
+    *,
+    what: str = "train",
+    steps: int = NUM_STEPS,
+    **environment: str,
+) -> dict[str, Any]:
+    """What a function of tests.parity.cases finds in each of the cases, which may say
+    `global_batch` instead of batch_size."""
+    cases = {name: dict(values) for name, values in cases.items()}
+    for values in cases.values():
+        if "global_batch" in values:
+            values["batch_size"], rest = divmod(values.pop("global_batch"), num_processes)
+            assert rest == 0, "the global batch is the same on any number of processes"
+    return _pool(**environment).call(
+        f"tests.parity.cases:{what}",
+        {"cases": cases, "steps": steps},
+        num_processes=num_processes,
+        limit_s=500,
+    )
+
+
+@functools.cache
+def _pool(**environment: str) -> Pool:
+    """On GPUs nothing is imported before the fork, as CUDA would not survive it."""
+    return Pool((), clean_environment(**environment)) if environment else heavy_pool()
+
+
+def reference(values: dict[str, Any], *, steps: int = NUM_STEPS) -> dict[str, Any]:
+    """What one process computes on its own with the whole batch at once (unless `values` cut it),
+    run when first asked for."""
+    return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps)
+
+
+@functools.cache
+def _reference(values: str, steps: int) -> dict[str, Any]:
+    return run_cases({"one": json.loads(values)}, 1, steps=steps)["one"]
+
+
+def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses, gradient norms and final weights agree within the tolerances above, and what the
+    models answer halfway, from weights that have taken the same steps: the loss of an evaluation
+    as a step's loss, logits as the weights that they are products of.
+    """
+    for step, (ours, theirs) in enumerate(zip(actual["losses"], expected["losses"], strict=True)):
+        assert abs(ours - theirs) <= LOSS_TOLERANCE * theirs, f"loss of step {step}"
+    for step, (ours, theirs) in enumerate(
+        zip(actual["grad_norms"], expected["grad_norms"], strict=True)
+    ):
+        assert abs(ours - theirs) <= NORM_TOLERANCE * theirs, f"gradient norm of step {step}"
+    assert set(actual["state"]) == set(expected["state"])
+    for name, weight in expected["state"].items():
+        error = (actual["state"][name] - weight).norm() / weight.norm().clamp(min=1e-9)
+        assert error <= WEIGHT_TOLERANCE, f"{name} differs by {error:.1e}"
+    ours, theirs = actual["evaluation"], expected["evaluation"]
+    assert abs(ours - theirs) <= LOSS_TOLERANCE * theirs, "loss of the evaluation"
+    assert actual["logits"].shape == expected["logits"].shape
+    for place, theirs in enumerate(expected["logits"][0]):
+        error = (actual["logits"][0, place] - theirs).norm() / theirs.norm()
+        assert error <= WEIGHT_TOLERANCE, f"logits after token {place} differ by {error:.1e}"

@@ -1,0 +1,60 @@
+"""Plans and layouts from a few words of CONFIG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.plan.batch import Batch, cut_batch
+from distributed_training.plan.layouts import Layout, build_layout
+from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan, draft_plan, make_plan
+from distributed_training.plan.schedules import Schedule, schedule_of
+from distributed_training.plan.topology import fill_mesh
+from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.strategies import Strategy, load_strategy, strategy_defaults
+from tests.support import CPU_MACHINE
+
+UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
+SPLIT = ["tp", "pp", "3d", "hybrid"]
+NAMES = [*UNSPLIT, *SPLIT]
+
+
+class LaidOut(NamedTuple):
+    """What CONFIG's words make of so many processes, as a plan decides it."""
+
+    config: RunConfig
+    strategy: Strategy
+    mesh: dict[str, int]
+    layout: Layout
+    schedule: Schedule
+    batch: Batch
+
+
+def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
+    """`words` are those of --set; raise UserError as a plan would."""
+    built = build_config({"model": "gpt2-medium", **config}, overrides=words)
+    strategy = load_strategy(built)
+    mesh = fill_mesh(strategy, world_size, built)
+    layout = build_layout(built, strategy, SIZES[built.model], mesh)
+    schedule = schedule_of(built, strategy, mesh["pp"])
+    return LaidOut(built, strategy, mesh, layout, schedule, cut_batch(built, mesh, schedule))
+
+
+def plan_for(
+    tmp_path: Path,
+    machine: Machine = CPU_MACHINE,
+    num_processes: int = 2,
+    *,
+    here: int | None = None,
+    run_dir: Path | None = None,
+    checked: bool = True,
+    **config: Any,
+) -> Plan:
+    """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
+    defaults = strategy_defaults(config["strategy"]) if config.get("strategy") in NAMES else {}
+    values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **defaults, **config}
+    places = {"num_processes": num_processes, "processes_here": here or num_processes}
+    make = make_plan if checked else draft_plan
+    return make(build_config(values), machine, run_dir=run_dir, **places)

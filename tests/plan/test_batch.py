@@ -1,0 +1,191 @@
+"""How a step's sequences are cut: identities over many layouts, and what a user may ask for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.plan.batch import Batch, cut_batch
+from distributed_training.plan.cost import activation_share
+from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
+from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import MESH_AXES
+from tests.plan.helpers import NAMES, lay_out
+from tests.support import refused
+
+SMALL = st.integers(1, 4)
+MESHES = st.tuples(SMALL, SMALL, SMALL, SMALL).map(lambda sizes: dict(zip(MESH_AXES, sizes)))  # noqa: B905
+CONFIGS = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 12),
+        "grad_accum_steps": st.integers(1, 9),
+        "sequence_parallel": st.booleans(),
+    }
+)
+
+
+def cut(mesh, name="1f1b", **config):
+    """(Batch, the schedule it is cut for)"""
+    schedule = SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
+    built = build_config({"strategy": "3d", "pipeline_schedule": name, **config})
+    return cut_batch(built, mesh, schedule), schedule
+
+
+def sequences_at_once(count, sequences, mesh, schedule, config):
+    """Memory of activations, in sequences of a whole model: (blocks', logits')."""
+    size = sequences // count
+    share = activation_share(mesh["tp"], sequence_parallel=config["sequence_parallel"])
+    return size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share, size / mesh["tp"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(MESHES, st.sampled_from(sorted(SCHEDULES)), CONFIGS)
+def test_the_rule(mesh, name, config):
+    batch, schedule = cut(mesh, name, **config)
+    world_size = mesh["pp"] * mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"]
+    sequences = batch.micro_batch_size * batch.num_microbatches
+    budget = config["batch_size"]
+    assert batch.num_replicas == mesh["dp_replicate"] * mesh["dp_shard"]
+    assert batch.global_batch_size == budget * config["grad_accum_steps"] * world_size
+    assert batch.global_batch_size == sequences * batch.num_replicas
+    assert schedule.takes(mesh["pp"], batch.num_microbatches)
+
+    possible = [
+        n for n in range(1, sequences + 1)
+        if sequences % n == 0 and schedule.takes(mesh["pp"], n)
+    ]  # fmt: skip
+    fit = [
+        n
+        for n in possible
+        if max(sequences_at_once(n, sequences, mesh, schedule, config)) <= budget
+    ]
+    many = [n for n in fit if mesh["pp"] == 1 or n >= 2 * mesh["pp"]]
+    # The fewest that fit and fill the pipeline; memory before the pipeline; at the worst, singly.
+    assert batch.num_microbatches == (min(many) if many else max(fit or possible))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+@pytest.mark.parametrize(("batch_size", "steps"), [(4, 1), (3, 5), (1, 1)])
+def test_a_step_sees_as_many_sequences_under_every_strategy(name, processes, batch_size, steps):
+    axes = {"pp": processes} if name == "hybrid" and processes == 1 else {}
+    if name == "3d" and processes < 4:
+        axes = {"pp": processes, "tp": 1}
+    batch = lay_out(
+        processes, strategy=name, batch_size=batch_size, grad_accum_steps=steps, **axes
+    ).batch
+    assert batch.global_batch_size == batch_size * steps * processes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "config", "cut"),
+    [
+        # micro-batches of a replica, sequences of each
+        ("dp", 4, {"batch_size": 4}, (1, 4)),
+        ("dp", 4, {"batch_size": 4, "grad_accum_steps": 3}, (3, 4)),
+        ("zero3", 2, {"batch_size": 1}, (1, 1)),
+        ("tp", 4, {"batch_size": 4}, (1, 16)),
+        # Without it 10 of a block's 34 bytes are not divided over tp: 8 would be 4.7 sequences.
+        ("tp", 2, {"batch_size": 4, "sequence_parallel": False}, (2, 4)),
+        ("pp", 4, {"batch_size": 4}, (8, 2)),
+        ("pp", 4, {"batch_size": 4, "grad_accum_steps": 2}, (8, 4)),
+        ("pp", 2, {"batch_size": 1}, (2, 1)),  # there are no 4 sequences
+        ("pp", 4, {"batch_size": 4, "pipeline_schedule": "interleaved"}, (8, 2)),
+        ("3d", 8, {"batch_size": 4}, (4, 4)),
+        ("hybrid", 4, {"batch_size": 4}, (4, 2)),
+    ],
+)
+def test_cuts_by_hand(strategy, processes, config, cut):
+    batch = lay_out(processes, strategy=strategy, **config).batch
+    assert (batch.num_microbatches, batch.micro_batch_size) == cut
+
+
+MESH_221 = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "cut_into"),
+    [
+        ({"num_microbatches": 4}, (4, 4)),
+        ({"micro_batch_size": 1}, (16, 1)),
+        ({"micro_batch_size": 8}, (2, 8)),  # more memory than dp needs, as the user says
+        ({"micro_batch_size": 2, "num_microbatches": 8}, (8, 2)),
+    ],
+)
+def test_what_is_asked_for_is_taken(asked, cut_into):
+    batch, _ = cut(MESH_221, batch_size=8, **asked)
+    assert (batch.num_microbatches, batch.micro_batch_size) == cut_into
+
+
+def typed(text):
+    """The settings that a refusal suggests, each a dictionary."""
+    head, _, tail = text.partition("; set ")
+    assert tail, head
+    if " to " in tail.split(",")[0].split(";")[0]:
+        key, numbers = re.fullmatch(r"(\w+) to ([\d or]+), or to auto", tail).groups()
+        yield {key: "auto"}
+        yield from ({key: int(number)} for number in numbers.split(" or "))
+    else:
+        *pairs, last = tail.split("; or ")
+        assert last == "both to auto"
+        yield {"micro_batch_size": "auto", "num_microbatches": "auto"}
+        for pair in pairs:
+            yield {key: int(n) for key, n in (word.split("=") for word in pair.split())}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
+    mesh = {"pp": pp, "dp_replicate": 2, "dp_shard": 1, "tp": 1}
+    numbers = ("auto", 1, 2, 3, 5, 6, 8, 100)
+    refusals = 0
+    for size, count in itertools.product(numbers, numbers):
+        config = {"batch_size": 3, "micro_batch_size": size, "num_microbatches": count}
+        try:
+            batch, schedule = cut(mesh, name, **config)
+        except UserError as error:
+            refusals += 1
+            found = list(typed(str(error)))
+            assert len(found) >= 2
+            for settings_ in found:
+                cut(mesh, name, **{**config, **settings_})
+        else:
+            assert size in ("auto", batch.micro_batch_size)
+            assert count in ("auto", batch.num_microbatches)
+            assert schedule.takes(pp, batch.num_microbatches)
+    assert refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "words"),
+    [
+        ("1f1b", {"num_microbatches": 3}, ("16 sequences", "batch_size 8", "must be that number")),
+        ("1f1b", {"micro_batch_size": 16}, ("'1f1b' over pp=2 needs 2", "set micro_batch_size to")),
+        (
+            "interleaved",
+            {"num_microbatches": 5, "batch_size": 5},
+            ("equal rounds of about 2", "set num_microbatches to"),
+        ),
+    ],
+)
+def test_a_refusal_says_why(name, asked, words):
+    with refused(next(iter(asked)), *words):
+        cut(MESH_221, name, **{"batch_size": 8, **asked})
+
+
+def test_a_large_batch_is_cut_at_once():
+    """Divisors are found in the square root of the number."""
+    batch, _ = cut(MESH_221, batch_size=2**20, grad_accum_steps=2**16)
+    assert batch.micro_batch_size * batch.num_microbatches == 2**37
+
+
+def test_in_words():
+    batch = Batch(global_batch_size=32, num_replicas=1, num_microbatches=8, micro_batch_size=4)
+    assert batch.describe() == "global 32 = 1 replica x 8 micro-batches x 4"
+    batch = Batch(global_batch_size=8, num_replicas=2, num_microbatches=1, micro_batch_size=4)
+    assert batch.describe() == "global 8 = 2 replicas x 1 micro-batch x 4"

@@ -1,0 +1,139 @@
+"""Estimates of memory against published figures and sums by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from distributed_training.models.gpt2.sizes import gpt2_size
+from distributed_training.plan.batch import Batch
+from distributed_training.plan.cost import (
+    activation_share,
+    estimate_activation_bytes,
+    estimate_state_bytes,
+)
+from distributed_training.settings.config import build_config
+from tests.plan.helpers import NAMES
+from tests.support import named_strategy
+
+WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
+PARTS = ("parameters", "gradients", "optimizer", "host", "disk")
+
+
+def state(strategy, precision="bf16", count=1000, **axes):
+    """Bytes a parameter, by part, of a process that holds `count` parameters."""
+    if isinstance(strategy, str):
+        strategy = named_strategy(strategy)
+    estimate = estimate_state_bytes(strategy, count, precision, {**WHOLE, **axes})
+    assert estimate.on_device == estimate.parameters + estimate.gradients + estimate.optimizer
+    assert tuple(estimate.as_dict()) == PARTS
+    return tuple(value / count for value in estimate.as_dict().values())
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_papers_example(stage, gigabytes):
+    """Figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
+    document = {"zero_optimization": {"stage": stage}}
+    strategy = dataclasses.replace(named_strategy("zero1"), document=document)
+    total = sum(state(strategy, count=7_500_000_000, dp_shard=64)) * 7.5
+    assert total == pytest.approx(gigabytes, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "parts"),
+    [
+        # bytes a parameter on 4 processes: parameters, gradients, optimizer, host, disk
+        ("dp", "bf16", (4, 4, 8, 0, 0)),
+        ("dp", "fp32", (4, 4, 8, 0, 0)),
+        ("tp", "bf16", (4, 4, 8, 0, 0)),  # of the part that a process has
+        ("fsdp", "bf16", (1, 1, 2, 0, 0)),
+        ("zero1", "bf16", (2, 2, 3, 0, 0)),
+        ("zero1", "fp16", (2, 2, 3, 0, 0)),
+        ("zero1", "fp32", (4, 4, 3, 0, 0)),
+        ("zero2", "bf16", (2, 0.5, 3, 0, 0)),
+        ("zero3", "bf16", (0.5, 0.5, 3, 0, 0)),
+        ("offload", "bf16", (2, 0, 0, 3 + 1, 0)),
+        ("infinity", "bf16", (0, 0, 0, 1, 3 + 0.5)),
+    ],
+)
+def test_state_bytes_by_part(name, precision, parts):
+    axis = {"dp": "dp_replicate", "tp": "tp"}.get(name, "dp_shard")
+    assert state(name, precision, **{axis: 4}) == parts
+
+
+@pytest.mark.parametrize(
+    ("precision", "axes", "parts"),
+    [
+        ("bf16", {"dp_shard": 4}, (1 + 2, 4, 2)),
+        ("fp32", {"dp_shard": 4}, (1 + 4, 4, 2)),
+        ("bf16", {}, (4 + 2, 4, 8)),
+        ("fp32", {}, (4, 4, 8)),
+        ("fp32", {"dp_replicate": 2}, (4 + 4, 4, 8)),
+    ],
+)
+def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
+    """strategies/10_3d_parallel: 12 / S + 6 bytes a parameter in bf16."""
+    assert state("3d", precision, pp=2, **axes) == (*parts, 0, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_process_shards_nothing_and_eight_hold_no_more(name):
+    pp = 2 if name in ("pp", "3d", "hybrid") else 1
+    one, eight = (state(name, dp_shard=size, pp=pp) for size in (1, 8))
+    on_host = name in ("offload", "infinity")  # gradients wait there in fp32: 4 bytes, not 2
+    rounded = name in ("pp", "3d")  # a stage's weights, 2 bytes, while a step runs
+    assert sum(one) == (18 if on_host or rounded else 16)
+    assert sum(eight) < sum(one)
+
+
+SIZE = gpt2_size(vocab_size=250, num_positions=64, num_layers=4, num_heads=4, hidden_size=8)
+BATCH = Batch(global_batch_size=6, micro_batch_size=3, num_microbatches=2, num_replicas=1)
+
+
+def activations(*, kept=1, axes=None, batch=BATCH, **config):
+    built = build_config({"max_length": 16, "precision": "bf16", **config})
+    return estimate_activation_bytes(built, SIZE, {**WHOLE, **(axes or {})}, batch, kept)
+
+
+UNIT = 3 * 16 * 8  # tokens of a micro-batch x hidden size
+LOGITS = 3 * 16 * 256 * 10  # tokens x padded vocabulary x (2 + 4 + 4 bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 4 * 34 * UNIT + LOGITS),
+        ({"precision": "fp32"}, 2 * 4 * 34 * UNIT + LOGITS),
+        ({"kept": 2, "axes": {"pp": 2}}, 2 * 2 * 34 * UNIT + LOGITS),
+        ({"axes": {"pp": 3}}, 2 * 34 * UNIT + LOGITS),  # 4 blocks over 3: one has 2
+        ({"axes": {"tp": 4}}, (4 * 34 * UNIT + LOGITS) / 4),
+        ({"axes": {"tp": 4}, "sequence_parallel": False}, 4 * (10 + 24 / 4) * UNIT + LOGITS / 4),
+        ({"activation_checkpointing": "full"}, (4 * 2 + 34) * UNIT + LOGITS),
+        ({"activation_checkpointing": "selective"}, (4 * 18 + 34) * UNIT + LOGITS),
+    ],
+)
+def test_activations_by_hand(changes, expected):
+    assert activations(**changes) == expected
+
+
+def test_activations_grow_and_shrink_as_they_should():
+    kept = [activations(kept=count) for count in (1, 1.5, 2, 4)]
+    assert kept == sorted(set(kept)), "more micro-batches kept, more bytes"
+    modes = [
+        activations(activation_checkpointing=mode, kept=4) for mode in ("full", "selective", "none")
+    ]
+    assert modes == sorted(set(modes))
+    sizes = [
+        activations(batch=dataclasses.replace(BATCH, micro_batch_size=size)) for size in (1, 2, 3)
+    ]
+    assert sizes == [size * sizes[0] for size in (1, 2, 3)]
+    for tp in (1, 2, 4):
+        assert 2 * activations(axes={"tp": 2 * tp}) == activations(axes={"tp": tp})
+
+
+def test_share_of_a_blocks_activations():
+    for sequence_parallel in (True, False):
+        assert activation_share(1, sequence_parallel=sequence_parallel) == 1
+    assert activation_share(8, sequence_parallel=True) == 1 / 8
+    assert activation_share(8, sequence_parallel=False) == pytest.approx((10 + 24 / 8) / 34)

@@ -1,0 +1,190 @@
+"""A strategy's DeepSpeed JSON filled in from CONFIG, and where the two disagree."""
+
+import copy
+import json
+
+import pytest
+
+from distributed_training.plan.batch import Batch
+from distributed_training.plan.deepspeed_json import fill_deepspeed_json
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import load_strategy
+from tests.plan.helpers import NAMES
+from tests.support import named_strategy, refused
+
+DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_deepspeed_json]
+# CONFIG and the batch of the tests below, and what the JSON must hold for them.
+CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
+BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
+ONE = Batch(global_batch_size=1, micro_batch_size=1, num_microbatches=1, num_replicas=1)
+DECIDED = {
+    "train_micro_batch_size_per_gpu": ("micro_batch_size", 3),
+    "gradient_accumulation_steps": ("num_microbatches", 5),
+    "gradient_clipping": ("max_grad_norm", 0.5),
+    "bf16.enabled": ("precision", True),
+    "fp16.enabled": ("precision", False),
+}
+
+
+def own_json(name="zero2", **changes):
+    """The DeepSpeed JSON of a strategy; a dotted key changes one value."""
+    document = copy.deepcopy(dict(named_strategy(name).document))
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        section = document
+        for part in parents:
+            section = section[part]
+        section[last] = value
+    return document
+
+
+def fill(tmp_path, document, strategy="zero2", batch=BATCH, **config):
+    """`document` as the strategy's deepspeed_config, filled in."""
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(document))
+    given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
+    built = build_config(given)
+    return fill_deepspeed_json(load_strategy(built), built, batch, offload_dir="/fast/disk")
+
+
+def value_at(document, path):
+    for part in path.split("."):
+        document = document[part]
+    return document
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_filling_leaves_no_auto_and_takes_config(name):
+    strategy = named_strategy(name)
+    before = copy.deepcopy(strategy.document)
+    config = build_config({**CONFIG, "strategy": name})
+    filled = fill_deepspeed_json(strategy, config, BATCH, offload_dir="/fast/disk")
+    assert '"auto"' in json.dumps(before)
+    assert '"auto"' not in json.dumps(filled)
+    assert {path: value_at(filled, path) for path in DECIDED} == {
+        path: value for path, (_, value) in DECIDED.items()
+    }
+    assert "train_batch_size" not in filled
+    assert filled["zero_optimization"]["stage"] == strategy.zero_stage
+    assert strategy.document == before
+
+
+def test_offload_folder_is_filled_in_where_the_json_leaves_it_open(tmp_path):
+    path = "zero_optimization.offload_param.nvme_path"
+    for given, expected in (("auto", "/fast/disk"), ("/own", "/own")):
+        filled = fill(tmp_path, own_json("infinity", **{path: given}), "infinity")
+        assert value_at(filled, path) == expected
+        assert value_at(filled, path.replace("param", "optimizer")) == "/fast/disk"
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "batch", "config"),
+    [
+        ("train_micro_batch_size_per_gpu", 4, BATCH, {}),
+        ("train_micro_batch_size_per_gpu", "3", BATCH, {}),
+        ("gradient_accumulation_steps", 1, BATCH, {}),
+        ("gradient_clipping", 1.0, BATCH, {}),
+        ("gradient_clipping", 1.0, BATCH, {"max_grad_norm": None}),
+        ("gradient_clipping", None, BATCH, {}),
+        ("bf16.enabled", False, BATCH, {}),
+        ("fp16.enabled", True, BATCH, {}),
+        # True is not 1.
+        ("gradient_clipping", True, BATCH, {"max_grad_norm": 1.0}),
+        ("gradient_clipping", False, BATCH, {"max_grad_norm": None}),
+        ("train_micro_batch_size_per_gpu", True, ONE, {}),
+        ("gradient_accumulation_steps", True, ONE, {}),
+        ("bf16.enabled", 1, BATCH, {}),
+        ("fp16.enabled", 0.0, BATCH, {}),
+    ],
+)
+def test_disagreement_names_both_sides(path, wrong, batch, config, tmp_path):
+    key, _ = DECIDED[path]
+    values = {**CONFIG, **config}
+    value = getattr(batch, key, None) if key not in values else values[key]
+    with refused("given.json", f"{path}={wrong!r}", f"{key}={value!r}", f"change {key}"):
+        fill(tmp_path, own_json(**{path: wrong}), batch=batch, **config)
+
+
+def test_agreement_is_accepted(tmp_path):
+    document = own_json(
+        **{path: value for path, (_, value) in DECIDED.items()},
+        train_batch_size=60,
+        optimizer={"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.1}},
+        scheduler={},
+    )
+    filled = fill(tmp_path, document)
+    assert filled == fill(tmp_path, own_json())
+    assert not {"train_batch_size", "optimizer", "scheduler"} & set(filled)
+
+
+def test_missing_sections_are_made(tmp_path):
+    filled = fill(tmp_path, {"zero_optimization": {"stage": 2}}, precision="fp16")
+    assert filled["fp16"] == {"enabled": True}
+    assert filled["bf16"] == {"enabled": False}
+    assert filled["gradient_clipping"] == 0.5
+
+
+def test_no_clipping_is_zero_for_deepspeed(tmp_path):
+    filled = fill(tmp_path, own_json(gradient_clipping=0), max_grad_norm=None)
+    assert filled["gradient_clipping"] == 0.0
+
+
+def test_offload_null_means_none(tmp_path):
+    document = own_json(**{"zero_optimization.offload_optimizer": None})
+    assert fill(tmp_path, document)["gradient_clipping"] == 0.5
+
+
+def test_optimizer_section_with_auto_is_dropped(tmp_path):
+    section = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": "auto"}}
+    assert "optimizer" not in fill(tmp_path, own_json(optimizer=section))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"train_batch_size": 64},
+            ("train_batch_size=64", "global 60 = 4 replicas x 5 micro-batches x 3"),
+        ),
+        ({"optimizer": {"type": "Adam"}}, ("optimizer.type='Adam'", "AdamW")),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
+            ("optimizer.params.lr=1.0", "learning_rate"),
+        ),
+        (
+            {"optimizer": {"params": {"weight_decay": 0}}},
+            ("optimizer.params.weight_decay=0", "weight_decay"),
+        ),
+        ({"optimizer": {"params": {"eps": 1e-6}}}, ("optimizer.params.eps=1e-06",)),
+        *(
+            ({"optimizer": section}, ("optimizer", "is not a JSON object"))
+            for section in ("AdamW", None, {"type": "AdamW", "params": []}, {"params": None})
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule", "remove")),
+        ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "remove")),
+        # "auto" that nobody decides is named by its place.
+        (
+            {"zero_optimization.reduce_bucket_size": "auto"},
+            ('"auto"', "zero_optimization.reduce_bucket_size"),
+        ),
+        ({"flags": ["auto"]}, ("not understood at flags[0]",)),
+        ({"flags": [1, [{"a": "auto"}]]}, ("flags[1][0].a",)),
+        ({"flags": {"a": ["auto"]}}, ("flags.a",)),
+    ],
+    ids=str,
+)
+def test_what_config_decides_is_not_for_the_json(changes, words, tmp_path):
+    with refused("given.json", *words):
+        fill(tmp_path, own_json(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "config"),
+    [
+        ({"train_batch_size": True}, "train_batch_size=True", {}),
+        ({"optimizer": {"params": {"lr": True}}}, "lr=True", {"learning_rate": 1.0}),
+    ],
+)
+def test_true_is_not_one(changes, words, config, tmp_path):
+    with refused("given.json", words):
+        fill(tmp_path, own_json(**changes), batch=ONE, **config)

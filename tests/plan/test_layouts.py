@@ -1,0 +1,213 @@
+"""Cuts of a model into stages against brute force, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from distributed_training.models.gpt2.model import build_model
+from distributed_training.models.gpt2.sizes import SIZES, gpt2_size
+from distributed_training.parallel.pipeline import build_stages
+from distributed_training.plan.layouts import balanced_cut, stage_parameters
+from tests.plan.helpers import lay_out
+from tests.support import refused
+
+DEEP = gpt2_size(vocab_size=2048, num_positions=64, num_layers=7, num_heads=4, hidden_size=32)
+
+
+def layout_for(world_size, **config):
+    return lay_out(world_size, **{"max_length": 1024, **config}).layout
+
+
+def all_cuts(num_layers, num_stages):
+    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
+        bounds = (0, *ends, num_layers)
+        yield [b - a for a, b in itertools.pairwise(bounds)]
+
+
+def one_stage_each(pp):
+    return tuple(range(pp))
+
+
+def in_turns(pp):
+    return (*range(pp), *range(pp))
+
+
+def in_a_v(pp):
+    return (*range(pp), *reversed(range(pp)))
+
+
+CUTS = [
+    (name, pp, held)
+    for name in ("gpt2-tiny", "gpt2", "deep")
+    for pp in (2, 3, 4, 6)
+    for held in (one_stage_each, in_turns, in_a_v)
+    if len(held(pp)) <= (DEEP if name == "deep" else SIZES[name]).num_layers
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "held"), CUTS)
+@pytest.mark.parametrize("seq_len", [32, 1024])
+def test_no_cut_has_a_cheaper_costliest_process(name, pp, held, seq_len):
+    size, ranks = DEEP if name == "deep" else SIZES[name], held(pp)
+    block, head = size.block_flops(seq_len), size.output_flops()
+
+    def costliest(counts):
+        costs = [0] * pp
+        for rank, count in zip(ranks, counts, strict=True):
+            costs[rank] += block * count
+        costs[ranks[-1]] += head
+        return max(costs)
+
+    ours = balanced_cut(size, seq_len, ranks)
+    assert sum(ours) == size.num_layers
+    assert min(ours) >= 1
+    assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, len(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("held", "medium", "xl"),
+    [
+        (one_stage_each, [7, 7, 7, 3], [13, 13, 13, 9]),
+        (in_turns, [3, 3, 3, 2, 4, 4, 4, 1], [6, 6, 6, 6, 7, 7, 7, 3]),
+        (in_a_v, [2, 4, 4, 4, 3, 3, 3, 1], [6, 7, 7, 7, 6, 6, 6, 3]),
+    ],
+)
+def test_two_stages_of_a_process_share_its_blocks(held, medium, xl):
+    assert balanced_cut(SIZES["gpt2-medium"], 1024, held(4)) == medium
+    assert balanced_cut(SIZES["gpt2-xl"], 1024, held(4)) == xl
+
+
+def test_the_output_layer_counts_as_blocks():
+    """gpt2-medium's is worth 3.5 of its 24 blocks."""
+    stages = layout_for(4, strategy="pp").stages
+    assert [len(blocks) for blocks in stages] == [7, 7, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("gpipe", (0, 1, 2, 3)),
+        ("interleaved", (0, 1, 2, 3, 0, 1, 2, 3)),
+        ("zb-v", (0, 1, 2, 3, 3, 2, 1, 0)),
+    ],
+)
+def test_where_stages_lie(schedule, ranks):
+    layout = layout_for(4, strategy="pp", pipeline_schedule=schedule)
+    assert layout.ranks == ranks
+    assert [block for blocks in layout.stages for block in blocks] == list(range(24))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 7])
+def test_parameters_of_a_stage_are_those_of_its_module(num_stages):
+    counts = [1] * (num_stages - 1) + [DEEP.num_layers - num_stages + 1]
+    ends = list(itertools.accumulate(counts))
+    stages = tuple(range(end - n, end) for end, n in zip(ends, counts, strict=True))
+    for index in range(num_stages):
+        model = build_model(DEEP, dropout=0.0, seed=0)
+        stage = build_stages(model, stages, tuple(range(num_stages)), index)[index]
+        held = sum(parameter.numel() for parameter in stage.parameters())
+        assert held == stage_parameters(DEEP, counts, index)  # its vocabulary has no padding
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "expected"),
+    [
+        ({"strategy": "dp"}, 2, SIZES["gpt2"].num_parameters),
+        ({"strategy": "tp"}, 4, SIZES["gpt2"].num_parameters / 4),
+        # The first stage of V: blocks 0 and 11, embeddings, final norm and the tied copy.
+        (
+            {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"},
+            2,
+            2 * (12 * 768**2 + 13 * 768) + (2 * 50257 + 1024 + 2) * 768,
+        ),
+    ],
+)
+def test_parameters_of_the_fullest_process(config, num_processes, expected):
+    layout = layout_for(num_processes, model="gpt2", **config)
+    assert layout.num_parameters == expected
+
+
+def test_every_name_of_the_model_is_in_a_stage():
+    whole = dict(build_model(DEEP, dropout=0.0, seed=0).named_parameters())
+    layout = (range(0, 3), range(3, 7))
+    found = {}
+    for place in (0, 1):
+        model = build_model(DEEP, dropout=0.0, seed=0)
+        for stage in build_stages(model, layout, (0, 1), place).values():
+            found.update(stage.named_parameters())
+    assert found.keys() == whole.keys()
+    assert all((found[name] == whole[name]).all() for name in whole)
+
+
+def test_a_cut_of_ones_own():
+    layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
+    assert layout.stages == (range(0, 20), range(20, 24))
+    for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
+        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "write 14,10"):
+            layout_for(2, strategy="pp", pipeline_cut=cut)
+    with refused("there is no pipeline"):
+        layout_for(2, strategy="dp", pipeline_cut="12,12")
+
+
+XL = {"model": "gpt2-xl", "max_length": 1000}
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "config", "words"),
+    [
+        (8, {"strategy": "tp", **XL},
+         ("tp=8 does not divide num_heads=25", "start 5 or 25 processes, or take fsdp")),
+        (8, {"strategy": "tp", "tp": 8, **XL},
+         ("start 10 processes and set tp=5 dp_replicate=2, or take fsdp with tp=none",)),
+        (10, {"strategy": "tp", **XL}, ("tp=10", "set tp=5 dp_replicate=2; or tp=5 dp_shard=2")),
+        (3, {"strategy": "tp"}, ("tp=3", "start 2 or 4 or 8 or 16 processes")),
+        (8, {"strategy": "3d", **XL}, ("tp=2 does not divide", "; set tp=1; or ")),
+        (6, {"strategy": "3d", "pp": 1, "tp": 3},
+         ("tp=3 does not divide num_heads=16", "; set tp=2; or tp=1; or")),
+        # What fits comes with what else it needs.
+        (8, {"strategy": "tp", "model": "gpt2-xl"},
+         ("start 5 or 25 processes and set sequence_parallel=false, or take fsdp",)),
+        (8, {"strategy": "tp", "num_microbatches": 7, **XL},
+         ("start 5 or 25 processes and set num_microbatches=auto, or take fsdp with "
+          "num_microbatches=auto",)),
+        # Stages and blocks.
+        (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
+         ("pp=16 needs 32 stages", "24 blocks", "; set pp=8 dp_replicate=2; or",
+          "; or model=gpt2-large")),
+        (99, {"strategy": "pp", "model": "gpt2", "num_microbatches": 1},
+         ("pp=99 needs 99 stages but gpt2 has 12", "set pp=11 dp_replicate=9 num_micro")),
+        # A product that is not the number of processes.
+        (8, {"strategy": "3d", "dp_shard": 3},
+         ("pp 2 x dp_shard 3 x tp 2", "; start 12 processes, or set dp_shard=2; or")),
+        (8, {"strategy": "3d", "tp": 3, **XL},
+         ("pp 2 x dp_shard -1 x tp 3", "8 processes; set tp=1; or")),
+        (2, {"strategy": "pp", "pp": 99},
+         ("mesh pp 99 does not make 2 processes; set pp=2 (the mesh",)),
+        (7, {"strategy": "hybrid"}, ("start a multiple of 2 processes, or set pp=7 (the mesh",)),
+    ],
+)  # fmt: skip
+def test_layouts_that_cannot_be(num_processes, config, words):
+    with refused(*words):
+        layout_for(num_processes, **config)
+
+
+def test_tokens_that_tp_does_not_divide():
+    with refused("max_length=1023", "tp=2", "max_length to 1022", "sequence_parallel to False"):
+        layout_for(2, strategy="tp", max_length=1023)
+    layout_for(2, strategy="tp", max_length=1023, sequence_parallel=False)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_recomputation_and_two_halves_of_a_backward_pass(schedule):
+    words = {"strategy": "pp", "pipeline_schedule": schedule}
+    for mode in ("selective", "full"):
+        with refused(f"'{mode}' does not go", schedule, "set it to none"):
+            layout_for(2, activation_checkpointing=mode, **words)
+    layout_for(2, activation_checkpointing="none", **words)
+
+
+def test_a_schedule_that_the_engine_does_not_run():
+    with refused("pipeline_schedule='zb-v'", "its engine has 1f1b", "strategy to pp or 3d"):
+        layout_for(2, strategy="hybrid", pipeline_schedule="zb-v")

@@ -1,0 +1,273 @@
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from distributed_training.data import hub
+from distributed_training.data.tokenizer import EMBEDDED_DIR
+from distributed_training.plan.plan import make_plan
+from distributed_training.plan.resolve import choose_model, choose_settings, find_sources
+from distributed_training.plan.topology import fill_mesh
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import load_strategy
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+GIB = 2**30
+
+
+def gpu(**changes):
+    return dataclasses.replace(GPU_MACHINE, **changes)
+
+
+def decide(machine=CPU_MACHINE, *, world_size=1, **config):
+    """(Sources with a RunConfig without "auto", notes)"""
+    notes = []
+    built = choose_model(build_config(config), machine, notes)
+    strategy = load_strategy(built)
+    mesh = fill_mesh(strategy, world_size, built)
+    built = choose_settings(built, machine, strategy, mesh, notes)
+    return find_sources(built, notes), notes
+
+
+@pytest.fixture
+def stocked_hub(tmp_path, monkeypatch):
+    """A Hub that has every file asked for; the shipped tokenizer stands in for GPT-2's."""
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "hub")
+
+    def fetch_all(repo_id, filenames, **_):
+        return [tmp_path / "hub" / name for name in filenames]
+
+    monkeypatch.setattr(hub, "fetch_all", fetch_all)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "precision", "compiled"),
+    [
+        (CPU_MACHINE, "gpt2-tiny", "fp32", False),
+        (gpu(), "gpt2-medium", "bf16", True),
+        (gpu(gpu_memory_bytes=12 * GIB), "gpt2-medium", "bf16", True),
+        (gpu(gpu_memory_bytes=12 * GIB - 1), "gpt2", "bf16", True),
+        (gpu(compute_capability=(8, 0)), "gpt2-medium", "bf16", True),
+        (gpu(compute_capability=(7, 5)), "gpt2-medium", "fp16", True),
+        (gpu(compute_capability=(6, 1)), "gpt2-medium", "fp16", False),
+    ],
+)
+def test_auto_becomes_what_the_machine_can_do(machine, model, precision, compiled):
+    config = decide(machine)[0].config
+    assert (config.model, config.precision, config.compile) == (model, precision, compiled)
+
+
+def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
+    resolved, notes = decide(gpu())
+    config = resolved.config
+    assert (config.dataset, config.tokenizer, config.weights) == ("embedded",) * 2 + ("random",)
+    assert resolved.tokenizer_dir == EMBEDDED_DIR
+    assert resolved.weights_dir is None
+    text = " / ".join(notes)
+    for words in ("WikiText-2 is not available", "GPT-2's tokenizer is not", "weights are random"):
+        assert words in text
+    assert "hidden from unit tests" in text  # the reason
+
+
+def test_with_a_hub_auto_takes_what_is_published(stocked_hub):
+    resolved, notes = decide(gpu())
+    config = resolved.config
+    assert (config.dataset, config.tokenizer, config.weights) == (
+        "wikitext-2", "gpt2", "pretrained",
+    )  # fmt: skip
+    assert resolved.tokenizer_dir == resolved.weights_dir == stocked_hub
+    assert config.learning_rate == 5e-5
+    assert notes == []
+
+
+def test_the_tiny_model_takes_the_shipped_tokenizer_and_random_weights(stocked_hub):
+    resolved, notes = decide(CPU_MACHINE)
+    assert (resolved.config.tokenizer, resolved.config.weights) == ("embedded", "random")
+    assert "no GPU found" in notes[0]
+
+
+def test_missing_weights_are_pointed_out(stocked_hub, monkeypatch):
+    def fetch_weights(_):
+        raise OSError("404")
+
+    monkeypatch.setattr(hub, "fetch_weights", fetch_weights)
+    resolved, notes = decide(gpu())
+    assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
+    assert any("pretrained weights are not available (404)" in note for note in notes)
+    with refused("weights='pretrained (gpt2-medium)'", "hf download openai-community/gpt2-medium"):
+        decide(gpu(), weights="pretrained")
+
+
+@pytest.mark.parametrize(
+    ("config", "rate"),
+    [
+        ({"model": "gpt2-tiny"}, 3e-3),
+        ({"model": "gpt2"}, 3e-4),
+        ({"model": "gpt2", "weights": "some/folder"}, 5e-5),
+        ({"model": "gpt2", "learning_rate": 0.1}, 0.1),
+        ({"model": "gpt2", "learning_rate": 0.0}, 0.0),
+    ],
+)
+def test_learning_rate_follows_the_weights(config, rate):
+    assert decide(**config)[0].config.learning_rate == rate
+
+
+def test_what_is_given_is_kept():
+    given = {
+        "model": "gpt2",
+        "precision": "bf16",
+        "compile": True,
+        "pipeline_schedule": "1f1b",
+        "tokenizer": "embedded",
+        "weights": "random",
+        "dataset": "my/own.txt",
+        "learning_rate": 0.5,
+    }
+    resolved, notes = decide(CPU_MACHINE, **given)
+    assert resolved.config == build_config(given)
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "command"),
+    [
+        ("dataset", "wikitext-2", "hf download Salesforce/wikitext --repo-type dataset"),
+        ("tokenizer", "gpt2", "hf download openai-community/gpt2 vocab.json merges.txt"),
+    ],
+)
+def test_what_is_asked_for_by_name_is_never_replaced(key, value, command):
+    with refused(f"{key}={value!r}", command):
+        decide(model="gpt2", **{key: value})
+
+
+def test_pretrained_weights_need_their_tokenizer():
+    with refused("tokenizer='gpt2'", "hf download"):
+        decide(model="gpt2", weights="pretrained")
+    with refused("weights='pretrained' is impossible", "they need GPT-2's tokenizer"):
+        decide(model="gpt2", weights="pretrained", tokenizer="embedded")
+    with refused("weights='pretrained' is impossible", "gpt2-tiny is not published"):
+        decide(model="gpt2-tiny", weights="pretrained")
+
+
+def test_precision_that_the_machine_lacks():
+    with refused("precision='fp16' needs a GPU", "set fp32"):
+        decide(CPU_MACHINE, precision="fp16")
+    with refused("precision='bf16' is not supported by Old", "set fp16"):
+        decide(gpu(compute_capability=(7, 5), gpu_name="Old"), precision="bf16")
+    assert decide(CPU_MACHINE, precision="bf16")[0].config.precision == "bf16"
+
+
+def test_parameters_on_disk_are_not_compiled():
+    assert decide(gpu(), strategy="infinity", checkpoint_every=0)[0].config.compile is False
+    assert decide(gpu(), strategy="offload")[0].config.compile is True
+    with refused("compile=True does not work with strategy='infinity'", "auto or False"):
+        decide(gpu(), strategy="infinity", checkpoint_every=0, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "pp", "pipeline_schedule": "zb-h1"}, "pipeline_schedule='zb-h1'"),
+        ({"strategy": "pp", "pipeline_schedule": "zb-v"}, "pipeline_schedule='zb-v'"),
+        ({"strategy": "tp", "dropout": 0.1, "sequence_parallel": False}, "dropout under tp"),
+    ],
+)
+def test_layouts_that_cannot_be_compiled(values, words):
+    values = {**values, "world_size": 2}
+    resolved, notes = decide(gpu(), **values)
+    assert resolved.config.compile is False
+    assert any(f"not compiled: {words}" in note for note in notes)
+    with refused(f"compile=True does not work with {words}", "auto or False"):
+        decide(gpu(), compile=True, **values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "pp", "pipeline_schedule": "interleaved"},
+        {"strategy": "tp", "dropout": 0.1},
+        {"strategy": "tp", "sequence_parallel": False},
+        {"strategy": "hybrid"},
+    ],
+)
+def test_layouts_that_are_compiled(values):
+    assert decide(gpu(), world_size=2, **values)[0].config.compile is True
+
+
+@pytest.mark.parametrize(
+    "config", [{"checkpoint_every": 1}, {"checkpoint_every": None}, {"resume": "runs/x"}], ids=str
+)
+def test_infinity_is_not_resumed(config):
+    words = ("checkpoint_every to 0", "resume to None")
+    config = {"checkpoint_every": 0, **config}
+    with refused("strategy='infinity' cannot be resumed", *words):
+        decide(strategy="infinity", **config)
+    assert decide(strategy="zero3", **config)[1] == decide(strategy="zero3")[1]
+    for resume in (None, "auto"):  # there is nothing to find
+        decide(strategy="infinity", checkpoint_every=0, resume=resume)
+
+
+@pytest.mark.parametrize("every", [None, 0, 7])
+@pytest.mark.parametrize("strategy", ["dp", "zero3", "offload", "fsdp"])
+def test_every_other_strategy_saves_as_it_is_told(strategy, every):
+    sources, _ = decide(strategy=strategy, checkpoint_every=every)
+    assert sources.config.checkpoint_every == every
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2-xl"])
+def test_max_length_beyond_the_model(model):
+    assert decide(model=model, max_length=1024)[0].config.max_length == 1024
+    with refused("max_length=1025 is beyond the model", f"{model} has 1024", "at most 1024"):
+        decide(model=model, max_length=1025)
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
+    file = tmp_path / "big" / "vocab.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
+    tokenizer = str(tmp_path / "big")
+    with refused("has 2049 tokens", "gpt2-tiny knows 2048"):
+        decide(model="gpt2-tiny", tokenizer=tokenizer)
+    resolved, _ = decide(model="gpt2", tokenizer=tokenizer)
+    assert (resolved.config.tokenizer, str(resolved.tokenizer_dir)) == (tokenizer, tokenizer)
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path):
+    with refused(f"tokenizer='{tmp_path / 'no'}' is not a folder", "vocab.json"):
+        decide(tokenizer=str(tmp_path / "no"))
+    with refused("has no vocab.json"):
+        decide(tokenizer=str(tmp_path))
+
+
+def test_weights_below_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert decide(model="gpt2", weights="~/hf")[0].weights_dir == tmp_path / "hf"
+
+
+@pytest.mark.parametrize(("here", "said"), [(4, False), (8, False), (2, True), (6, True)])
+def test_tensor_parallelism_across_machines_is_pointed_out(here, said, tmp_path):
+    plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
+    assert any("tp=4 reaches across machines" in note for note in plan.notes) == said
+
+
+def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
+    def unwanted(*_, **__):
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr(hub, "fetch_all", unwanted)
+    given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
+    with refused("tp=2 does not divide num_heads=25"):
+        make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)
+    small = gpu(gpu_memory_bytes=2 * GIB)
+    with refused("for its state alone"):
+        make_plan(
+            build_config({**given, "strategy": "dp"}), small, num_processes=1, processes_here=1
+        )
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_name():
+    with refused("model='gpt2-medum'", "did you mean 'gpt2-medium'?"):
+        decide(model="gpt2-medum")

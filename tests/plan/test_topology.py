@@ -1,0 +1,136 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_training.plan.topology import Topology, fill_mesh, process_group, show_axes
+from distributed_training.run import launch
+from tests.support import named_strategy, refused
+
+WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
+CPU = torch.device("cpu")
+
+
+def filled(axes, world_size):
+    """The mesh that a strategy with these axes gets."""
+    strategy = dataclasses.replace(
+        named_strategy("3d"), mesh={**WHOLE, **axes}, source=Path("x.json")
+    )
+    return fill_mesh(strategy, world_size)
+
+
+def place(rank, world_size, device_type="cpu", local_rank=None, **mesh):
+    return Topology(
+        world_size=world_size,
+        rank=rank,
+        local_rank=rank if local_rank is None else local_rank,
+        device_type=device_type,
+        **{**WHOLE, **mesh},
+    )
+
+
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_open_axis_takes_every_process(name, world_size):
+    axis = "dp_replicate" if name == "dp" else "dp_shard"
+    assert fill_mesh(named_strategy(name), world_size) == {**WHOLE, axis: world_size}
+
+
+@pytest.mark.parametrize(
+    ("axes", "world_size", "mesh"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 3}, 6, {"dp_replicate": 2, "dp_shard": 3}),
+        ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2, "dp_shard": 3}),
+        ({"dp_replicate": 2, "dp_shard": -1}, 2, {"dp_replicate": 2, "dp_shard": 1}),
+        ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"pp": 2, "dp_shard": 4, "tp": 2}),
+        ({"pp": -1, "tp": 2}, 6, {"pp": 3, "tp": 2}),
+    ],
+)
+def test_the_open_axis_takes_what_is_left(axes, world_size, mesh):
+    found = filled(axes, world_size)
+    assert found == {**WHOLE, **mesh}
+    assert list(found) == list(WHOLE), "the slowest axis first"
+
+
+@pytest.mark.parametrize(
+    ("axes", "world_size", "words"),
+    [
+        ({"dp_replicate": 2, "dp_shard": -1}, 3, ("start a multiple of 2 processes",)),
+        # Of a closed mesh no multiple would do.
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, ("start 4 processes",)),
+        ({"dp_replicate": 2, "dp_shard": 2}, 2, ("start 4 processes",)),
+        ({"dp_shard": 4}, 2, ("start 4 processes",)),
+        ({}, 2, ("start 1 process,",)),
+    ],
+)
+def test_a_product_that_is_not_the_world_size_is_refused(axes, world_size, words):
+    with refused(f"does not make {world_size} processes", "x.json", *words):
+        filled(axes, world_size)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"dp_replicate": -1, "dp_shard": -1},
+        {"dp_replicate": 0, "dp_shard": -1},
+        {"dp_replicate": -2, "dp_shard": -2},
+        {"dp_replicate": -2, "dp_shard": -1},
+    ],
+)
+def test_a_mesh_without_meaning_is_refused(axes):
+    with refused("mesh dp_replicate", "at most one axis may be -1"):
+        filled(axes, 4)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pp": 2, "dp_shard": 2, "tp": 2},
+        {"pp": 2, "dp_replicate": 2, "tp": 2},
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 4},
+        {"pp": 3, "dp_shard": 2},
+    ],
+)
+def test_tp_is_innermost_and_every_place_is_taken_once(mesh):
+    world_size = mesh["pp"] * mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    world_size *= mesh.get("tp", 1)
+    topologies = [place(rank, world_size, **mesh) for rank in range(world_size)]
+    places = [(one.pp_rank, one.dp_rank, one.tp_rank) for one in topologies]
+    assert places == sorted(set(places)), "rank order is (pp, dp, tp), tp fastest"
+    assert len(places) == world_size
+    assert topologies[0].axes == {**WHOLE, **mesh}
+
+
+def test_axes_in_words():
+    assert show_axes({**WHOLE, "dp_shard": 2, "tp": 4}) == "dp_shard 2 x tp 4"
+    assert show_axes(WHOLE) == "pp 1 x dp_replicate 1 x dp_shard 1 x tp 1"
+
+
+def test_device_is_the_local_ranks():
+    assert place(3, 4, "cuda", local_rank=1, dp_shard=4).device == torch.device("cuda", 1)
+    assert place(3, 4, local_rank=1, dp_shard=4).device == CPU
+
+
+@pytest.fixture
+def _one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what is set is undone afterwards
+    monkeypatch.setenv("MASTER_ADDR", "")
+    monkeypatch.setenv("MASTER_PORT", "")
+    launch.single_process()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_process_group_starts_and_ends():
+    with process_group(CPU):
+        assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_process_group_ends_after_an_error():
+    with pytest.raises(KeyError), process_group(CPU):
+        raise KeyError
+    assert not dist.is_initialized()

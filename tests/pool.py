@@ -1,0 +1,241 @@
+"""Warm processes: a server that has imported what is slow to import forks the processes of a job.
+
+    pool = Pool(HEAVY)
+    found = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
+    result = pool.script(["--dry-run"])                      # real_model_example.py, as a process
+
+The server does nothing but import and fork, so no thread and no state of torch or DeepSpeed goes
+from one job to the next; it ends with the process that started it. Each job has a port and a time
+limit of its own, after which its whole process group is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pickle
+import pkgutil
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "real_model_example.py"
+PACKAGE = "distributed_training"
+# Modules to import before the first job; "name.*" is a package with all that is in it.
+LIGHT = (f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*", f"{PACKAGE}.run.start")
+HEAVY = (
+    "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
+    *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
+    f"{PACKAGE}.run.worker", f"{PACKAGE}.measure.harness",
+)  # fmt: skip
+GRACE_S = 10.0  # for the others, once one process has failed
+FAILED = 70  # exit code of a job's function that raised
+
+
+class Pool:
+    """One server and its jobs, one at a time."""
+
+    def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
+        self.server: subprocess.Popen[str] | None = None
+        self.modules, self.environment = list(modules), dict(environment)
+
+    def call(
+        self,
+        function: str,
+        arguments: Any,
+        *,
+        num_processes: int,
+        limit_s: float = 300,
+        **environment: str,
+    ) -> Any:
+        """What "module:function"(arguments) returns on rank 0 of a new group of processes.
+
+        Raises RuntimeError with the output of every rank when one fails or the time is over.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
+            job = {"function": function, "environment": environment, "launched": True}
+            codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
+            if -signal.SIGSEGV in codes:
+                # Seen once in two runs of the whole suite, inside gloo; none of our code is native.
+                warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
+                codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
+            if any(codes):
+                said = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
+                raise RuntimeError(f"{function}: exit codes {codes}\n{said[-6000:]}")
+            return pickle.loads((Path(folder) / "result").read_bytes())
+
+    def script(
+        self,
+        arguments: Sequence[object],
+        *,
+        num_processes: int = 1,
+        launched: bool = False,
+        cwd: Path = ROOT,
+        limit_s: float = 120,
+        unset: Sequence[str] = (),
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        """`python real_model_example.py ARGUMENTS`, or that on each process of a launcher."""
+        job = {
+            "argv": [str(SCRIPT), *map(str, arguments)],
+            "cwd": str(cwd),
+            "environment": environment,
+            "unset": list(unset),
+            "launched": launched or num_processes > 1,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
+        out, err = ("".join(texts) for texts in zip(*ranks, strict=True))
+        code = next((code for code in codes if code), 0)
+        return subprocess.CompletedProcess(job["argv"], code, out, err)
+
+    def _run(
+        self, job: dict[str, Any], folder: Path, num_processes: int, limit_s: float
+    ) -> tuple[list[int], list[tuple[str, str]]]:
+        """Exit codes and outputs by rank."""
+        if self.server is None or self.server.poll() is not None:
+            self._start()
+        assert self.server is not None
+        job |= {"folder": str(folder), "num_processes": num_processes, "limit_s": limit_s}
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(job) + "\n")
+        self.server.stdin.flush()
+        answer = self.server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the fork server ended with {self.server.wait()}")
+        codes = json.loads(answer)
+        ranks = [
+            tuple((folder / f"{stream}{rank}").read_text() for stream in ("out", "err"))
+            for rank in range(num_processes)
+        ]
+        return codes, ranks
+
+    def _start(self) -> None:
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool", *self.modules],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+def serve(modules: Iterable[str]) -> None:
+    """Import, then run one job a line until the input ends."""
+    for name in modules:
+        base, star, _ = name.partition(".*")
+        module = importlib.import_module(base)
+        if star:
+            for found in pkgutil.walk_packages(module.__path__, f"{base}."):
+                importlib.import_module(found.name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a fork could hang"
+    gc.collect()
+    gc.freeze()  # what is imported is not looked at again, nor copied when it would be
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints does not get between the answers
+    for line in sys.stdin:
+        answers.write(json.dumps(_fork(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _fork(job: dict[str, Any]) -> list[int]:
+    """Run a job's processes in a group of their own; their exit codes, by rank."""
+    port = _free_port() if job["launched"] else 0
+    children: list[int] = []
+    for rank in range(job["num_processes"]):
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, children[0] if children else 0)
+            _work(job, rank, port)
+        with contextlib.suppress(OSError):  # whichever of both comes first
+            os.setpgid(child, children[0] if children else child)
+        children.append(child)
+    codes: dict[int, int] = {}
+    end = time.monotonic() + job["limit_s"]
+    while len(codes) < len(children):
+        found, status = os.waitpid(-children[0], os.WNOHANG)
+        if found:
+            codes[found] = os.waitstatus_to_exitcode(status)
+            if codes[found] != 0:
+                end = min(end, time.monotonic() + GRACE_S)
+        elif time.monotonic() > end:
+            os.killpg(children[0], signal.SIGKILL)
+            end = float("inf")
+        else:
+            time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):  # what they started and left
+        os.killpg(children[0], signal.SIGKILL)
+    return [codes[child] for child in children]
+
+
+def _work(job: dict[str, Any], rank: int, port: int) -> None:
+    """One process of a job; does not return."""
+    code = FAILED
+    try:
+        folder, count = Path(job["folder"]), job["num_processes"]
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{stream}{rank}", os.O_WRONLY | os.O_CREAT), number)
+        for name in job.get("unset", ()):
+            os.environ.pop(name, None)
+        os.environ.update(job["environment"])
+        if job["launched"]:
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "WORLD_SIZE": count}
+            os.environ.update({name: str(value) for name, value in ranks.items()})
+            os.environ.update(LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
+        os.chdir(job.get("cwd", ROOT))
+        code = _run_script(job["argv"]) if "argv" in job else _call(job["function"], folder, rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_script(argv: list[str]) -> int:
+    sys.argv = argv
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _call(name: str, folder: Path, rank: int) -> int:
+    module, _, function = name.partition(":")
+    arguments = pickle.loads((folder / "arguments").read_bytes())
+    result = getattr(importlib.import_module(module), function)(arguments)
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    return 0
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,138 @@
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distributed_training.records.metrics import (
+    PeakMemory,
+    StepTimer,
+    disk_bytes,
+    peak_flops,
+    summarise_performance,
+)
+
+CPU = torch.device("cpu")
+
+
+def summarise(durations_s, **changes):
+    settings = {
+        "tokens_per_step": 1000,
+        "flops_per_token": 6_000_000_000,
+        "world_size": 4,
+        "device_name": "NVIDIA H200",
+        **changes,
+    }
+    return summarise_performance(durations_s, **settings)
+
+
+@pytest.mark.parametrize(
+    ("count", "warmup"), [(1, 0), (2, 0), (3, 1), (9, 3), (14, 4), (15, 5), (16, 5), (100, 5)]
+)
+def test_five_steps_or_a_third_are_warm_up(count, warmup):
+    summary = summarise([1000.0] * warmup + [1.0] * (count - warmup))
+    assert (summary["num_warmup_steps"], summary["num_timed_steps"]) == (warmup, count - warmup)
+    assert summary["step_time_s"] == {"p10": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
+
+
+def test_percentiles_are_numpys():
+    durations = list(np.random.default_rng(0).uniform(1, 2, 50))
+    summary = summarise(durations)
+    timed = sorted(durations[5:])
+    assert summary["step_time_s"]["p50"] == timed[22]  # the middle of 45
+    for q in (10, 90, 99):
+        assert summary["step_time_s"][f"p{q}"] == pytest.approx(np.percentile(timed, q))
+
+
+def test_throughput_and_mfu_by_hand():
+    summary = summarise([9.0] * 5 + [0.5] * 10)
+    assert summary["tokens_per_s"] == 2000
+    assert summary["tokens_per_s_per_process"] == 500
+    assert summary["mfu"] == pytest.approx(2000 * 6e9 / (4 * 989.5e12))
+
+
+@pytest.mark.parametrize("name", [None, "NVIDIA GeForce GTX 1080", "AMD Instinct MI300X"])
+def test_unknown_gpu_has_no_mfu(name):
+    summary = summarise([1.0] * 9, device_name=name)
+    assert summary["mfu"] is None
+    assert summary["peak_flops_per_gpu"] is None
+    assert summary["tokens_per_s"] == 1000
+
+
+def test_no_steps_give_nulls():
+    summary = summarise([])
+    assert (summary["num_timed_steps"], summary["tokens_per_s"], summary["mfu"]) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA GH200 480GB", 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A40", 149.7e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla T4", 65e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ],
+)
+def test_peak_of_known_gpus(name, peak):
+    assert peak_flops(name) == peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",
+        "NVIDIA RTX A4000",
+        "NVIDIA T400 4GB",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a seventh of one
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "",
+    ],
+)
+def test_a_name_that_only_begins_like_a_known_one_is_unknown(name):
+    assert peak_flops(name) is None
+
+
+def test_timer_leaves_out_what_lies_between_restart_and_mark(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 100.0, 101.5, 103.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timer = StepTimer(CPU)
+    timer.restart()  # 0
+    timer.mark()  # 1
+    timer.mark()  # 3
+    timer.restart()  # 100: evaluation took 97
+    timer.mark()
+    assert timer.durations_s() == [1.0, 2.0, 1.5]
+    timer.mark()  # 103.5: looking at the durations stops no clock
+    assert timer.durations_s() == [1.0, 2.0, 1.5, 2.0]
+
+
+def test_cpu_memory_is_host_memory_only():
+    memory = PeakMemory(CPU)
+    memory.begin()
+    block = np.ones(2**27 // 8)
+    memory.end()
+    numbers = memory.as_dict()
+    assert numbers["peak_allocated_bytes"] is None
+    assert numbers["peak_reserved_bytes"] is None
+    assert block.nbytes < numbers["peak_host_bytes"] < 2**40
+
+
+def test_disk_bytes_are_the_kernels():
+    raw = Path("/proc/self/io")
+    if not raw.exists():
+        pytest.skip("no /proc/self/io here")
+    text = raw.read_text()
+    assert disk_bytes() == {
+        name: int(re.search(rf"^{name}: (\d+)$", text, re.MULTILINE)[1])
+        for name in ("read_bytes", "write_bytes")
+    }

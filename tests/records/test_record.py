@@ -1,0 +1,234 @@
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import pytest
+
+from distributed_training.records.record import (
+    LOST,
+    METRICS_FILE,
+    RECORD_FILE,
+    ROOT,
+    append_metrics,
+    claim_failure,
+    git_commit,
+    is_alive,
+    load_record,
+    load_state,
+    mark_stopped,
+    new_run_dir,
+    start_record,
+    truncate_metrics,
+    versions,
+    write_json,
+)
+from distributed_training.records.schema import SCHEMA_VERSION
+from tests.support import record_values, refused
+
+
+def on_disk(folder):
+    return json.loads((folder / RECORD_FILE).read_text())
+
+
+def test_a_record_starts_as_running_and_is_on_disk(tmp_path):
+    record = start_record(tmp_path, config={"seed": 1}, world_size=2)
+    values = on_disk(tmp_path)
+    assert values == record.values
+    assert values["schema_version"] == SCHEMA_VERSION
+    assert (values["status"], values["error"], values["finished_at"]) == ("running", None, None)
+    assert (values["config"], values["world_size"]) == ({"seed": 1}, 2)
+    assert (values["hostname"], values["pid"]) == (platform.node(), os.getpid())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", values["started_at"])
+
+
+def test_every_change_is_on_disk(tmp_path):
+    record = start_record(tmp_path, step=0)
+    record.update(step=3, status="ok")
+    assert (on_disk(tmp_path)["step"], on_disk(tmp_path)["status"]) == (3, "ok")
+    assert on_disk(tmp_path)["schema_version"] == SCHEMA_VERSION
+    assert [path.name for path in tmp_path.iterdir()] == [RECORD_FILE]
+
+
+def test_a_value_that_is_no_json_leaves_the_old_record(tmp_path):
+    record = start_record(tmp_path, step=1)
+    with pytest.raises(ValueError, match="serializ"):
+        record.update(step=object())
+    assert on_disk(tmp_path)["step"] == 1
+
+
+def test_loading_takes_the_file_or_its_folder(tmp_path):
+    values = record_values(step=7)
+    record = start_record(tmp_path, **values)
+    assert load_record(tmp_path) == load_record(tmp_path / RECORD_FILE) == record.as_record()
+    assert (load_record(tmp_path).step, load_state(tmp_path).step) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", ("schema_version: Field required",)),
+        ("[]", ("is not a run record",)),
+        ('{"schema_version": 0}', ("schema_version", "the commit that the record names")),
+        ('{"schema_version": 1, "status": "ok"}', ("started_at: Field required",)),
+        ('{"schema_version": 1,}', ("line 1 column 22",)),
+    ],
+)
+@pytest.mark.parametrize("load", [load_record, load_state])
+def test_what_is_no_record_is_refused(load, text, words, tmp_path):
+    (tmp_path / RECORD_FILE).write_text(text)
+    with refused(str(tmp_path / RECORD_FILE), *words):
+        load(tmp_path)
+    with refused("does not exist"):
+        load(tmp_path / "missing" / RECORD_FILE)
+
+
+def test_the_first_reason_is_kept(tmp_path):
+    start_record(tmp_path)
+    mark_stopped(tmp_path, "oom", "rank 1 ran out")
+    mark_stopped(tmp_path, "failed", "rank 0 lost rank 1")
+    state = load_state(tmp_path)
+    assert (state.status, state.error) == ("oom", "rank 1 ran out")
+    assert state.finished_at >= state.started_at
+
+
+def test_a_cause_replaces_its_consequence(tmp_path):
+    start_record(tmp_path)
+    mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
+    mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
+    assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
+    mark_stopped(tmp_path, "oom", "rank 1 ran out")
+    mark_stopped(tmp_path, "failed", f"rank 2 {LOST}: closed", consequence=True)
+    assert load_state(tmp_path).error == "rank 1 ran out"
+
+
+def test_a_finished_run_does_not_fail_afterwards(tmp_path):
+    start_record(tmp_path).update(status="ok")
+    mark_stopped(tmp_path, "failed", "abort at exit")
+    assert load_state(tmp_path).status == "ok"
+
+
+def ended_pid():
+    """Of a process that was there."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("status", ["running", "ok", "oom", "failed", "interrupted"])
+def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(status, tmp_path):
+    start_record(tmp_path).update(status=status)
+    assert is_alive(load_state(tmp_path)) == (status == "running")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": ended_pid}, {"hostname": "another-host"}, {"pid": None}],
+    ids=["ended", "elsewhere", "null"],
+)
+def test_a_run_whose_process_is_not_there_is_not_alive(changes, tmp_path):
+    start_record(tmp_path).update(
+        **{key: value() if callable(value) else value for key, value in changes.items()}
+    )
+    assert not is_alive(load_state(tmp_path))
+
+
+def test_stopping_a_run_without_a_record_makes_none(tmp_path):
+    mark_stopped(tmp_path, "failed", "early")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_replaces_whole_files(tmp_path, monkeypatch):
+    """The old file stays until the new one is complete: what is renamed is never the target."""
+    write_json(tmp_path / "a.json", {"x": 1})
+    renamed = []
+    monkeypatch.setattr(
+        "os.replace", lambda source, target: renamed.append((source.read_text(), target))
+    )
+    write_json(tmp_path / "a.json", {"x": 2})
+    ((text, target),) = renamed
+    assert json.loads(text) == {"x": 2}
+    assert target == tmp_path / "a.json"
+    assert json.loads(target.read_text()) == {"x": 1}
+
+
+def test_metrics_grow_by_line_and_are_cut_at_a_step(tmp_path):
+    rows = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}]
+    append_metrics(tmp_path, rows[:2])
+    append_metrics(tmp_path, rows[2:])
+    truncate_metrics(tmp_path, 2)
+    text = (tmp_path / METRICS_FILE).read_text()
+    assert [json.loads(line) for line in text.splitlines()] == rows[:2]
+    truncate_metrics(tmp_path / "missing", 2)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_run_folders_are_named_and_never_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda _: "20260102-030405")
+    names = []
+    for _ in range(3):
+        folder = new_run_dir(tmp_path, "zero2", "gpt2", 4)
+        folder.mkdir()
+        names.append(folder.name)
+    stem = "20260102-030405-zero2-gpt2-x4"
+    assert names == [stem, f"{stem}-2", f"{stem}-3"]
+
+
+def test_commit_is_gits():
+    command = ["git", "rev-parse", "HEAD"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (git_commit() or "").removesuffix("-dirty") == answer.stdout.strip()
+
+
+def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("distributed_training.records.record.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_commit() is None
+
+
+def test_versions_are_those_installed():
+    found = versions()
+    assert found["torch"] == version("torch")
+    assert found["transformers"] == version("transformers")
+    assert found["python"].count(".") == 2
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"step": 2, "lo', b"\0\0\0", b"\xff", b"[]", b'{"loss": 2}', b""]
+)
+def test_lines_that_a_crash_broke_are_dropped_and_counted(line, tmp_path, caplog):
+    """What a power cut leaves in the middle, and kill -9 at the end."""
+    append_metrics(tmp_path, [{"step": 1}])
+    with open(tmp_path / METRICS_FILE, "ab") as file:
+        file.write(line + b"\n")
+    append_metrics(tmp_path, [{"step": 3}])
+    with open(tmp_path / METRICS_FILE, "ab") as file:
+        file.write(b'{"step": 3, "lo')
+    truncate_metrics(tmp_path, 3)
+    assert (tmp_path / METRICS_FILE).read_text() == '{"step":1}\n{"step":3}\n'
+    assert caplog.text.count("dropped a line") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+
+
+def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    start_record(tmp_path, loss_curve=[[1, nan], (2, 0.5)], memory={"peak": -inf})
+    append_metrics(tmp_path, [{"step": 1, "loss": nan, "grad_norm": inf}])
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = json.loads((tmp_path / RECORD_FILE).read_text(), parse_constant=refuse)
+    assert values["loss_curve"] == [[1, None], [2, 0.5]]
+    assert values["memory"] == {"peak": None}
+    row = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_the_first_to_fail_is_the_one_that_speaks(tmp_path):
+    assert [claim_failure(tmp_path) for _ in range(3)] == [True, False, False]
+    assert claim_failure(tmp_path / "no such folder")

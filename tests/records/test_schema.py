@@ -1,0 +1,66 @@
+"""What was published, and what version 1 wrote, loads as the schema says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from distributed_training.records.record import load_record
+from distributed_training.records.schema import Record
+from distributed_training.records.tables import COLUMNS, table
+from distributed_training.settings.files import ROOT
+from tests.support import made_record, record_values
+
+PUBLISHED = {
+    path: values
+    for path in sorted((ROOT / "results" / "records").rglob("*.json"))
+    if "schema_version" in (values := json.loads(path.read_text()))
+}
+
+
+def test_every_published_record_loads_and_fills_a_table():
+    assert len(PUBLISHED) > 100
+    records = [load_record(path) for path in PUBLISHED]
+    for record, values in zip(records, PUBLISHED.values(), strict=True):
+        batch = record.batch
+        cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+        assert cut == batch.global_batch_size == values["batch"]["global_batch_size"]
+        mesh = record.mesh
+        assert (
+            mesh["pp"] * mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"]
+            == (values["world_size"])
+        )
+        assert record.has_results
+        assert record.performance == values["performance"]
+    assert len(table(records, list(COLUMNS)).splitlines()) == len(records) + 2
+
+
+def test_version_1_is_read_by_its_names_and_nothing_is_lost():
+    old = record_values(schema_version=1, of_then=[1])
+    old["topology"] = {"dp_replicate": 1, "dp_shard": 4}  # the earliest had no tp and pp
+    batch = old["batch"]
+    batch["grad_accum_steps"], batch["dp_size"] = (
+        batch.pop(name) for name in ("num_microbatches", "num_replicas")
+    )
+    del old["mesh"]
+    record = Record.model_validate(old)
+    assert record.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1}
+    assert (record.batch.num_microbatches, record.batch.num_replicas) == (2, 4)
+    assert record.of_then == [1]
+
+
+def test_a_record_goes_through_json_and_keeps_unknown_keys():
+    values = record_values(of_tomorrow={"a": 1}, performance__of_tomorrow=2.5)
+    record = Record.model_validate(values)
+    assert record.of_tomorrow == {"a": 1}
+    assert Record.model_validate_json(record.model_dump_json()) == record
+
+
+@pytest.mark.parametrize(
+    "changes", [{"status": "fine"}, {"batch": {}}, {"world_size": "many"}, {"schema_version": 3}]
+)
+def test_what_the_schema_does_not_allow_is_refused(changes):
+    with pytest.raises(ValidationError):
+        made_record(**changes)

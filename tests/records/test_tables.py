@@ -1,0 +1,179 @@
+import pytest
+
+from distributed_training.records.tables import (
+    COLUMNS,
+    DEFAULT,
+    comparison,
+    differing_keys,
+    group_by_work,
+    layout_words,
+    table,
+)
+from tests.support import made_record
+
+
+def cells(text):
+    """Rows of a Markdown table as {column: cell}."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert set("".join(lines[1])) == {"-"}
+    return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]]
+
+
+def one_row(columns=tuple(COLUMNS), **changes):
+    (row,) = cells(table([made_record(**changes)], columns))
+    return row
+
+
+def test_cells_are_the_records_figures():
+    assert one_row() == {
+        "strategy": "zero2",
+        "processes": "4",
+        "batch": "4 x 512",
+        "precision": "bf16",
+        "compile": "yes",
+        "tokens/s": "131,072",
+        "ms a step": "125.0",
+        "timed steps": "59",
+        "MFU": "31.4%",
+        "peak GPU memory": "12.00 GiB",
+        "GPU memory by rank": "12.0 / 11.0 / 10.0 / 9.0 GiB",
+        "peak host memory": "5.00 GiB",
+        "bubble": "-",
+        "ideal bubble": "-",
+        "disk a step": "none",
+        "loss": "3.062",
+        "perplexity": "20.1",
+        "steps": "64 of 64",
+        "status": "ok",
+    }
+
+
+def test_what_was_not_measured_says_so():
+    row = one_row(
+        performance={"num_timed_steps": 0, "tokens_per_s": None, "mfu": None},
+        memory__peak_reserved_bytes=None,
+        memory__by_rank=[{"peak_reserved_bytes": None}],
+        disk=None,
+        loss_curve=[],
+        evaluations=[],
+    )
+    silent = {column for column, text in row.items() if text == "not measured"}
+    assert silent == {
+        "tokens/s", "ms a step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
+        "loss", "perplexity",
+    }  # fmt: skip
+    assert row["timed steps"] == "0"
+
+
+def test_what_earlier_runs_left_is_not_a_ranks_memory():
+    ranks = [{"peak_reserved_bytes": 3 * 2**30, "left_over_bytes": 2**30} for _ in range(2)]
+    assert one_row(memory__by_rank=ranks)["GPU memory by rank"] == "2.0 / 2.0 GiB"
+
+
+def test_disk_traffic_is_a_steps():
+    disk = {"read_bytes": 64 * 2_500_000_000, "write_bytes": 64 * 1_240_000_000, "num_steps": 64}
+    assert one_row(disk=disk)["disk a step"] == "2.5 GB read, 1.2 GB written"
+    logging_only = {"read_bytes": 0, "write_bytes": 64 * 49_999_999, "num_steps": 64}
+    assert one_row(disk=logging_only)["disk a step"] == "none"
+    logging_only["write_bytes"] = 64 * 50_000_000
+    assert one_row(disk=logging_only)["disk a step"] == "0.0 GB read, 0.1 GB written"
+
+
+@pytest.mark.parametrize("status", ["oom", "failed", "running"])
+def test_a_run_without_results_shows_its_status(status):
+    row = one_row(finished=False, status=status)
+    known = {"strategy", "processes", "batch", "precision", "compile", "steps", "status"}
+    assert {column for column, text in row.items() if text != "-"} == known
+    assert (row["status"], row["steps"]) == (status, "0 of 64")
+
+
+def test_default_columns():
+    text = table([made_record()])
+    assert list(cells(text)[0]) == list(DEFAULT)
+
+
+def test_equal_work_is_one_table():
+    records = [made_record(strategy__name=name) for name in ("zero2", "fsdp", "dp")]
+    assert len(group_by_work(records)) == 1
+    rows = cells(comparison(records))
+    assert [row["strategy"] for row in rows] == ["zero2", "fsdp", "dp"]
+
+
+def test_the_order_of_keys_is_not_work():
+    work = made_record().work
+    reverse = made_record(work=dict(reversed(work.items())))
+    assert len(group_by_work([made_record(), reverse])) == 1
+
+
+def test_other_work_is_in_another_table_that_says_how_it_differs():
+    records = [
+        made_record(),
+        made_record(work__seed=7, work__global_batch_size=64, strategy__name="fsdp"),
+        made_record(strategy__name="dp"),
+    ]
+    text = comparison(records)
+    parts = text.split("\n\n")
+    assert "2 kinds of work" in parts[0]
+    assert parts[0].endswith("They differ in: seed, global_batch_size.")
+    assert parts[1] == "seed=42, global_batch_size=32"
+    assert [row["strategy"] for row in cells(parts[2])] == ["zero2", "dp"]
+    assert parts[3] == "seed=7, global_batch_size=64"
+    assert [row["strategy"] for row in cells(parts[4])] == ["fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("column", "changes"),
+    [
+        ("loss", {"loss_curve": [[1, 3.5], [2, None]]}),
+        ("perplexity", {"evaluations": [{"step": 0, "loss": None, "perplexity": None}]}),
+    ],
+)
+def test_a_run_that_diverged_has_a_row(column, changes):
+    row = one_row(**changes)
+    assert (row["status"], row[column]) == ("ok", "nan")
+
+
+@pytest.mark.parametrize(
+    ("other", "keys"),
+    [
+        ({"seed": 7}, ["seed"]),
+        ({"seed": None, "model": "gpt2"}, ["model", "seed"]),
+        ({"data_fingerprint": None}, ["data_fingerprint"]),  # a key that the first has not
+    ],
+)
+def test_every_difference_of_works_is_named(other, keys):
+    work = made_record().work
+    assert differing_keys([work, {**work, **other}]) == keys
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"dp_shard": 4}, []),
+        ({"dp_replicate": 4}, []),
+        ({"dp_replicate": 2, "dp_shard": 2}, ["dp_replicate2", "dp_shard2"]),
+        ({"tp": 4}, ["tp4"]),
+        ({"pp": 2, "tp": 2}, ["pp2", "tp2", "zb-v-m8"]),
+    ],
+)
+def test_rows_of_one_strategy_are_told_apart_by_their_layout(axes, words):
+    whole = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
+    pipeline = {"schedule": "zb-v", "num_microbatches": 8} if whole["pp"] > 1 else None
+    record = made_record(mesh=whole, pipeline=pipeline)
+    assert layout_words(record) == words
+    assert COLUMNS["strategy"](record) == " ".join(["zero2", *words])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "bubble", "shown"),
+    [
+        (None, None, ("-", "-")),
+        ({"ideal_bubble": 3 / 19}, {"idle_share": 0.2041}, ("20.4%", "15.8%")),
+        ({"ideal_bubble": None}, None, ("not measured", "no formula")),
+    ],
+)
+def test_bubbles_are_those_of_pipelines(pipeline, bubble, shown):
+    words = {"schedule": "1f1b", "num_microbatches": 16}
+    changes = {"pipeline": pipeline and {**words, **pipeline}, "bubble": bubble}
+    row = one_row(("bubble", "ideal bubble"), **changes)
+    assert (row["bubble"], row["ideal bubble"]) == shown

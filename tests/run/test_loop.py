@@ -1,0 +1,327 @@
+import itertools
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_training.data.sampler import Sampler
+from distributed_training.data.samples import Data, Samples
+from distributed_training.engines.base import StepResult
+from distributed_training.plan.topology import Topology
+from distributed_training.records.display import Display
+from distributed_training.run import checkpoint, loop
+from distributed_training.run.journal import History, Journal
+from distributed_training.run.loop import PATIENCE_S, Trainer, learning_rate
+from distributed_training.run.results import generate
+from distributed_training.settings.config import build_config
+
+
+def rates(schedule, num_steps, warmup, peak=2.0):
+    config = build_config({"learning_rate": peak, "lr_schedule": schedule, "warmup_steps": warmup})
+    return [learning_rate(config, step, num_steps) for step in range(num_steps + 1)]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_warmup_rises_in_equal_steps_to_the_peak(schedule):
+    assert rates(schedule, 20, 4)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_no_warmup_begins_at_the_peak(schedule):
+    assert rates(schedule, 20, 0)[0] == 2.0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_run_shorter_than_its_warmup_only_rises(schedule):
+    assert rates(schedule, 3, 10)[:3] == pytest.approx([0.2, 0.4, 0.6])
+
+
+def test_constant_stays():
+    assert rates("constant", 20, 4)[4:] == [2.0] * 17
+
+
+def test_linear_falls_in_equal_steps_to_zero():
+    assert rates("linear", 14, 4)[4:] == pytest.approx([2.0 - 0.2 * k for k in range(11)])
+
+
+def test_cosine_is_half_a_wave_to_zero():
+    found = rates("cosine", 14, 4)[4:]
+    assert found == pytest.approx([1 + math.cos(math.pi * k / 10) for k in range(11)])
+    assert (found[0], found[5]) == pytest.approx((2.0, 1.0))
+    assert found[10] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_rate_never_falls_below_zero(schedule):
+    config = build_config({"learning_rate": 1.0, "lr_schedule": schedule, "warmup_steps": 2})
+    assert learning_rate(config, 500, 10) == pytest.approx(0, abs=1e-12)
+
+
+class FakeEngine:
+    """Logits from a fixed table of one row per last token; remembers the windows it was given."""
+
+    def __init__(self, num_tokens=100, seed=0):
+        self.table = torch.randn(
+            num_tokens, num_tokens, generator=torch.Generator().manual_seed(seed)
+        )
+        self.windows = []
+
+    def logits(self, window):
+        self.windows.append(window[0].tolist())
+        return self.table[window]
+
+
+def sample(engine, prompt=(5,), **changes):
+    settings = {"num_tokens": 30, "context": 8, "eos_id": -1, "seed": 3, **changes}
+    return generate(engine, list(prompt), **settings)
+
+
+def test_generation_depends_on_the_seed_and_not_on_the_global_generator():
+    torch.manual_seed(1)
+    first = sample(FakeEngine())
+    torch.manual_seed(2)
+    assert sample(FakeEngine()) == first
+    assert sample(FakeEngine(), seed=4) != first
+    assert len(first) == 31
+
+
+def test_generation_takes_one_of_the_forty_likeliest():
+    engine = FakeEngine()
+    ids = sample(engine, num_tokens=200)
+    ranks = [
+        int((engine.table[last] > engine.table[last, new]).sum())
+        for last, new in itertools.pairwise(ids)
+    ]
+    assert max(ranks) < 40
+    assert max(ranks) > 20
+
+
+def test_generation_sees_no_more_than_the_context():
+    engine = FakeEngine()
+    ids = sample(engine, prompt=range(6))
+    assert engine.windows == [ids[:end][-8:] for end in range(6, 36)]
+
+
+def test_generation_ends_at_end_of_text():
+    engine = FakeEngine()
+    ids = sample(engine)
+    eos = ids[10]
+    again = sample(engine, eos_id=eos)
+    assert again == ids[: ids.index(eos, 1) + 1]
+
+
+def test_generation_copes_with_a_small_vocabulary():
+    engine = SimpleNamespace(logits=lambda window: torch.zeros(1, window.shape[1], 3))
+    assert set(sample(engine, prompt=(0,), num_tokens=60)) == {0, 1, 2}
+
+
+NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12
+
+
+class CountingEngine:
+    """Steps without a model; `at_step` may do something while a step is on its way."""
+
+    def __init__(self, losses=None, at_step=lambda step: None):
+        self.losses = losses or [2.0] * NUM_STEPS
+        self.at_step = at_step
+        self.step = 0
+
+    def set_learning_rate(self, rate):
+        pass
+
+    def train_step(self, batch):
+        self.step += 1
+        self.at_step(self.step)
+        loss = torch.tensor(self.losses[self.step - 1]) * batch.num_targets
+        return StepResult(loss, batch.num_targets, None, False)
+
+    def eval_step(self, inputs, targets):
+        return torch.tensor(1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """Steps that are saved; nothing is written."""
+    steps = []
+    monkeypatch.setattr(
+        checkpoint, "save_checkpoint", lambda *_, step, **__: steps.append(step) or Path("x")
+    )
+    return steps
+
+
+def make_trainer(engine=None, **config):
+    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), np.full(STEPS_PER_EPOCH, 2), 2, 0)
+    config = build_config({"batch_size": 1, "learning_rate": 0.1, **config})
+    return Trainer(
+        engine=engine or CountingEngine(),
+        plan=SimpleNamespace(config=config),
+        topology=Topology(
+            world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
+        ),
+        data=Data(train=samples, validation=samples.take(0, 2), fingerprint=""),
+        sampler=Sampler(
+            num_samples=STEPS_PER_EPOCH,
+            global_batch_size=1,
+            micro_batch_size=1,
+            num_microbatches=1,
+            num_replicas=1,
+            replica=0,
+            seed=0,
+        ),
+        journal=Journal(Path("x"), NUM_STEPS, Display(enabled=True), History()),
+    )
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [(None, [5, 10, 12]), (0, []), (1, list(range(1, 13))), (4, [4, 8, 12]), (100, [12])],
+)
+def test_checkpoints_are_saved_when_they_are_due(every, steps, saved):
+    make_trainer(checkpoint_every=every).run()
+    assert saved == steps
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypatch, tmp_path):
+    """A kill between the two would lose for good what the record lacks."""
+    monkeypatch.setattr("distributed_training.run.journal.append_metrics", lambda *_: None)
+    record, curves = {"skipped_steps": []}, []
+    trainer = make_trainer(checkpoint_every=4)
+    trainer.journal.record = SimpleNamespace(update=lambda **values: record.update(values))
+
+    def publish(*_, step, **__):
+        curves.append((step, [row[0] for row in record["loss_curve"]], record["step"]))
+        return tmp_path
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", publish)
+    trainer.run()
+    assert curves == [(step, list(range(1, step + 1)), step) for step in (4, 8, 12)]
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize(("every", "steps"), [(None, [5, 7]), (0, []), (4, [4, 7]), (7, [7])])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
+    def at_step(step):
+        if step == 7:
+            os.kill(os.getpid(), signum)
+
+    engine = CountingEngine(at_step=at_step)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert make_trainer(engine, checkpoint_every=every).run() == signum
+    assert engine.step == 7
+    assert saved == steps
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_signal_in_the_last_step_interrupts_nothing(saved):
+    def at_step(step):
+        if step == NUM_STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert make_trainer(CountingEngine(at_step=at_step)).run() == 0
+    assert saved == [5, 10, 12]
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_second_signal_at_once_is_one_with_the_first(saved, capsys):
+    """A launcher passes Ctrl-C on and sends SIGTERM after it."""
+
+    def at_step(step):
+        if step == 7:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), signum)
+                time.sleep(0)  # Python runs the handler between two of its own steps
+
+    assert make_trainer(CountingEngine(at_step=at_step)).run() == signal.SIGINT
+    assert saved == [5, 7]
+    assert capsys.readouterr().out.count("stopping after this step") == 1
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(PATIENCE_S, False), (PATIENCE_S + 0.1, True)])
+def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch):
+    clock, raised = [1000.0], []
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
+    monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
+    trainer = make_trainer()
+    trainer._on_signal(signal.SIGINT, None)
+    assert raised == []
+    clock[0] += seconds
+    trainer._on_signal(signal.SIGTERM, None)
+    handled = [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
+    assert raised == (handled if ended else [])
+
+
+@pytest.mark.usefixtures("_group", "saved")
+def test_an_epochs_mean_is_of_its_own_steps():
+    trainer = make_trainer(CountingEngine(losses=[*range(NUM_STEPS)]))
+    trainer.run()
+    epochs = trainer.journal.history.epochs
+    assert [epoch["mean_step_loss"] for epoch in epochs] == [2.0, 7.0, 10.5]
+    assert [epoch["step"] for epoch in epochs] == [5, 10, 12]
+
+
+@pytest.mark.usefixtures("_group", "saved")
+@pytest.mark.parametrize(
+    ("before", "mean"), [([None, 4.0, None, 6.0], 14.0 / 3), ([None] * 4, 4.0)], ids=str
+)
+def test_an_epoch_that_is_resumed_after_overflow_has_a_mean(before, mean):
+    """In a record, from which a run goes on, null stands for what was not finite."""
+    trainer = make_trainer(CountingEngine(losses=[4.0] * NUM_STEPS))
+    history = trainer.journal.history
+    history.step, history.loss_curve = 4, [[step, loss] for step, loss in enumerate(before, 1)]
+    trainer.run()
+    assert history.epochs[0]["mean_step_loss"] == pytest.approx(mean)
+
+
+def test_an_epoch_without_a_finite_loss_has_no_mean():
+    journal = make_trainer().journal
+    journal.history = History(
+        step=5,
+        loss_curve=[[step, None] for step in range(1, 6)],
+        evaluations=[{"loss": 1.0, "perplexity": 3.0}],
+    )
+    journal.end_epoch(STEPS_PER_EPOCH)
+    assert journal.history.epochs[0]["mean_step_loss"] is None
+
+
+def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
+    rows = [{"step": step} for step in (0, 3, 6)]
+    curve = [[step, 1.0] for step in range(1, 7)]
+    values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
+    history = History(**values, skipped_steps=[2, 5])
+    assert vars(history) == {**values, "skipped_steps": [2, 5]}
+    history.cut(4)
+    assert history == History(4, curve[:4], rows[:2], rows[1:2], [2])
+
+
+def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch, tmp_path):
+    rows = []
+    monkeypatch.setattr("distributed_training.run.journal.append_metrics",
+                        lambda _, new: rows.extend(new))  # fmt: skip
+    journal = Journal(tmp_path, 3, Display(enabled=False), History(step=1), record=True)
+    journal.add_step(StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False), epoch=0)
+    journal.add_step(StepResult(torch.tensor(9.0), 2, None, True), epoch=0)
+    journal.flush([9.0, 0.5, 0.25])  # the first is of a step that was flushed before
+    journal.flush([9.0, 0.5, 0.25])
+    found = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
+    assert found == [(2, 1.5, 0.5, 8.0, False), (3, 4.5, None, 8.0, True)]
+    assert journal.history.loss_curve == [[2, 1.5], [3, 4.5]]
+    assert journal.history.skipped_steps == [3]

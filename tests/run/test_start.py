@@ -1,0 +1,176 @@
+"""Who plans, who prints, who trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed_training.plan.plan import load_plan, reserve_run_dir
+from distributed_training.run import launch, worker
+from distributed_training.run import start as start_module
+from distributed_training.run.launch import Process
+from distributed_training.settings.config import RunConfig, build_config
+from tests.conftest import SCRIPT, SMALL, assert_ok, only_record, run_command, settings
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A corpus that is read in no time."""
+    file = tmp_path_factory.mktemp("corpus") / "text.txt"
+    file.write_text("A text that is not very long.\n" * 1000)
+    return file
+
+
+@pytest.fixture
+def start(text, tmp_path, monkeypatch):
+    """Calls start() on a machine of this test, as a process of this test."""
+    monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, 1))
+    monkeypatch.setattr(worker, "run", lambda *got: got)
+
+    def call(*, num_gpus=None, dry_run=False, machine=CPU_MACHINE, process=None, **config):
+        values = {
+            "strategy": "dp", "model": "gpt2-tiny", "output_dir": str(tmp_path / "runs"),
+            "dataset": str(text), "num_samples": 4,
+        }  # fmt: skip
+        monkeypatch.setattr(start_module, "detect_machine", lambda: machine)
+        monkeypatch.setattr(launch, "current_process", lambda _: process)
+        config = build_config({**values, **config})
+        return start_module.start(
+            config, num_gpus=num_gpus, dry_run=dry_run, script=SCRIPT, arguments=["--a", "b c"]
+        )
+
+    return call
+
+
+def rank(number, world_size=2, local_world_size=2):
+    return Process(
+        rank=number,
+        world_size=world_size,
+        local_rank=number % local_world_size,
+        local_world_size=local_world_size,
+    )
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(start, tmp_path, capsys):
+    assert start(dry_run=True, num_gpus="2") == 0
+    out = capsys.readouterr().out
+    assert "torchrun --standalone --nproc_per_node=2 real_model_example.py --a 'b c'\n" in out
+    assert start(dry_run=True, process=rank(0)) == 0  # under a launcher rank 0 prints
+    assert "launch command\n  (this one)\n" in capsys.readouterr().out
+    assert start(dry_run=True, process=rank(1)) == 0
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_several_machines_counts_the_processes_of_each(start, capsys):
+    process = rank(0, world_size=8, local_world_size=4)
+    assert start(dry_run=True, machine=GPU_MACHINE, process=process) == 0
+    assert "= 8 replicas x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("process", [None, rank(0)])
+def test_a_dry_run_refuses_what_the_run_would(start, process):
+    for key, value, why in [("max_length", 1025, "1025"), ("dataset", "/none.txt", "not exist")]:
+        with refused(key, why):
+            start(dry_run=True, process=process, **{key: value})
+
+
+def test_a_process_of_a_launcher_plans_with_the_others(start, tmp_path):
+    config, process = start(process=rank(1))
+    assert isinstance(config, RunConfig)
+    assert process == rank(1)
+    assert config.output_dir == str(tmp_path / "runs")
+    with refused("--num_gpus 3", "started 2"):
+        start(process=rank(1), num_gpus="3")
+    assert not (tmp_path / "runs").exists()  # rank 0 makes it
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [(CPU_MACHINE, ""), (GPU_MACHINE, "using 1 of 4 GPUs; --num_gpus all uses all\n")],
+)
+def test_one_process_runs_here_and_says_what_lies_idle(machine, said, start, capsys):
+    plan, process = start(machine=machine)
+    assert process == rank(0, 1, 1)
+    assert capsys.readouterr().out == said
+    assert load_plan(plan.run_dir) == plan
+
+
+def test_several_processes_are_given_the_folder_of_the_plan(start, monkeypatch):
+    spawned = []
+    monkeypatch.setattr(launch, "spawn", lambda *arguments: spawned.append(arguments) or 7)
+    assert start(num_gpus="2") == 7
+    ((command, plan),) = spawned
+    assert plan.num_processes == 2
+    assert load_plan(plan.run_dir) == plan
+    assert command[command.index(str(SCRIPT)) + 1 :] == ["--run_dir", str(plan.run_dir)]
+
+
+def test_too_little_data_starts_no_process(start, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_: pytest.fail("started a process"))
+    with refused("num_samples=99999999"):
+        start(num_gpus="2", num_samples=99999999)
+
+
+@pytest.fixture
+def looks(tmp_path):
+    """An nvidia-smi that finds no GPU, and the file with a line for each time it is asked."""
+    program, log = tmp_path / "bin" / "nvidia-smi", tmp_path / "looks"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho asked >> {log}\nexit 9\n")
+    program.chmod(0o755)
+    log.touch()
+    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return path, lambda: len(log.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, SCRIPT, "--num_gpus", "2"],
+        ["torchrun", "--standalone", "--nproc_per_node=2", SCRIPT],
+    ],
+    ids=["num_gpus", "torchrun"],
+)
+def test_a_machine_is_looked_at_once_however_many_processes_run(command, looks, text, tmp_path):
+    path, count = looks
+    values = {**SMALL, "strategy": "dp", "dataset": text, "output_dir": tmp_path / "runs"}
+    assert_ok(run_command([*command, *settings(values)], PATH=path))
+    assert count() == 1
+    record = only_record(tmp_path / "runs")
+    plan = load_plan(Path(record["run_dir"]))
+    assert (record["status"], record["world_size"], plan.num_processes) == ("ok", 2, 2)
+    assert record["config"] == plan.config.to_user_words()
+
+
+# In a process of its own: a run that fails ends its process.
+ONE_PLANNED = """
+import sys
+from pathlib import Path
+from distributed_training.plan import machine, plan
+plan.make_plan = plan.find_sources = machine.detect_machine = None
+from distributed_training.run.start import start_planned
+raise SystemExit(start_planned(Path(sys.argv[1])))
+"""
+
+
+def test_a_process_acts_on_plan_json_and_plans_nothing_itself(looks, text, tmp_path):
+    path, count = looks
+    config = {**SMALL, "dataset": str(text), "max_steps": 9}
+    plan = reserve_run_dir(small_plan(tmp_path / "runs", **config))
+    values = json.loads((plan.run_dir / "plan.json").read_text())
+    values["config"]["max_steps"] = 1
+    (plan.run_dir / "plan.json").write_text(json.dumps(values))
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port())}
+    command = [sys.executable, "-c", ONE_PLANNED, plan.run_dir]
+    assert_ok(run_command(command, PATH=path, **place, **address))
+    assert count() == 0
+    assert only_record(tmp_path / "runs")["num_steps"] == 1

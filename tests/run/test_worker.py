@@ -1,0 +1,131 @@
+"""The parts of a worker that need no second process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_training.engines import deepspeed, native
+from distributed_training.models.gpt2.model import build_model
+from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.run import assemble, worker
+from distributed_training.run.launch import Process
+from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
+from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan
+
+SEED = 7
+
+
+def initial_model(monkeypatch, plan):
+    """The model that is handed to an engine."""
+    monkeypatch.setattr(native, "NativeEngine", lambda model, *_: model)
+    monkeypatch.setattr(deepspeed, "DeepSpeedEngine", lambda model, *_: model)
+    return assemble.build_engine(plan, cpu_topology(plan))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "dtype"),
+    [
+        *((name, "fp32", torch.float32) for name in ("dp", "zero2")),
+        *((name, "bf16", torch.bfloat16) for name in ("dp", "fsdp", "zero2", "zero3")),
+        ("dp", "fp16", torch.float16),
+    ],
+)
+def test_initial_weights_are_those_of_the_compute_dtype(
+    strategy, precision, dtype, tmp_path, monkeypatch
+):
+    """DeepSpeed starts from rounded weights, so every strategy does, in fp32."""
+    machine = GPU_MACHINE if precision == "fp16" else CPU_MACHINE
+    plan = small_plan(tmp_path, strategy=strategy, precision=precision, machine=machine, seed=SEED)
+    model = initial_model(monkeypatch, plan)
+    expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=SEED).state_dict()
+    actual = dict(model.named_parameters())
+    assert actual.keys() == expected.keys()  # the output layer is still the embedding
+    for name, parameter in actual.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, expected[name].to(dtype).float()), name
+
+
+def test_rounding_keeps_the_output_layer_the_embedding(tmp_path, monkeypatch):
+    model = initial_model(monkeypatch, small_plan(tmp_path, precision="bf16"))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = model(ids)
+        model.token_embedding.weight *= 2
+        assert not torch.equal(model(ids), before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_processes", "advised"),
+    [
+        ("dp", 2, True),
+        ("dp", 1, False),
+        ("zero2", 2, True),
+        ("zero3", 2, False),
+        ("fsdp", 2, False),
+    ],
+)
+def test_dividing_is_advised_where_it_would_help(
+    strategy, num_processes, advised, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
+    plan = small_plan(tmp_path, strategy=strategy, machine=GPU_MACHINE, num_processes=num_processes)
+    last = cpu_topology(plan, rank=num_processes - 1)
+    text = worker.explain_out_of_memory(plan, last, "tried to allocate")
+    assert ("strategy=zero3 or fsdp" in text) == advised
+    assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
+    assert f"on rank {last.rank}: tried to allocate\n  1.0 GiB" in text
+
+
+PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
+
+
+def see_gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """What _prepare sets is undone afterwards."""
+    for name in ("DS_ACCELERATOR", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.setenv(name, "8.0 9.0a")
+
+
+def test_each_process_gets_a_device(monkeypatch):
+    see_gpus(monkeypatch, 8)
+    assert worker._prepare(8, PROCESS) == torch.device("cuda", 4)
+    # DeepSpeed's builder cannot read 9.0a.
+    assert worker.os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    see_gpus(monkeypatch, 0)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert worker._prepare(0, PROCESS) == torch.device("cpu")
+    assert worker.os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [(4, ("5 processes", "4 GPUs", "start 4")), (0, ("torch", "cannot use this machine's GPU"))],
+)
+def test_gpus_that_are_missing_are_named(seen, words, monkeypatch):
+    see_gpus(monkeypatch, seen)
+    with refused(*words):
+        worker._prepare(5, PROCESS)
+
+
+def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
+    values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)}
+    monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
+    answer = worker._make_plan(build_config({**values, "max_length": 1025}), PROCESS)
+    assert isinstance(answer, UserError)
+    assert "max_length=1025" in str(answer)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker.planning, "load_plan_data", full)
+    answer = worker._make_plan(build_config(values), PROCESS)
+    assert isinstance(answer, UserError)
+    assert "No space left on device; set output_dir elsewhere" in str(answer)

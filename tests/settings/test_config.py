@@ -1,0 +1,404 @@
+"""CONFIG, presets and texts become a RunConfig, or one line that says what to type instead."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from distributed_training.settings.config import (
+    KEYS,
+    PIPELINE_SCHEDULES,
+    RunConfig,
+    build_config,
+    describe_work,
+    replace,
+)
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.keys import EngineOption, key
+from real_model_example import CONFIG
+from tests.support import refused
+
+# Another value for each key, valid by itself: those of the work, then the others.
+WORK = {
+    "model": "gpt2", "epochs": 5, "max_length": 64, "num_samples": -1, "seed": 5,
+    "dataset": "embedded", "tokenizer": "gpt2", "weights": "random", "precision": "fp32",
+    "learning_rate": 0.5, "lr_schedule": "linear", "warmup_steps": 5, "weight_decay": 0.5,
+    "max_grad_norm": None, "dropout": 0.5, "pack": False, "max_steps": 5,
+}  # fmt: skip
+NOT_WORK = {
+    "strategy": "dp", "batch_size": 5, "grad_accum_steps": 5,  # the last two: global_batch_size
+    "micro_batch_size": 2, "num_microbatches": 2, "deepspeed_config": "x.json", "dp_replicate": 2,
+    "dp_shard": -1, "tp": 2, "pp": 2, "sequence_parallel": False, "pipeline_schedule": "gpipe",
+    "pipeline_cut": "1,1", "activation_checkpointing": "full", "compile": False, "eval_every": 5,
+    "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
+    "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
+    "log_to": "wandb",
+}  # fmt: skip
+OTHER = WORK | NOT_WORK
+ALIASES = {
+    "lr": "learning_rate", "gradient_accumulation_steps": "grad_accum_steps",
+    "seq_len": "max_length", "max_seq_length": "max_length", "block_size": "max_length",
+    "per_device_train_batch_size": "batch_size", "num_train_epochs": "epochs",
+    "num_epochs": "epochs", "gradient_clipping": "max_grad_norm", "warmup": "warmup_steps",
+    "num_warmup_steps": "warmup_steps", "save_steps": "checkpoint_every",
+    "eval_steps": "eval_every", "model_name": "model", "model_name_or_path": "model",
+    "data": "dataset", "train_file": "dataset", "out_dir": "output_dir",
+}  # fmt: skip
+
+
+def write(path, value):
+    path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return str(path)
+
+
+def test_script_and_run_config_agree():
+    def typed(words):
+        return {key: (type(value), value) for key, value in words.items()}
+
+    assert typed(CONFIG) == typed(RunConfig().to_user_words())
+    assert build_config(CONFIG) == RunConfig()
+    assert set(OTHER) == set(CONFIG) == set(KEYS)
+    assert set(KEYS["pipeline_schedule"].choices) == {"auto", *PIPELINE_SCHEDULES}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_reaches_its_field_and_the_work(name):
+    assert OTHER[name] != RunConfig().to_user_words()[name]
+    changed = build_config({name: OTHER[name]})
+    assert changed.to_user_words() == {**RunConfig().to_user_words(), name: OTHER[name]}
+    assert build_config({}, overrides=[f"{name}={OTHER[name]}"]) == changed
+    assert replace(RunConfig(), **{name: OTHER[name]}) == changed
+    assert RunConfig.model_validate_json(changed.model_dump_json()) == changed
+    same = describe_work(RunConfig(), 8) == describe_work(changed, 8)
+    assert same == (name in NOT_WORK)
+
+
+def test_the_work_holds_the_global_batch_size():
+    assert describe_work(RunConfig(), 8)["global_batch_size"] == 8
+
+
+def test_a_key_that_does_not_say_whether_it_is_work_does_not_import():
+    with pytest.raises(TypeError, match="work"):
+        key(1, help="new", group="")
+    with pytest.raises(TypeError, match=r"new: declare it with key\(\.\.\., work=\.\.\.\)"):
+        type("More", (RunConfig,), {"__annotations__": {"new": int}, "new": 1})
+    fields = {"__annotations__": {"new": int}, "new": key(1, help="new", group="", work=True)}
+    assert type("More", (RunConfig,), fields)().new == 1
+
+
+def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):
+    preset = write(tmp_path / "p.json", {"batch_size": 8, "epochs": 3, "_comment": "why"})
+    config = {"batch_size": 2, "epochs": 2, "seed": 1}
+    merged = build_config(config, preset=preset, overrides=["epochs=4", "epochs=5"])
+    assert (merged.batch_size, merged.epochs, merged.seed) == (8, 5, 1)
+    assert merged.max_length == RunConfig().max_length
+    with pytest.raises(ValidationError):
+        merged.seed = 2
+
+
+DEFAULTS = {"pipeline_schedule": "gpipe", "pp": 2, "checkpoint_every": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "decided"),
+    [
+        ({"strategy": "pp"}, [], DEFAULTS),
+        ({"strategy": "pp", "pipeline_schedule": "auto", "pp": None}, [], DEFAULTS),
+        ({}, ["strategy=pp", "pp=4"], {"pipeline_schedule": "gpipe", "checkpoint_every": 0}),
+        ({"strategy": "pp", "save_steps": 3, "pp": 4}, ["pipeline_schedule=auto"], {}),
+        ({"strategy": "dp"}, [], {}),
+    ],
+)
+def test_a_strategys_defaults_decide_what_config_leaves_open(config, overrides, decided):
+    def defaults(name):
+        return DEFAULTS if name == "pp" else {}
+
+    built = build_config(config, overrides=overrides, defaults=defaults)
+    assert built.from_defaults == tuple(decided)
+    written_out = build_config({**config, **decided}, overrides=overrides)
+    assert built.to_user_words() == written_out.to_user_words()
+
+
+def test_a_strategys_defaults_may_not_change_the_work():
+    with refused("seed", "would change the work"):
+        build_config({}, defaults=lambda _: {"seed": 1})
+    with refused("'epoch'", "did you mean 'epochs'?"):
+        build_config({}, defaults=lambda _: {"epoch": 1})
+
+
+OPTIONS = {
+    "rank": EngineOption(kind=int, default=8, help="", work=True, low=1, high=64),
+    "mode": EngineOption(kind=str, default="a", help="", work=False, choices=("a", "Bb")),
+}
+
+
+def test_an_engine_adds_keys_of_its_own(tmp_path):
+    def build(config, **more):
+        return build_config(config, options=lambda name: OPTIONS if name == "dp" else {}, **more)
+
+    preset = write(tmp_path / "p.json", {"rank": 4})
+    built = build({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
+    assert built.engine_options == {"rank": 4, "mode": "Bb"}
+    assert built.to_user_words() == RunConfig(strategy="dp").to_user_words() | built.engine_options
+    assert build({"strategy": "dp"}).engine_options == {"rank": 8, "mode": "a"}
+    work = describe_work(built, 8)
+    assert (work["rank"], "mode" in work) == (4, False)
+    assert RunConfig.model_validate_json(built.model_dump_json()) == built
+    for config, words in [
+        ({"strategy": "tp", "rank": 4}, ["unknown key 'rank'"]),
+        ({"strategy": "dp", "rank": 65}, ["rank=65", "a whole number >= 1 and <= 64"]),
+        ({"strategy": "dp", "rank": True}, ["rank=True"]),
+        ({"strategy": "dp", "mode": "b"}, ["mode='b'", "one of a, Bb", "did you mean 'Bb'?"]),
+    ]:
+        with refused(*words):
+            build(config)
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_other_programs_names_work_everywhere(alias, name, tmp_path):
+    expected = build_config({name: OTHER[name]})
+    assert build_config({alias: OTHER[name]}) == expected
+    assert build_config({}, preset=write(tmp_path / "p.json", {alias: OTHER[name]})) == expected
+    assert build_config({}, overrides=[f"{alias}={OTHER[name]}"]) == expected
+
+
+def test_a_key_under_two_names_is_refused():
+    with refused("learning_rate twice", "lr", "give one"):
+        build_config({"lr": 0.1, "learning_rate": 0.1})
+    assert build_config({"lr": 0.1}, overrides=["learning_rate=0.2"]).learning_rate == 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batchsize", "did you mean 'batch_size'?"),
+        ("learning-rate", "did you mean 'learning_rate'?"),
+        ("epoch", "did you mean 'epochs'?"),
+        ("Model", "did you mean 'model'?"),
+        ("gradient_acumulation_steps", "did you mean 'grad_accum_steps'?"),
+        ("qqqq", "the keys are model, strategy, batch_size"),
+    ],
+)
+def test_unknown_key_gets_the_nearest(name, hint, tmp_path):
+    preset = write(tmp_path / "p.json", {name: 1})
+    for build in (
+        lambda: build_config({name: 1}),
+        lambda: build_config({}, preset=preset),
+        lambda: build_config({}, overrides=[f"{name}=1"]),
+    ):
+        with refused(repr(name), hint):
+            build()
+
+
+BAD = {
+    "batch_size": ["4", 4.5, None, True, 0, -1, 2**31 + 1, 10**400],
+    "max_length": [1, "auto"],
+    "num_samples": [0, -2, 2**62 + 1],
+    "seed": [-1, 2**31],
+    "learning_rate": [True, "fast", math.nan, math.inf, -math.inf, -1e-9, 11.0, 10**400],
+    "weight_decay": [None, math.nan],
+    "max_grad_norm": [0.0, math.inf],
+    "dropout": [1.0],
+    "pack": [1, "True"],
+    "compile": ["yes", None],
+    "model": [["gpt2"]],
+    "precision": ["bf8", "BF16"],
+    "lr_schedule": ["auto"],
+    "activation_checkpointing": [True],
+    "strategy": [2, ""],
+    "dataset": [" "],
+    "output_dir": [None],
+    "checkpoint_every": [-1],
+    "keep_checkpoints": [0],
+    "log_to": ["mlflow"],
+    "max_steps": [0],
+    "eval_samples": [0],
+    "micro_batch_size": [0, None],
+    "num_microbatches": [1.5],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+def test_bad_value_is_refused_with_key_value_and_rule(name, value, tmp_path):
+    for build in (
+        lambda: build_config({name: value}),
+        lambda: replace(RunConfig(), **{name: value}),
+        lambda: build_config({}, preset=write(tmp_path / "p.json", {name: value})),
+    ):
+        with refused(f"{name}={value!r}"[:150], "is not accepted", f"{name} is "):
+            build()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("precision", "bfloat16", "one of auto, bf16, fp16, fp32; did you mean 'bf16'?"),
+        ("batch_size", 0, "a whole number >= 1"),
+        ("dropout", 2.0, "a number >= 0 and <= 0.99"),
+        ("num_samples", 0, ">= 1 or -1"),
+        ("max_grad_norm", "x", "or None"),
+        ("num_microbatches", 0, 'a whole number >= 1 or "auto"'),
+        ("compile", 3, 'True or False or "auto"'),
+    ],
+)
+def test_rule_says_what_to_type(name, value, rule):
+    with refused(rule):
+        build_config({name: value})
+
+
+def test_a_long_value_is_cut_in_the_answer():
+    with refused("precision='aaa", "(10002 characters)") as caught:
+        build_config({"precision": "a" * 10_000})
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("learning_rate=1e-3", 1e-3),
+        ("learning_rate=1", 1.0),
+        ("learning_rate=AUTO", "auto"),
+        ("max_grad_norm=None", None),
+        ("max_grad_norm=null", None),
+        *((f"pack={word}", False) for word in ("False", "no", "OFF", "0")),
+        *((f"compile={word}", True) for word in ("true", "Yes", "on", "1")),
+        ("compile=auto", "auto"),
+        ("pipeline_schedule=1F1B", "1f1b"),
+        ("precision=BF16", "bf16"),
+        ("num_samples=-1", -1),
+        (" seed = 7 ", 7),
+        ("output_dir=a=b", "a=b"),
+        ("output_dir=5", "5"),
+        ("dataset=true", "true"),
+        ("generate= The ", " The "),
+    ],
+)
+def test_set_text_becomes_a_value(text, value):
+    parsed = getattr(build_config({}, overrides=[text]), text.partition("=")[0].strip())
+    assert (type(parsed), parsed) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epochs", ["'epochs'", "no '='", "key=value"]),
+        ("=3", ["unknown key ''"]),
+        ("epochs=", ["epochs=''"]),
+        ("epochs=two", ["epochs='two'", "a whole number"]),
+        ("epochs=1e1", ["epochs=10.0"]),
+        ("epochs=true", ["epochs='true'"]),
+        ("learning_rate=NaN", ["learning_rate=nan"]),
+        ("learning_rate=Infinity", ["learning_rate=inf"]),
+        ("pack=2", ["pack='2'", "True or False"]),
+        ("epochs=None", ["epochs="]),
+    ],
+)
+def test_bad_set_text_is_refused(text, words):
+    with refused(*words):
+        build_config({}, overrides=[text])
+
+
+def test_a_preset_by_name_by_path_and_from_home(tmp_path, monkeypatch):
+    quick = build_config({}, preset="quick")
+    assert (quick.model, quick.max_steps) == ("gpt2-tiny", 10)
+    assert build_config({}, preset="quick.json") == quick
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "own.json", {"epochs": 7})
+    for path in ("own.json", "~/own.json", str(tmp_path / "own.json")):
+        assert build_config({}, preset=path).epochs == 7
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("quik", ["preset quik does not exist", "from-scratch", "did you mean 'quick'?"]),
+        ("zzz", ["low-memory", "give a path"]),
+        ("{tmp}/larg.json", ["larg.json does not exist", "did you mean {tmp}/large.json?"]),
+        ("{tmp}/large.json", ["large.json is not a JSON object"]),
+        ("{tmp}", ["cannot be read"]),
+        ("a" * 300, ["preset='aaa", "cannot be used as a path"]),
+        ("~nobody-of-that-name/a", ["preset=", "cannot be used as a path"]),
+    ],
+)
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"epochs"'])
+def test_presets_that_are_refused(preset, words, text, tmp_path):
+    write(tmp_path / "large.json", text)
+    with refused(*(word.replace("{tmp}", str(tmp_path)) for word in words)):
+        build_config({}, preset=preset.replace("{tmp}", str(tmp_path)))
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-2, 2000),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=5),
+    st.sampled_from([value for value in OTHER.values() if isinstance(value, str)]),
+    st.just("auto"),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+real_keys = st.sampled_from([*KEYS, *ALIASES])
+near_misses = st.builds(
+    lambda name, at, text: name[:at] + text + name[at + 1 :],
+    real_keys, st.integers(0, 12), st.text(max_size=2),
+)  # fmt: skip
+keys = st.one_of(real_keys, real_keys, near_misses, st.text(max_size=10), st.none(), st.integers())
+
+
+TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}
+
+
+def config_or_explanation(build):
+    """A whole RunConfig comes out, or a refusal of one line that says something."""
+    config, text = None, ""
+    try:
+        config = build()
+    except UserError as error:
+        text = str(error)
+    if config is None:
+        assert text.splitlines() == [text]
+        assert len(text) > 10
+        return
+    assert build_config(config.to_user_words()) == config
+    for name, value in config.to_user_words().items():
+        assert type(value) in {TYPES[form["type"]] for form in KEYS[name].forms}, name
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(keys, values, max_size=5))
+def test_any_config_resolves_or_explains(config):
+    config_or_explanation(lambda: build_config(config))
+
+
+set_texts = st.text(max_size=30) | st.builds(
+    "{}={}".format, keys, st.text(max_size=20) | values.map(str) | st.floats().map(json.dumps)
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(set_texts, max_size=3))
+def test_any_set_text_resolves_or_explains(texts):
+    config_or_explanation(lambda: build_config({}, overrides=texts))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=40)
+    | st.dictionaries(real_keys | st.text(max_size=5), scalars, max_size=3).map(
+        lambda document: json.dumps(document, default=repr).encode()
+    )
+)
+def test_any_preset_file_resolves_or_explains(tmp_path_factory, content):
+    scratch = tmp_path_factory.getbasetemp() / "preset.json"
+    scratch.write_bytes(content)
+    config_or_explanation(lambda: build_config({}, preset=str(scratch)))

@@ -1,0 +1,89 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from distributed_training.settings.files import load_json, nearest, shown, user_path
+from tests.support import refused
+
+
+@pytest.mark.parametrize("text", ["a", "a/b.txt", "/no/such/folder/a", ".", "b" * 255])
+def test_a_path_is_taken_as_written_whether_it_exists_or_not(text):
+    assert user_path("dataset", text) == Path(text)
+
+
+def test_below_a_file_is_a_path_too(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert user_path("dataset", str(path)) == path
+
+
+def test_home_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/some/home")
+    assert user_path("output_dir", "~/runs") == Path("/some/home/runs")
+    assert user_path("output_dir", "~") == Path("/some/home")
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
+def test_paths_that_the_system_refuses(text):
+    with refused("dataset=", "cannot be used as a path", "give another path"):
+        user_path("dataset", text)
+
+
+def test_a_circle_of_links(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with refused("resume=", "symbolic links"):
+        user_path("resume", str(tmp_path / "a"))
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
+    """Root, whom tests may run as, may enter every folder: the system's answer is played."""
+    stat = os.stat
+
+    def forbidden(path, **options):
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    with refused(f"weights='{tmp_path}'", "Permission denied"):
+        user_path("weights", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{\n "epochs": 2,\n}', ["is not valid JSON", "line 3 column 1"]),
+        (b"", ["line 1 column 1"]),
+        (b"\xef\xbb\xbf{}", ["BOM"]),
+        (b'{"model": "\xff"}', ["cannot be read", "0xff"]),
+    ],
+)
+def test_what_is_not_json_is_named_with_its_place(content, words, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with refused(f"preset {tmp_path / 'a.json'}", *words):
+        load_json(tmp_path / "a.json", "preset")
+
+
+def test_a_folder_and_a_missing_file(tmp_path):
+    (tmp_path / "large.json").write_text("[1]")
+    assert load_json(tmp_path / "large.json", "preset") == [1]
+    with refused("cannot be read"):
+        load_json(tmp_path, "preset")
+    with refused("larg.json does not exist", f"did you mean {tmp_path / 'large.json'}?"):
+        load_json(tmp_path / "larg.json", "preset")
+    with refused("does not exist", "check the path"):
+        load_json(tmp_path / "nowhere" / "x.json", "preset")
+
+
+def test_nearest():
+    assert nearest("batchsize", ["epochs", "batch_size"]) == "batch_size"
+    assert nearest("qqqq", ["epochs", "batch_size"]) is None
+
+
+def test_long_values_are_cut():
+    assert shown([1, None]) == "[1, None]"
+    assert shown("a" * 300).startswith("'aaa")
+    assert shown("a" * 300).endswith(" ... (302 characters)")
+    assert len(shown("a" * 100_000)) < 250

@@ -1,0 +1,356 @@
+"""Strategies' folders: what each says, what is refused, a folder and an engine of one's own."""
+
+import copy
+import json
+
+import pytest
+
+from distributed_training.engines.base import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
+from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
+from distributed_training.settings.engines import ENGINES
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.strategies import (
+    MESH_AXES,
+    list_strategies,
+    load_strategy,
+    strategy_defaults,
+    strategy_options,
+)
+from tests.support import named_strategy, refused
+
+SPLIT = ["tp", "pp", "3d", "hybrid"]
+NAMES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp", *SPLIT]
+DEEPSPEED = ["zero1", "zero2", "zero3", "offload", "infinity", "hybrid"]
+# What the strategies mean, by DeepSpeed's words.
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "hybrid": 1}
+DEVICES = {"offload": ("cpu", "none"), "infinity": ("nvme", "nvme")}
+
+
+def own_json(name="zero2", **changes):
+    """The DeepSpeed JSON of a strategy; a dotted key changes one value."""
+    document = copy.deepcopy(dict(named_strategy(name).document))
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        section = document
+        for part in parents:
+            section = section[part]
+        section[last] = value
+    return document
+
+
+def given_json(tmp_path, document, strategy="zero2"):
+    """The strategy as loaded with `document` for its deepspeed_config."""
+    path = tmp_path / "given.json"
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
+
+
+def test_strategies_in_the_folders_order():
+    assert list(list_strategies()) == NAMES
+    numbers = [path.parent.name.partition("_")[0] for path in list_strategies().values()]
+    assert numbers == [str(number) for number in range(1, 12)]
+
+
+def test_a_deepspeed_strategy_names_a_json_of_configs():
+    sources = [named_strategy(name).source for name in DEEPSPEED]
+    assert sorted(sources) == sorted((ROOT / "configs").glob("ds_config_*.json"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engine_follows_from_the_folder(name):
+    strategy = named_strategy(name)
+    on_deepspeed = "deepspeed_pipeline" if name == "hybrid" else "deepspeed"
+    assert strategy.engine == (on_deepspeed if name in DEEPSPEED else "native")
+    assert strategy.traits == ENGINES[strategy.engine]
+    assert strategy.engine_file is None
+    assert strategy.zero_stage == STAGES.get(name, 0)
+    devices = (strategy.offload_device("optimizer"), strategy.offload_device("param"))
+    assert devices == DEVICES.get(name, ("none", "none"))
+    assert strategy.steps_on_host == (name in ("offload", "infinity"))
+    assert strategy.swaps_to_disk == (name == "infinity")
+    assert strategy_defaults(name) == ({"checkpoint_every": 0} if name == "infinity" else {})
+    assert strategy_options(name) == {}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_traits_name_a_class(name):
+    traits = ENGINES[name]
+    assert callable(traits.load())
+    assert set(traits.axes) <= set(MESH_AXES)
+    assert set(traits.schedules) <= set(PIPELINE_SCHEDULES)
+    assert bool(traits.schedules) == ("pp" in traits.axes)
+
+
+def test_meshes_and_what_is_divided():
+    own = {
+        "dp": {"dp_replicate": -1},
+        "tp": {"tp": -1},
+        "pp": {"pp": -1},
+        "3d": {"pp": 2, "dp_shard": -1, "tp": 2},
+        "hybrid": {"pp": 2, "dp_shard": -1},
+    }
+    whole = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
+    assert {name: named_strategy(name).mesh for name in NAMES} == {
+        name: {**whole, **own.get(name, {"dp_shard": -1})} for name in NAMES
+    }
+    named = {name: named_strategy(name).named_axes for name in NAMES}
+    assert named == {name: tuple(own.get(name, {"dp_shard": -1})) for name in NAMES} | {
+        "3d": ("pp", "dp_replicate", "dp_shard", "tp"), "hybrid": ("dp_shard", "pp"),
+    }  # fmt: skip
+    phrases = {name: named_strategy(name).describe_sharding() for name in NAMES}
+    for name, parts in {
+        "dp": (),
+        "zero1": ("optimizer state",),
+        "zero2": ("optimizer state", "gradients"),
+        "zero3": ("optimizer state", "gradients", "parameters"),
+        "fsdp": ("optimizer state", "gradients", "parameters"),
+        "tp": ("each layer over tp",),
+        "pp": ("layers over pp",),
+        "hybrid": ("layers over pp", "optimizer state"),
+    }.items():
+        words = ("optimizer state", "gradients", "parameters", "layers over pp")
+        for part in (*words, "each layer over tp"):
+            assert (part in phrases[name]) == (part in parts)
+    divided = {name for name in NAMES if named_strategy(name).divides_parameters}
+    assert divided == {"zero3", "infinity", "fsdp", *SPLIT}
+    assert "kept on cpu" in phrases["offload"]
+    assert phrases["infinity"].count("kept on nvme") == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "divided"),
+    [
+        ({"strategy": "dp"}, False),
+        ({"strategy": "dp", "dp_replicate": 4}, False),
+        ({"strategy": "dp", "dp_shard": 2}, True),
+        ({"strategy": "tp", "dp_replicate": 2, "tp": 2}, True),
+        ({"strategy": "pp", "pp": 4}, True),
+        ({"strategy": "zero2"}, False),
+        ({"strategy": "zero3"}, True),
+    ],
+)
+def test_parameters_are_divided_along_all_axes_but_dp_replicate(config, divided):
+    assert load_strategy(build_config(config)).divides_parameters == divided
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_loss_scale_is_the_native_engines(name):
+    """fp16 skips the same steps under every strategy: a scale that halves at each overflow."""
+    fp16 = named_strategy(name).document["fp16"]
+    assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
+    assert fp16["loss_scale_window"] == LOSS_SCALE_WINDOW
+    assert fp16["hysteresis"] == 1
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_gradients_are_reduced_in_deepspeeds_own_choice_of_dtype(name):
+    """bf16 under bf16: half of the traffic that fp32 would be."""
+    assert "communication_data_type" not in named_strategy(name).document
+
+
+def test_unknown_strategy_gets_the_nearest():
+    with refused("strategy='zero4'", "infinity", "did you mean 'zero"):
+        load_strategy(build_config({"strategy": "zero4"}))
+    with refused("strategy='qqq'", "the strategies are dp, zero1"):
+        load_strategy(build_config({"strategy": "qqq"}))
+
+
+def test_aio_is_at_the_top_level():
+    assert "aio" in named_strategy("infinity").document
+
+
+@pytest.mark.parametrize(
+    ("strategy", "document", "words"),
+    [
+        ("zero2", own_json("zero3"), ("zero_optimization.stage=3", "strategy='zero2' means 2")),
+        ("zero2", own_json("offload"), ("offload_optimizer.device='cpu'", "'zero2' means 'none'")),
+        ("offload", own_json("zero2"), ("offload_optimizer.device='none'", "means 'cpu'")),
+        (
+            "infinity",
+            own_json("infinity", **{"zero_optimization.offload_param": {"device": "cpu"}}),
+            ("offload_param.device='cpu'", "means 'nvme'"),
+        ),
+        ("zero1", own_json("hybrid"), ("pipeline.stages=2", "strategy='zero1' means 1")),
+        ("hybrid", own_json("zero1"), ("pipeline.stages=1", "strategy='hybrid' means 2")),
+        (
+            "zero2",
+            own_json("zero2", pipeline={"stages": 2}),
+            ("pipeline.stages=2 with zero_optimization.stage=2", "stage to 1 or 0"),
+        ),
+        ("dp", own_json(), ("strategy='dp'", "deepspeed_config=", "zero1, zero2, zero3, offload")),
+        ("fsdp", own_json(), ("strategy='fsdp' does not run on DeepSpeed",)),
+    ],
+)
+def test_json_of_another_strategy(strategy, document, words, tmp_path):
+    with refused(*words):
+        given_json(tmp_path, document, strategy)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ('{"zero_optimization": {\n"stage": }}', ("line 2 column 10",)),
+        ([], ("is not a JSON object",)),
+        ({"zero_optimization": 2}, ("zero_optimization is not a JSON object",)),
+        ({"bf16": True}, ("bf16 is not a JSON object",)),
+        ({"fp16": None}, ("fp16 is not a JSON object",)),
+        ({"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
+        ({"zero_optimization": {"stage": True}}, ("stage=True",)),
+        ({"zero_optimization": {"stage": "auto"}}, ("stage='auto'",)),
+        ({"zero_optimization": {"stage": 2.0}}, ("stage=2.0",)),
+        ({"zero_optimization": {"stage": []}}, ("stage=[]",)),
+        ({"zero_optimization": {"offload_param": []}}, ("offload_param",)),
+        ({"zero_optimization": {"offload_param": {"device": ["cpu"]}}}, ("device=['cpu']",)),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, ("offload_optimizer",)),
+    ],
+)
+def test_json_that_is_not_understood(document, words, tmp_path):
+    with refused("given.json", *words):
+        given_json(tmp_path, document)
+
+
+def test_missing_json_names_a_near_one():
+    wrong = str(ROOT / "configs" / "ds_config_zero22.json")
+    with refused("ds_config_zero22.json does not exist", "did you mean", "ds_config_zero2.json"):
+        load_strategy(build_config({"deepspeed_config": wrong}))
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
+def test_paths_that_pathlib_refuses(path):
+    with refused("deepspeed_config="):
+        load_strategy(build_config({"deepspeed_config": path}))
+
+
+def test_a_deepspeed_json_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given_json(tmp_path, own_json())
+    config = build_config({"deepspeed_config": "~/given.json"})
+    assert load_strategy(config).source == tmp_path / "given.json"
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Write strategies' folders: folder name -> config.json."""
+    monkeypatch.setattr("distributed_training.settings.strategies.STRATEGIES_DIR", tmp_path)
+
+    def write(**documents):
+        for folder, document in documents.items():
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "config.json").write_text(json.dumps(document))
+        return tmp_path
+
+    return write
+
+
+def load_own(**config):
+    return load_strategy(build_config({"strategy": "own", **config}))
+
+
+def test_a_clone_may_add_strategies(folders):
+    mesh = {"mesh": {}}
+    folders(**{"10_ten": {"name": "ten", **mesh}, "9_nine": {"name": "nine", **mesh},
+               "without_number": {"name": "own", **mesh}})  # fmt: skip
+    assert list(list_strategies()) == ["nine", "ten", "own"]
+    assert load_own().engine == "native"
+
+
+def test_a_deepspeed_json_may_be_in_the_folder_beside_it_or_in_configs(folders):
+    inside = {"zero_optimization": {"stage": 1}}
+    root = folders(
+        a={"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},
+        b={"name": "beside", "deepspeed": "ds.json"},
+        c={"name": "shared", "deepspeed": "configs/ds_config_zero3.json"},
+    )
+    (root / "b" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    found = {name: named_strategy(name) for name in ("inside", "beside", "shared")}
+    assert [strategy.zero_stage for strategy in found.values()] == [1, 2, 3]
+    assert [strategy.source for strategy in found.values()] == [
+        root / "a" / "config.json",
+        root / "b" / "ds.json",
+        ROOT / "configs" / "ds_config_zero3.json",
+    ]
+    assert strategy_defaults("inside") == {"batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ([], ("is not a strategy", '"mesh": {...}')),
+        ({"mesh": {}}, ("is not a strategy",)),
+        ({"name": "own"}, ("one of mesh, deepspeed",)),
+        ({"name": "own", "mesh": {}, "deepspeed": {}}, ("one of mesh, deepspeed",)),
+        ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not one of its keys",)),
+        ({"name": "own", "mesh": []}, ("mesh is not a JSON object",)),
+        ({"name": "own", "mesh": {}, "defaults": 3}, ("defaults is not a JSON object",)),
+        ({"name": "own", "deepspeed": 3}, ("is not a JSON object",)),
+        ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
+        ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
+        ({"name": "own", "mesh": {"dp_shard": "all"}}, ("mesh.dp_shard='all'", "valid integer")),
+        ({"name": "own", "mesh": {"dp_shard": 2.0}}, ("mesh.dp_shard=2.0",)),
+        ({"name": "own", "mesh": {"dp_replicate": True}}, ("mesh.dp_replicate=True",)),
+        ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
+        ({"name": "own", "mesh": {}, "engine": "no.py"}, ("'no.py' is not known", ".py file")),
+        # An engine has the axes that it has.
+        ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
+        ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("takes 'deepspeed', not 'm",)),
+        ({"name": "own", "deepspeed": {}, "engine": "native"}, ("takes 'mesh', not 'deepspeed'",)),
+    ],
+)
+def test_a_folder_that_is_not_understood(document, words, folders):
+    folders(own=document)
+    with refused(*words):
+        load_own()
+
+
+ENGINE = """
+from distributed_training.settings.engines import Traits
+
+TRAITS = Traits(build="MyEngine", axes=("dp_replicate",))
+OPTIONS = {"local_steps": 4}
+
+
+class MyEngine:
+    pass
+"""
+
+
+def test_an_engine_in_a_strategys_own_folder(folders):
+    root = folders(own={"name": "own", "mesh": {"dp_replicate": -1}, "engine": "engine.py"})
+    file = root / "own" / "engine.py"
+    file.write_text(ENGINE)
+    strategy = load_own()
+    assert (strategy.engine, strategy.engine_file) == ("engine.py", file)
+    assert strategy.traits.axes == ("dp_replicate",)
+    assert strategy_options("own") == {"local_steps": 4}
+    engine = strategy.traits.load(strategy.engine_file)
+    assert engine.__name__ == "MyEngine"
+    assert engine is strategy.traits.load(file), "the file is run once"
+    with refused("tp=2 cannot be set with strategy='own'", "it has the axes dp_replicate"):
+        load_own(tp=2)
+
+
+def test_an_engines_file_needs_traits(folders):
+    root = folders(own={"name": "own", "mesh": {}, "engine": "engine.py"})
+    (root / "own" / "engine.py").write_text("OPTIONS = {}")
+    with refused("engine.py has no TRAITS", "write TRAITS = "):
+        load_own()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"strategy": "zero2", "tp": 2}, ("tp=2 cannot be set", "over all processes", "to 3d")),
+        ({"strategy": "zero2", "pp": 2}, ("pp=2 cannot be set", "or to hybrid")),
+        ({"strategy": "hybrid", "dp_shard": 2}, ("dp_shard=2 cannot be set",)),
+    ],
+)
+def test_axes_of_strategies_that_have_none(config, words):
+    with refused(*words):
+        load_strategy(build_config(config))
+
+
+def test_axes_of_config_are_put_over_the_strategys():
+    strategy = load_strategy(build_config({"strategy": "tp", "tp": 2, "dp_replicate": -1}))
+    assert strategy.mesh == {"pp": 1, "dp_replicate": -1, "dp_shard": 1, "tp": 2}
+    assert strategy.named_axes == ("tp", "dp_replicate")

@@ -1,0 +1,203 @@
+"""Helpers of the unit tests. No test here touches the network or starts a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan, make_plan
+from distributed_training.plan.topology import Topology
+from distributed_training.records.schema import Record
+from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import Strategy, load_strategy
+
+CPU_MACHINE = Machine(
+    num_gpus=0,
+    gpu_name=None,
+    gpu_memory_bytes=0,
+    compute_capability=(0, 0),
+    ram_bytes=64 * 2**30,
+    num_cpus=2,
+)
+GPU_MACHINE = dataclasses.replace(
+    CPU_MACHINE,
+    num_gpus=4,
+    gpu_name="NVIDIA H200",
+    gpu_memory_bytes=139 * 2**30,
+    compute_capability=(9, 0),
+    ram_bytes=512 * 2**30,
+)
+
+
+_WORDS = """
+the of and to in a is that for it as was with be by on not this are or from at which but have an had
+they you were their one all we can her has there been if more when will would who so no return self
+def import class None True False value list number string object file method function module
+argument error result index length first second other between before after house water river light
+paper letter market winter summer bridge engine forest signal
+"""
+
+
+@functools.cache
+def small_text() -> Path:
+    """A text file of 300 kB, the same on every machine: tokenising the embedded corpus takes
+    longer than most of the trainings that tests do."""
+    file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
+    draw = random.Random(0)
+    words = _WORDS.split()
+    weights = [1 / (place + 3) for place in range(len(words))]
+    lines = (
+        " ".join(draw.choices(words, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
+        for _ in range(3000)
+    )
+    text = ".\n".join(lines) + ".\n"
+    if not file.exists() or file.read_text() != text:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            new.write(text)
+        os.replace(new.name, file)  # whole, whoever else reads it
+    return file
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
+    """The block raises UserError with a one-line text that holds every one of `words`."""
+    with pytest.raises(UserError) as caught:
+        yield caught
+    text = str(caught.value)
+    assert text.splitlines() == [text]
+    for word in words:
+        assert word in text
+
+
+def named_strategy(name: str) -> Strategy:
+    """One of the shipped strategies."""
+    return load_strategy(build_config({"strategy": name}))
+
+
+def small_plan(
+    output_dir: Path, *, machine: Machine = CPU_MACHINE, num_processes: int = 1, **config: Any
+) -> Plan:
+    """The plan of a run of gpt2-tiny on the embedded text, all processes on one machine."""
+    values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(output_dir), **config}
+    return make_plan(
+        build_config(values), machine, num_processes=num_processes, processes_here=num_processes
+    )
+
+
+def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
+    """The place of one process of a plan, without a GPU."""
+    return Topology(
+        world_size=plan.num_processes, rank=rank, local_rank=rank, device_type="cpu", **plan.mesh
+    )
+
+
+_START = {
+    "schema_version": 2,
+    "status": "running",
+    "error": None,
+    "config": {
+        "model": "gpt2-medium",
+        "strategy": "zero2",
+        "max_length": 512,
+        "precision": "bf16",
+        "compile": True,
+        "weights": "pretrained",
+        "dataset": "wikitext-2",
+        "tokenizer": "gpt2",
+        "learning_rate": 5e-5,
+        "lr_schedule": "cosine",
+        "warmup_steps": 10,
+    },
+    "strategy": {"name": "zero2", "engine": "deepspeed", "sharding": "optimizer state, gradients"},
+    "work": {"model": "gpt2-medium", "seed": 42, "global_batch_size": 32},
+    "started_at": "2026-01-01T00:00:00+00:00",
+    "run_dir": "runs/x",
+    "world_size": 4,
+    "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
+    "pipeline": None,
+    "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
+    "num_parameters": 354_823_168,
+    "dtypes": {
+        "parameters": "bf16, fp32 master copy",
+        "arithmetic": "bf16",
+        "gradients": "bf16",
+        "optimizer_state": "fp32",
+        "reduction": "bf16",
+    },
+    "estimated_state_bytes": {
+        "parameters": 2**30,
+        "gradients": 2**28,
+        "optimizer": 3 * 2**28,
+        "host": 0,
+        "disk": 0,
+    },
+    "batch": {
+        "global_batch_size": 32,
+        "micro_batch_size": 4,
+        "num_microbatches": 2,
+        "num_replicas": 4,
+    },
+    "data": {
+        "num_train_samples": 1000,
+        "num_validation_samples": 200,
+        "real_token_share": 0.875,
+        "steps_per_epoch": 32,
+    },
+    "num_steps": 64,
+    "step": 0,
+    "loss_curve": [],
+    "evaluations": [],
+    "epochs": [],
+    "skipped_steps": [],
+}
+_RESULTS = {
+    "status": "ok",
+    "step": 64,
+    "loss_curve": [[1, 3.5], [64, 3.0625]],
+    "evaluations": [
+        {"step": 0, "loss": 3.5, "perplexity": 33.125},
+        {"step": 64, "loss": 3.0, "perplexity": 20.0625},
+    ],
+    "performance": {
+        "num_timed_steps": 59,
+        "step_time_s": {"p10": 0.12, "p50": 0.125, "p90": 0.13, "p99": 0.2},
+        "tokens_per_s": 131072.0,
+        "mfu": 0.3141,
+    },
+    "memory": {
+        "peak_allocated_bytes": 10 * 2**30,
+        "peak_reserved_bytes": 12 * 2**30,
+        "peak_host_bytes": 5 * 2**30,
+        "by_rank": [{"peak_reserved_bytes": size * 2**30} for size in (12, 11, 10, 9)],
+    },
+    "disk": {"read_bytes": 0, "write_bytes": 640_000, "num_steps": 64},
+}
+
+
+def made_record(*, finished: bool = True, **changes: Any) -> Record:
+    """A run's record, by the schema; see `record_values`."""
+    return Record.model_validate(record_values(finished=finished, **changes))
+
+
+def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
+    """The JSON of a run's record at its start or its end; `a__b=1` changes values["a"]["b"]."""
+    values: dict[str, Any] = copy.deepcopy({**_START, **_RESULTS} if finished else _START)
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = values
+        for part in parents:
+            section = section[part]
+        section[last] = value
+    return values

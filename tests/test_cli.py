@@ -1,0 +1,280 @@
+"""The command line: every key as an option, commands, hints; who plans, who prints, who trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import real_model_example
+from distributed_training import cli
+from distributed_training.plan.plan import Plan
+from distributed_training.run import launch
+from distributed_training.run.launch import Process
+from distributed_training.settings.config import KEYS, RunConfig
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.keys import EngineOption
+from distributed_training.settings.strategies import list_strategies
+from tests.settings.test_config import ALIASES, OTHER
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+SCRIPT = Path(real_model_example.__file__).resolve()
+PROGRAM = cli.Program(config=real_model_example.CONFIG, script=SCRIPT, about="about")
+
+
+def overrides(*argv):
+    return cli.parse([str(word) for word in argv], PROGRAM).overrides
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_is_an_option(name):
+    value, dashed = OTHER[name], name.replace("_", "-")
+    for argv in ([f"--{name}={value}"], [f"--{dashed}={value}"], [f"--{name}", value]):
+        assert overrides(*argv) == [f"{name}={value}"]
+    assert overrides("--set", f"{name}={value}", "seed=1") == [f"{name}={value}", "seed=1"]
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_programs_names_are_options(alias):
+    assert overrides(f"--{alias}", "1") == overrides(f"--{alias.replace('_', '-')}", "1")
+    assert overrides(f"--{alias}", "1") == [f"{alias}=1"]
+
+
+def test_the_command_lines_order_is_kept():
+    argv = ("--strategy", "dp", "--set", "strategy=tp", "seed=1", "--set", "seed=2", "--seed", "3")
+    assert overrides(*argv) == ["strategy=dp", "strategy=tp", "seed=1", "seed=2", "seed=3"]
+    assert overrides() == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--stratgy", "dp"], ["'--stratgy'", "did you mean --strategy?"]),
+        (["--learning_rat=1"], ["did you mean --learning_rate?"]),
+        (["--learning-rat", "1"], ["did you mean --learning_rate?"]),
+        (["--gradient_acumulation_steps", "1"], ["did you mean --grad_accum_steps?"]),
+        (["--num_gpu", "2"], ["did you mean --num_gpus?"]),
+        (["--dryrun"], ["did you mean --dry-run?"]),
+        (["--strat", "dp"], ["did you mean --strategy?"]),
+        (["--zzzz"], ["see --help"]),
+        (["--set"], ["--set", "see --help"]),
+        (["--seed"], ["--seed", "see --help"]),
+        (["--seed", "1", "extra"], ["'extra'", "see --help"]),
+    ],
+)
+def test_unknown_options_are_refused_with_the_nearest(argv, words):
+    with refused(*words):
+        cli.parse(argv, PROGRAM)
+
+
+def test_a_strategys_own_engine_adds_options(monkeypatch, capsys):
+    option = EngineOption(kind=int, default=8, help="Size of a low-rank update.", work=True)
+    monkeypatch.setattr(
+        cli.strategies,
+        "strategy_options",
+        lambda name: {"low_rank": option} if name == "dp" else {},
+    )
+    assert overrides("--low-rank", 4) == ["low_rank=4"]
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"], PROGRAM)
+    assert "--low_rank" in capsys.readouterr().out
+
+
+def test_help_is_complete_grouped_narrow_and_quick():
+    """Its processor time, which other work on the machine does not lengthen."""
+    before = os.times()
+    answer = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True)
+    after = os.times()
+    used = after.children_user + after.children_system
+    assert used - before.children_user - before.children_system < 1
+    lines, text = answer.stdout.splitlines(), " ".join(answer.stdout.split())
+    assert [line for line in lines if len(line) > 100] == []
+    for name, key in KEYS.items():
+        assert f"  --{name} " in answer.stdout
+        assert f"{key.group}:" in lines
+        assert f"default {key.default!r})" in text
+        for choice in key.choices if any("enum" in form for form in key.forms) else ():
+            assert choice in text
+    assert ", ".join(list_strategies()) in text
+    for option in ("--preset", "--set", "--num_gpus", "--dry-run"):
+        assert f"  {option}" in answer.stdout
+
+
+def test_the_guide_has_the_reference():
+    reference = cli.config_reference()
+    assert [name for name in KEYS if f"| `{name}` |" not in reference] == []
+    assert [alias for alias in ALIASES if f"`{alias}`" not in reference] == []
+    assert reference in (ROOT / "REAL_MODELS_GUIDE.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A corpus that is read in no time."""
+    file = tmp_path_factory.mktemp("corpus") / "text.txt"
+    file.write_text("A text that is not very long.\n" * 1000)
+    return file
+
+
+@pytest.fixture
+def run(text, tmp_path, monkeypatch):
+    """Runs the script on a machine of this test, as a process of this test, up to training."""
+    monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1))
+
+    def run_worker(given, process):
+        return "planned" if isinstance(given, Plan) else "launched", given, process
+
+    monkeypatch.setattr("distributed_training.run.worker.run", run_worker)
+
+    def call(*argv, machine=CPU_MACHINE, process=None):
+        argv = [
+            "--strategy", "dp", "--model", "gpt2-tiny", "--output_dir", tmp_path / "runs",
+            "--set", f"dataset={text}", "num_samples=4", *argv,
+        ]  # fmt: skip
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
+        monkeypatch.setattr("distributed_training.run.start.detect_machine", lambda: machine)
+        monkeypatch.setattr(launch, "current_process", lambda _: process)
+        return real_model_example.main()
+
+    return call
+
+
+def rank(number, world_size=2, local_world_size=None):
+    local = local_world_size or world_size
+    return Process(
+        rank=number, world_size=world_size, local_rank=number % local, local_world_size=local
+    )
+
+
+def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_path, capsys):
+    assert run("--dry-run", process=rank(0)) == 0
+    out = capsys.readouterr().out
+    assert "launch command\n  (this one)\n" in out
+    assert "= 2 replicas x" in out
+    assert run("--dry_run", process=rank(1)) == 0
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_several_machines_counts_the_processes_of_each(run, capsys):
+    assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, local_world_size=4)) == 0
+    assert "= 8 replicas x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("process", [None, rank(0)])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--max_length", "1025"], "max_length=1025"),
+        (["--dataset", "/none.txt"], "none.txt' does not exist"),
+        (["--batch-size", "0"], "batch_size=0 is not accepted"),
+        (["--lr", "1", "--learning_rate", "2"], "learning_rate twice"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_in_one_line(run, argv, words, process, capsys):
+    assert run("--dry-run", *argv, process=process) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_a_refusal_is_said_by_rank_0_only(run, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert run("--seed", "-1", process=rank(1)) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_before_training(run, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "start", interrupt)
+    assert run() == 130
+    assert capsys.readouterr().err == "interrupted before training began\n"
+
+
+def test_a_process_of_a_launcher_works(run):
+    kind, config, process = run("--lr", "0.5", process=rank(1))
+    assert (kind, process, config.learning_rate) == ("launched", rank(1), 0.5)
+
+
+def test_a_strategys_defaults_reach_the_run(run, monkeypatch):
+    monkeypatch.setattr(cli.strategies, "strategy_defaults", lambda _: {"checkpoint_every": 7})
+    _, config, _ = run(process=rank(1))
+    assert (config.checkpoint_every, config.from_defaults) == (7, ("checkpoint_every",))
+    _, config, _ = run("--save_steps", "3", process=rank(1))
+    assert (config.checkpoint_every, config.from_defaults) == (3, ())
+
+
+def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
+    kind, plan, process = run()
+    assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1))
+    assert capsys.readouterr().out == ""
+    assert run(machine=GPU_MACHINE)[1].num_processes == 1
+    assert capsys.readouterr().out == "using 1 of 4 GPUs; --num_gpus all uses all\n"
+
+
+def test_several_processes_are_spawned_and_read_the_plan(run, monkeypatch):
+    spawned = []
+    monkeypatch.setattr(launch, "spawn", lambda *given: spawned.append(given) or 7)
+    assert run("--num_gpus", "2") == 7
+    ((command, plan),) = spawned
+    assert plan.num_processes == 2
+    assert (plan.run_dir / "plan.json").is_file()
+    passed = command[command.index(str(SCRIPT)) + 1 :]
+    arguments = cli.parse(passed, PROGRAM)
+    assert arguments.run_dir == plan.run_dir
+    kind, read, process = run("--run_dir", plan.run_dir, process=rank(1))
+    assert (kind, read, process) == ("planned", plan, rank(1))
+
+
+def test_too_little_data_starts_no_process(run, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_: pytest.fail("started a process"))
+    assert run("--num_gpus", "2", "--num_samples", "99999999") == 2
+    assert "num_samples=99999999" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["output_dir", "out_dir"])
+def test_configs_folder_is_beside_the_script(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "start", lambda config, *_, **__: config)
+    program = cli.Program(config={name: "here"}, script=tmp_path / "script.py", about="")
+    assert cli.train([], program).output_dir == str(tmp_path / "here")
+    assert cli.train(["--output_dir", "there"], program).output_dir == "there"
+    empty = cli.Program(config={}, script=tmp_path / "script.py", about="")
+    assert cli.train([], empty) == RunConfig(output_dir=str(tmp_path / "runs"))
+
+
+def command(monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *argv])
+    return real_model_example.main()
+
+
+def test_commands(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "echo", lambda argv, program: [*argv, program.script])
+    assert command(monkeypatch, "echo", "a", "--b") == ["a", "--b", SCRIPT]
+    monkeypatch.setattr(cli, "start", lambda config, _, typed, **__: (config.seed, typed))
+    assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
+    monkeypatch.setattr("distributed_training.records.report.main", lambda argv: argv)
+    assert command(monkeypatch, "report", "runs/a") == ["runs/a"]
+    monkeypatch.setattr("distributed_training.measure.runs.main", lambda: sys.argv[1:])
+    assert command(monkeypatch, "measure", "runs", "a", "--unpack") == ["a", "--unpack"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["reprt"], ["'reprt' is not a command", "train, report, measure", "'report'?"]),
+        (["zzzz"], ["options begin with --", "see --help"]),
+        (["measure"], ["measure needs a name", "layouts"]),
+        (["measure", "kernals"], ["'kernals'", "there are", "traffic"]),
+    ],
+)
+def test_commands_that_do_not_exist(argv, words, monkeypatch, capsys):
+    assert command(monkeypatch, *argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert [word for word in words if word not in err] == []

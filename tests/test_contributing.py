@@ -1,0 +1,123 @@
+"""The examples in CONTRIBUTING.md work as they stand there."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training import models
+from distributed_training.engines.native import NativeEngine
+from distributed_training.plan.plan import make_plan
+from distributed_training.settings import config as config_module
+from distributed_training.settings import strategies
+from distributed_training.settings.config import RunConfig, build_config
+from tests.support import CPU_MACHINE, refused
+
+for module in ("models.decoder", "measure.harness"):  # until these rooms are merged
+    pytest.importorskip(f"distributed_training.{module}")
+read_keys = pytest.importorskip("distributed_training.settings.keys").read_keys
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+EXAMPLES = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the files of all examples, whose strategies are the only ones."""
+    for name, text in EXAMPLES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(strategies, "STRATEGIES_DIR", tmp_path / "strategies")
+    return tmp_path
+
+
+def test_paths_that_are_named_exist():
+    named = set(re.findall(r"`((?:distributed_training|tests|plan|measure)/[\w/.]+)`", TEXT))
+    assert len(named) > 5
+    roots = (ROOT, ROOT / "distributed_training")
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+
+
+def test_it_is_short():
+    assert len(TEXT.split()) <= 900
+
+
+def test_strategy(folder):
+    config = build_config({"strategy": "shards-of-two", "output_dir": str(folder / "runs")})
+    plan = make_plan(config, CPU_MACHINE, num_processes=4, processes_here=4)
+    assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}
+    with refused("does not make 3 processes"):
+        make_plan(config, CPU_MACHINE, num_processes=3, processes_here=3)
+
+
+def test_algorithm_with_its_own_option(folder, monkeypatch):
+    values = {"strategy": "lr-floor", "output_dir": str(folder / "runs")}
+    options = strategies.strategy_options
+    with refused("lr_floor=2.0"):
+        build_config({**values, "lr_floor": 2.0}, options=options)
+    config = build_config({**values, "lr_floor": 0.01}, options=options)
+    plan = make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2)
+    assert plan.work["lr_floor"] == 0.01
+    rates = []
+    monkeypatch.setattr(NativeEngine, "__init__", lambda *_: None)
+    monkeypatch.setattr(NativeEngine, "set_learning_rate", lambda _, rate: rates.append(rate))
+    build = plan.strategy.traits.load(plan.strategy.engine_file)
+    engine = build(None, SimpleNamespace(config=plan.config), None)
+    for rate in (0.5, 0.001):
+        engine.set_learning_rate(rate)
+    assert rates == [0.5, 0.01]
+
+
+def test_model(folder):
+    spec = models.find_model(str(folder / "my_models/narrow"))
+    assert models.find_model(f"{folder}/my_models/narrow:narrow").size == spec.size
+    model = spec.build(dropout=0.0, seed=1)
+    padding = (spec.size.padded_vocab_size - spec.size.vocab_size) * spec.size.hidden_size
+    assert sum(p.numel() for p in model.parameters()) - padding == spec.size.num_parameters
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    spec.save(state, folder / "hf", eos_token_id=0)
+    spec.check_weights(folder / "hf")
+    other = spec.build(dropout=0.0, seed=2)
+    spec.load(other, folder / "hf")
+    assert all((other.state_dict()[name] == state[name]).all() for name in state)
+
+
+def test_config_key():
+    field = EXAMPLES["distributed_training/settings/config.py"]
+
+    def run_config(field):
+        names = {**vars(config_module), "RunConfig": RunConfig}
+        exec("class More(RunConfig):\n" + textwrap.indent(textwrap.dedent(field), "    "), names)
+        return names["More"]
+
+    keys = read_keys(run_config(field))
+    assert keys["label_smoothing"].work
+    assert keys["label_smoothing"].aliases == ("label_smoothing_factor",)
+    assert "spread over all tokens" in keys["label_smoothing"].help
+    assert run_config(field)(label_smoothing=0.1).label_smoothing == 0.1
+    with pytest.raises(ValueError, match="label_smoothing"):
+        run_config(field)(label_smoothing=0.7)
+    with pytest.raises(TypeError, match="work"):
+        run_config(re.sub(r"work=True,\s*", "", field))
+
+
+def test_measurement(folder):
+    file = folder / "distributed_training/measure/first_evaluation.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    answer = subprocess.run(
+        [sys.executable, "-P", file] if sys.version_info >= (3, 11) else [sys.executable, file],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = dict(line.split() for line in answer.stdout.splitlines() if line[:2] in ("dp", "fs"))
+    assert set(lines) == {"dp", "fsdp"}
+    assert all(float(seconds) > 0 for seconds in lines.values())
