@@ -117,9 +117,8 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 # Files that take longest, in the order in which they are best begun; all others follow.
 LONGEST_FIRST = (
     "pipedream_tutorial/tests/test_runtime.py", "tests/parity/test_layouts.py",
-    "tests/e2e/test_resume.py", "tests/e2e/test_clean_exit.py", "tests/parity/test_compiled.py",
+    "tests/e2e/test_resume.py", "tests/parity/test_strategies.py", "tests/parity/test_compiled.py",
     "tests/e2e/test_failures.py", "tests/e2e/test_launchers.py", "tests/parity/test_hybrid.py",
-    "tests/parity/test_strategies.py",
 )  # fmt: skip
 
 

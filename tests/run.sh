@@ -14,4 +14,6 @@ ruff format --check .
 mypy
 lint-imports
 codespell
+export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
+python tests/build_extensions.py
 exec python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder

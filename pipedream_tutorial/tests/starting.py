@@ -1,6 +1,9 @@
 """Starts the runtime as a user would, and sees to it that nothing of it is left. For the tests."""
 
+import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +54,39 @@ def run(arguments, *, start=SCRIPT, limit_s=100):
     )
     done.seconds = time.monotonic() - begun
     return done
+
+
+def run_warm(arguments, num_stages, log, *, limit_s):
+    """The stages' exit codes. Each is a new process, as torchrun would start it, but forked from a
+    server that has imported torch. Past the limit all are killed, which their codes say."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch.distributed", "pipedream.session"])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    size = {"WORLD_SIZE": str(num_stages), "LOCAL_WORLD_SIZE": str(num_stages)}
+    stages = []
+    for rank in range(num_stages):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **dict([MARK])}
+        environment = {**address, **size, **own}
+        stages.append(server.Process(target=_be_a_stage, args=(arguments, environment, log)))
+        stages[-1].start()
+    end = time.monotonic() + limit_s
+    for stage in stages:
+        stage.join(max(0, end - time.monotonic()))
+    for stage in stages:
+        stage.kill()
+        stage.join()
+    return [stage.exitcode for stage in stages]
+
+
+def _be_a_stage(arguments, environment, log):
+    os.environ.update(environment)
+    os.chdir(FOLDER)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.argv = [*SCRIPT[1:], *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def last_line(text):

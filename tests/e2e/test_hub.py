@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import subprocess
@@ -14,9 +15,9 @@ import pytest
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models.gpt2.sizes import SIZES
-from tests.conftest import SMALL, assert_ok, only_record, run_command, script, train
+from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import serve
-from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders, script_command
+from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders
 
 AUTO_LIMIT_S = 20  # "within a few seconds", three seconds a probe, on a busy machine
 PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"
@@ -81,11 +82,6 @@ def run(
     values = {**SMALL, "strategy": "dp", **values}
     hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     return start(values, *arguments, unset=[HIDDEN_HUB], **hub)
-
-
-def spawned(values: dict, *arguments: str, unset: list[str], **environment: str):
-    """As a user starts it."""
-    return run_command(script_command(values, *arguments, unset=unset), **environment)
 
 
 def closed_endpoint() -> str:
@@ -216,8 +212,9 @@ def test_rank_0_alone_asks_the_hub(wikitext, tmp_path):
     """The others take its answer, so that no two ranks can end up with different data."""
     values = {"dataset": "auto", "max_steps": 2, "output_dir": tmp_path / "runs"}
     with serve(wikitext, "refuses") as hub:
-        result = run(hub.endpoint, tmp_path / "hf", values, "--num_gpus", "2", start=spawned)
+        two = functools.partial(train, num_processes=2)
+        result = run(hub.endpoint, tmp_path / "hf", values, start=two)
         asked = [request for request in hub.requests if "resolve" in request]
     assert_ok(result)
     assert only_record(tmp_path / "runs")["config"]["dataset"] == "embedded"
-    assert len(asked) <= 2, f"the parent's question and rank 0's: {asked}"
+    assert len(asked) == 1, asked

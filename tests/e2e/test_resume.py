@@ -50,7 +50,6 @@ RECORDED = {
     "3d": ("pp 2", ("1f1b", 2, [1, 1])),
 }
 GLOBAL_BATCH = 4
-LAUNCHERS = {"dp": "python", "fsdp": "spawn"}  # of runs that are stopped
 
 
 def values_for(strategy: str, output_dir: Path, **changes: object) -> dict[str, object]:
@@ -130,34 +129,54 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("strategy", "signum", "expected_code"),
-    [("dp", signal.SIGTERM, 143), ("fsdp", signal.SIGINT, 130)],
-)
-def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(
-    strategy, signum, expected_code, uninterrupted, tmp_path
-):
+def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path):
+    """Ctrl-C under --num_gpus 2."""
     output_dir = tmp_path / "runs"
-    values = values_for(strategy, output_dir)
-    command = launcher_command(LAUNCHERS[strategy], values)
-    code = stop(command, output_dir, signum, after=2 * EVERY)
-    assert code == expected_code
+    values = values_for("fsdp", output_dir)
+    code = stop(launcher_command("spawn", values), output_dir, signal.SIGINT, after=2 * EVERY)
+    assert code == 130
+    run_dir, last = assert_saved_when_stopped(output_dir, "fsdp")
+    resumed = train({**values, "resume": "auto"}, num_processes=2)
+    assert_ok(resumed)
+    assert f"resumed from {last}" in resumed.stdout
+    assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
+    assert_same_run(run_dir, uninterrupted("fsdp"))
+    assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
+    assert load_record(run_dir)["resumed_from"] == str(last)
+
+
+def assert_saved_when_stopped(output_dir: Path, strategy: str) -> tuple[Path, Path]:
+    """The run's folder, and the checkpoint of the moment of the signal."""
     (run_dir,) = run_folders(output_dir)
     record = load_record(run_dir)
     assert record["status"] == "interrupted"
     assert 2 * EVERY <= record["step"] < STEPS[strategy][1], "in the middle of an epoch"
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, record["step"] + 1))
     names = checkpoints(output_dir)
-    assert names[-1] == f"step-{record['step']:08d}", "saved at the moment of the signal"
+    assert names[-1] == f"step-{record['step']:08d}"
     assert len(names) == KEEP, names
+    return run_dir, run_dir / "checkpoints" / names[-1]
 
-    resumed = train({**values, "resume": "auto"}, num_processes=processes_of(strategy))
-    assert_ok(resumed)
-    assert f"resumed from {run_dir / 'checkpoints' / names[-1]}" in resumed.stdout
-    assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
-    assert_same_run(run_dir, uninterrupted(strategy))
+
+def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
+    """After SIGTERM it is saved; SIGKILL leaves no time to, so the last checkpoint counts."""
+    output_dir = tmp_path / "runs"
+    values = values_for("dp", output_dir)
+    command = launcher_command("python", values)
+    assert stop(command, output_dir, signal.SIGTERM, after=2 * EVERY) == 143
+    run_dir, last = assert_saved_when_stopped(output_dir, "dp")
+    log = tmp_path / "second.log"
+    with running([*command, "--resume", "auto"], log) as process:  # killed before it saves
+        wait_for(lambda: f"resumed from {last}" in log.read_text(), process, log)
+        process.kill()
+    writing = run_dir / "checkpoints" / ".writing-00000070"
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir()  # what a kill in the middle of a save leaves
+    (writing / "rng-rank0.pt").write_bytes(b"half")
+    assert_ok(train({**values, "resume": "auto"}))
+    assert run_folders(output_dir) == [run_dir]
+    assert_same_run(run_dir, uninterrupted("dp"))
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
-    assert load_record(run_dir)["resumed_from"].endswith(names[-1])
 
 
 @pytest.mark.parametrize(
@@ -180,27 +199,6 @@ def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path)
     assert "step-00000020" in resumed.stdout
     assert_same_run(run_dir, whole)
     assert checkpoints(tmp_path / "runs") == ["step-00000020", "step-00000030"]
-
-
-def test_twice_killed_run_keeps_its_history(uninterrupted, tmp_path):
-    """SIGKILL leaves no time to save: what was on disk at the last checkpoint counts."""
-    output_dir = tmp_path / "runs"
-    values = values_for("dp", output_dir)
-    command = launcher_command("python", values)
-    assert stop(command, output_dir, signal.SIGKILL, after=2 * EVERY) == -signal.SIGKILL
-    (run_dir,) = run_folders(output_dir)
-    log = tmp_path / "second.log"
-    again = [*command, "--set", "resume=auto"]
-    with running(again, log) as process:  # killed before it has saved anything of its own
-        wait_for(lambda: "resumed from" in log.read_text(), process, log)
-        process.kill()
-    writing = run_dir / "checkpoints" / ".writing-00000070"
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir()  # what a kill in the middle of a save leaves
-    (writing / "rng-rank0.pt").write_bytes(b"half")
-    assert_ok(train({**values, "resume": "auto"}))
-    assert_same_run(run_dir, uninterrupted("dp"))
-    assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
 
 
 def test_finished_run_is_not_resumed(uninterrupted):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from distributed_training.plan import machine
+from distributed_training.plan import plan as plan_module
 from distributed_training.plan.plan import load_plan, reserve_run_dir
 from distributed_training.run import launch, worker
 from distributed_training.run import start as start_module
 from distributed_training.run.launch import Process
 from distributed_training.settings.config import RunConfig, build_config
-from tests.conftest import SCRIPT, SMALL, assert_ok, only_record, run_command, settings
+from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
 
 
@@ -119,58 +118,17 @@ def test_too_little_data_starts_no_process(start, monkeypatch):
         start(num_gpus="2", num_samples=99999999)
 
 
-@pytest.fixture
-def looks(tmp_path):
-    """An nvidia-smi that finds no GPU, and the file with a line for each time it is asked."""
-    program, log = tmp_path / "bin" / "nvidia-smi", tmp_path / "looks"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\necho asked >> {log}\nexit 9\n")
-    program.chmod(0o755)
-    log.touch()
-    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return path, lambda: len(log.read_text().splitlines())
+def run_without_planning(run_dir):
+    """In a process of its own, where nothing that plans can be called."""
+    plan_module.make_plan = plan_module.find_sources = machine.detect_machine = None
+    assert start_module.start_planned(run_dir) == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [sys.executable, SCRIPT, "--num_gpus", "2"],
-        ["torchrun", "--standalone", "--nproc_per_node=2", SCRIPT],
-    ],
-    ids=["num_gpus", "torchrun"],
-)
-def test_a_machine_is_looked_at_once_however_many_processes_run(command, looks, text, tmp_path):
-    path, count = looks
-    values = {**SMALL, "strategy": "dp", "dataset": text, "output_dir": tmp_path / "runs"}
-    assert_ok(run_command([*command, *settings(values)], PATH=path))
-    assert count() == 1
-    record = only_record(tmp_path / "runs")
-    plan = load_plan(Path(record["run_dir"]))
-    assert (record["status"], record["world_size"], plan.num_processes) == ("ok", 2, 2)
-    assert record["config"] == plan.config.to_user_words()
-
-
-# In a process of its own: a run that fails ends its process.
-ONE_PLANNED = """
-import sys
-from pathlib import Path
-from distributed_training.plan import machine, plan
-plan.make_plan = plan.find_sources = machine.detect_machine = None
-from distributed_training.run.start import start_planned
-raise SystemExit(start_planned(Path(sys.argv[1])))
-"""
-
-
-def test_a_process_acts_on_plan_json_and_plans_nothing_itself(looks, text, tmp_path):
-    path, count = looks
+def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
     config = {**SMALL, "dataset": str(text), "max_steps": 9}
     plan = reserve_run_dir(small_plan(tmp_path / "runs", **config))
     values = json.loads((plan.run_dir / "plan.json").read_text())
     values["config"]["max_steps"] = 1
     (plan.run_dir / "plan.json").write_text(json.dumps(values))
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port())}
-    command = [sys.executable, "-c", ONE_PLANNED, plan.run_dir]
-    assert_ok(run_command(command, PATH=path, **place, **address))
-    assert count() == 0
+    heavy_pool().call("tests.run.test_start:run_without_planning", plan.run_dir, num_processes=1)
     assert only_record(tmp_path / "runs")["num_steps"] == 1
