@@ -42,30 +42,18 @@ def has_libaio() -> bool:
     return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0
 
 
-def extension_folders(name: str) -> list[Path]:
-    """Build folders of one extension in torch's cache: one per Python and CUDA version."""
+def check_extension_lock(name: str) -> None:
+    """A build of this extension that was killed leaves a file `lock` that every later run waits
+    for, in its folder of torch's cache, one per Python and CUDA version.
+    """
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     version = sysconfig.get_python_version().replace(".", "")
     cache = Path.home() / ".cache" / "torch_extensions"
-    folders = [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}")
-    return [folder for folder in folders if folder.is_dir()]
-
-
-def check_extension_lock(folder: Path) -> None:
-    """A build that was killed leaves a file `lock` that every later run waits for."""
-    lock = folder / "lock"
-    try:
-        age_s = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:  # there is none, or its build has just ended
-        return
-    tools = ("ninja", "c++", "cc1", "nvcc")
-    builds = any(
-        process.info["cwd"] == str(folder) and any(tool in process.info["name"] for tool in tools)
-        for process in psutil.process_iter(["name", "cwd"])
-    )
-    if age_s > STALE_LOCK_S and not builds:
-        raise UserError(
-            f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in that folder",
-            "torch would wait for it forever",
-            f"if no other machine is building either: rm {lock}",
-        )
+    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
+        lock = folder / "lock"
+        if not lock.exists() or time.time() - lock.stat().st_mtime <= STALE_LOCK_S:
+            continue
+        if not any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"])):
+            what = f"{lock} is left of a build that was killed: no process here works in its folder"
+            why = "torch would wait for it forever"
+            raise UserError(what, why, f"if no other machine is building either: rm {lock}")

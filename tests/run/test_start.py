@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.plan.plan import load_plan, reserve_run_dir
+from distributed_training.plan.make import reserve_run_dir
+from distributed_training.plan.plan import load_plan
 from distributed_training.run import launch, worker
 from distributed_training.run import start as start_module
 from distributed_training.run.launch import Process
@@ -154,8 +155,8 @@ def test_a_machine_is_looked_at_once_however_many_processes_run(command, looks, 
 ONE_PLANNED = """
 import sys
 from pathlib import Path
-from distributed_training.plan import machine, plan
-plan.make_plan = plan.find_sources = machine.detect_machine = None
+from distributed_training.plan import machine, make
+make.make_plan = make.find_sources = machine.detect_machine = None
 from distributed_training.run.start import start_planned
 raise SystemExit(start_planned(Path(sys.argv[1])))
 """
