@@ -64,7 +64,7 @@ def check_host_memory(plan: Plan) -> None:
     needed = (4 * plan.size.num_parameters + on_host) * plan.processes_here
     if needed > plan.machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
-        why = f"{plan.machine.ram_bytes / GIB:.1f} GiB are available"
+        why = f"{plan.machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
         raise UserError(what, why, "use a smaller model or fewer processes")
 
 
@@ -118,7 +118,8 @@ def check_extensions(plan: Plan) -> None:
     if "async_io" in extensions and not has_libaio():
         fix = "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, "
         fix += "RHEL), or without root bash strategies/6_zero_infinity/run.sh, which fetches a copy"
-        raise UserError(f"{asked} needs libaio, and the compiler does not find it", fix=fix)
+        what = f"{asked} needs libaio, and the compiler does not find its header or library"
+        raise UserError(what, fix=fix)
     for name in extensions:
         check_extension_lock(name)
 

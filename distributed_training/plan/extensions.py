@@ -51,9 +51,11 @@ def check_extension_lock(name: str) -> None:
     cache = Path.home() / ".cache" / "torch_extensions"
     for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
         lock = folder / "lock"
-        if not lock.exists() or time.time() - lock.stat().st_mtime <= STALE_LOCK_S:
-            continue
-        if not any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"])):
-            what = f"{lock} is left of a build that was killed: no process here works in its folder"
+        age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
+        builds = (process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+        if age_s > STALE_LOCK_S and not any(builds):
+            what = (
+                f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in that folder"
+            )
             why = "torch would wait for it forever"
             raise UserError(what, why, f"if no other machine is building either: rm {lock}")

@@ -104,9 +104,9 @@ def _check_settings(
 ) -> None:
     tp, length, known = mesh["tp"], config.max_length, strategy.traits.schedules
     if config.sequence_parallel and length % tp:
-        what = f"max_length={length} is not a multiple of tp={tp}, as sequence_parallel needs"
+        why = "sequence_parallel splits the tokens of a sample evenly"
         fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
-        raise UserError(what, fix=fix)
+        raise UserError(f"max_length={length} is not a multiple of tp={tp}", why, fix)
     if mesh["pp"] == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
@@ -118,7 +118,7 @@ def _check_settings(
         raise UserError(what, f"its engine has {', '.join(known)}", fix)
     if schedule.splits_backward and mode != "none":
         what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
-        why = "each of the two parts of a backward pass would recompute the block"
+        why = "the schedule splits a block's backward pass, and each part would recompute the block"
         raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
 
 

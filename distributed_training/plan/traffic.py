@@ -2,8 +2,6 @@
 
 No torch import. Sizes are those of the tensors given to an operation: of the whole one for
 all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network.
-Letters as in the READMEs: D hidden size, A bytes of one micro-batch between two blocks, k or m
-micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -35,7 +33,9 @@ class Formulas:
         self.micro_batches = batch.num_microbatches
         self.width = 4 if plan.config.precision == "fp32" else 2
         self.tokens = batch.micro_batch_size * plan.config.max_length
-        self.activation = self.tokens * size.hidden_size * self.width  # A
+        self.activation = (
+            self.tokens * size.hidden_size * self.width
+        )  # of one micro-batch, between two blocks
         self.embedding = size.padded_embedding_parameters // tp
         # Parameters before dp_shard divides them: in blocks, and in what lies around them.
         whole = size.block_parameters - size.block_parameters_split

@@ -120,7 +120,7 @@ def make_lock(folder, age_s):
 
 def test_a_stale_lock_is_found_through_the_environment(tmp_path):
     lock = make_lock(tmp_path / "extensions" / "cpu_adam", age_s=600)
-    with refused(f"{lock} is left", "would wait for it", f"rm {lock}"):
+    with refused(f"{lock} is 10 minutes old", "would wait for it", f"rm {lock}"):
         check_extensions(draft(tmp_path, "offload"))
     check_extensions(draft(tmp_path, "zero2"))
     lock.unlink()
@@ -162,5 +162,5 @@ def test_an_old_lock_of_a_build_that_runs_is_left_alone(tmp_path):
     finally:
         build.kill()
         build.wait()
-    with refused("no process here works"):
+    with refused("no process here builds"):
         check_extension_lock("cpu_adam")
