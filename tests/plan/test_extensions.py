@@ -9,12 +9,12 @@ import time
 import pytest
 
 from distributed_training.plan import checks
-from distributed_training.plan.checks import check_extensions
-from distributed_training.plan.extensions import (
+from distributed_training.plan.checks import (
     built_extensions,
-    check_extension_lock,
+    check_extensions,
     has_libaio,
     needed_extensions,
+    refuse_stale_lock,
 )
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
@@ -151,16 +151,16 @@ def test_a_stale_lock_of_deepspeeds_own_extension(strategy, tmp_path, monkeypatc
 
 def test_a_fresh_lock_is_somebodys(tmp_path):
     make_lock(tmp_path / "extensions" / "cpu_adam", age_s=5)
-    check_extension_lock("cpu_adam")
+    refuse_stale_lock("cpu_adam")
 
 
 def test_an_old_lock_of_a_build_that_runs_is_left_alone(tmp_path):
     folder = make_lock(tmp_path / "extensions" / "cpu_adam", age_s=600).parent
     build = subprocess.Popen(["sleep", "60"], cwd=folder)
     try:
-        check_extension_lock("cpu_adam")
+        refuse_stale_lock("cpu_adam")
     finally:
         build.kill()
         build.wait()
     with refused("no process here builds"):
-        check_extension_lock("cpu_adam")
+        refuse_stale_lock("cpu_adam")
