@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.plan.extensions import has_libaio
+from distributed_training.plan.checks import has_libaio
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.plan import Plan, make_plan
+from distributed_training.plan.make import make_plan
+from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.schema import Record
 from distributed_training.settings.config import build_config

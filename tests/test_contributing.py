@@ -12,7 +12,7 @@ import pytest
 
 from distributed_training import models
 from distributed_training.engines.native import NativeEngine
-from distributed_training.plan.plan import make_plan
+from distributed_training.plan.make import make_plan
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
 from distributed_training.settings.config import RunConfig, build_config

@@ -35,7 +35,8 @@ from distributed_training.data.samples import Data, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
 from distributed_training.plan.machine import Machine, detect_machine
-from distributed_training.plan.plan import Plan, dump_plan, load_plan_data, make_plan, parse_plan
+from distributed_training.plan.make import make_plan
+from distributed_training.plan.plan import Plan, dump_plan, load_plan_data, parse_plan
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.run import assemble, launch
 from distributed_training.settings.config import build_config

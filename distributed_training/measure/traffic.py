@@ -47,7 +47,8 @@ def with_batch(values: dict[str, Any], count: int) -> dict[str, Any]:
     """A case's CONFIG with the batch_size that its micro-batches make on `count` processes."""
     whole = {**BASE, **values}
     known = {key: value for key, value in whole.items() if key != "zero_optimization"}
-    mesh = fill_mesh(load_strategy(build_config(known)), count)
+    config = build_config(known)
+    mesh = fill_mesh(load_strategy(config), count, config)
     sequences = whole["micro_batch_size"] * whole["num_microbatches"]
     return {**values, "batch_size": sequences // (mesh["pp"] * mesh["tp"])}
 
@@ -67,14 +68,13 @@ def config_of(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def count_step(run: Run) -> dict[str, Any]:
     """What this process handed over in the third step. Collective."""
-    topology, config = run.topology, run.plan.config
+    topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
     with Traffic(topology) as traffic:
         run.engine.train_step(run.batch(2))
     formulas: dict[str, float] = {}
-    by_axis = Formulas(config, MODELS[config.model], topology.world_size, topology.rank).total()
-    for (axis, kind), size in by_axis.items():
+    for (axis, kind), size in Formulas(run.plan, topology).total().items():
         members = 2 if axis == "pp" else topology.axes[axis]
         formulas[f"{axis} {kind}"] = sent_bytes(kind, size, members)
     return {

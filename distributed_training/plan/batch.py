@@ -48,38 +48,25 @@ def cut_batch(config: RunConfig, mesh: Mapping[str, int], schedule: Schedule) ->
     num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
     global_batch_size = config.batch_size * config.grad_accum_steps * math.prod(mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
-    pp = mesh["pp"]
-    counts = schedule.counts(pp, sequences)
-    given = _given_count(config, sequences)
-    if given is not None and given not in counts:
-        raise _refusal(config, schedule, pp, sequences, given)
-    count = given or _choose(config, mesh, schedule, counts, sequences)
+    size, count = config.micro_batch_size, config.num_microbatches
+    if size == count == AUTO:
+        count = _choose_count(config, mesh, schedule, sequences)
+    elif count == AUTO:
+        count = sequences // int(size)
+    if size == AUTO:
+        size = sequences // int(count)
+    if int(size) * int(count) != sequences or not schedule.takes(mesh["pp"], int(count)):
+        raise _refusal(config, schedule, mesh["pp"], sequences)
     return Batch(
         global_batch_size=global_batch_size,
-        micro_batch_size=sequences // count,
-        num_microbatches=count,
+        micro_batch_size=int(size),
+        num_microbatches=int(count),
         num_replicas=num_replicas,
     )
 
 
-def _given_count(config: RunConfig, sequences: int) -> int | None:
-    """Micro-batches that CONFIG asks for, 0 where the numbers do not fit; None for "auto"."""
-    size, count = config.micro_batch_size, config.num_microbatches
-    if size == AUTO and count == AUTO:
-        return None
-    if size == AUTO:
-        size = sequences // int(count)
-    if count == AUTO:
-        count = sequences // int(size)
-    return int(count) if int(size) * int(count) == sequences else 0
-
-
-def _choose(
-    config: RunConfig,
-    mesh: Mapping[str, int],
-    schedule: Schedule,
-    counts: list[int],
-    sequences: int,
+def _choose_count(
+    config: RunConfig, mesh: Mapping[str, int], schedule: Schedule, sequences: int
 ) -> int:
     share = activation_share(mesh["tp"], sequence_parallel=config.sequence_parallel)
 
@@ -89,40 +76,30 @@ def _choose(
         # The loss is computed one micro-batch at a time, its logits divided over tp.
         return max(kept, size / mesh["tp"]) <= config.batch_size
 
+    counts = schedule.counts(mesh["pp"], sequences)
     fitting = [count for count in counts if fits(count)] or counts[-1:]
     enough = [count for count in fitting if mesh["pp"] == 1 or count >= 2 * mesh["pp"]]
     return enough[0] if enough else fitting[-1]
 
 
-def _refusal(
-    config: RunConfig, schedule: Schedule, pp: int, sequences: int, given: int
-) -> UserError:
+def _refusal(config: RunConfig, schedule: Schedule, pp: int, sequences: int) -> UserError:
     """What does not fit, and the nearest cuts that do: there always is one, into single ones."""
     keys = ("micro_batch_size", "num_microbatches")
     asked = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
-    over = f"pipeline_schedule={config.pipeline_schedule!r} over pp={pp}"
-    why = f"{over} works in equal rounds of about {pp} micro-batches"
-    if given == 0:
-        why = "micro_batch_size x num_microbatches must be that number"
-    elif given < schedule.minimum(pp):
-        why = f"{over} needs {schedule.minimum(pp)} micro-batches or more"
     wanted = asked.get("num_microbatches") or sequences / asked["micro_batch_size"]
-    by_distance = sorted(
-        schedule.counts(pp, sequences), key=lambda count: abs(math.log(count / wanted))
-    )
-    near = [dict(zip(keys, (sequences // n, n), strict=True)) for n in sorted(by_distance[:3])]
-    if len(asked) == 1:
-        (key,) = asked
-        fix = f"set {key} to {' or '.join(str(cut[key]) for cut in near)}, or to auto"
-    else:
-        cuts = [" ".join(f"{key}={value}" for key, value in cut.items()) for cut in near]
-        fix = f"set {'; or '.join(cuts)}; or both to auto"
-    words = " with ".join(f"{key}={value}" for key, value in asked.items())
+    counts = schedule.counts(pp, sequences)
+    nearest = sorted(counts, key=lambda count: abs(math.log(count / wanted)))[:3]
+    cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
+    why = "micro_batch_size x num_microbatches must be that number"
+    if pp > 1:
+        rounds = f"works in equal rounds of about {pp}"
+        rule = rounds if schedule.equal_rounds else f"needs {schedule.minimum(pp)} or more"
+        why += f", and pipeline_schedule={config.pipeline_schedule!r} over pp={pp} {rule}"
     processes = sequences // (config.batch_size * config.grad_accum_steps)
     return UserError(
-        f"{words} does not fit: a replica has {sequences} sequences a step (batch_size "
-        f"{config.batch_size} x grad_accum_steps {config.grad_accum_steps} x its {processes} "
-        "processes)",
+        f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
+        f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "
+        f"grad_accum_steps {config.grad_accum_steps} x its {processes} processes)",
         why,
-        fix,
+        f"set {'; or '.join(cuts)}; or both to auto",
     )

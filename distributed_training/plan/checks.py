@@ -8,24 +8,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
+import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distributed_training.plan.extensions import (
-    built_extensions,
-    check_extension_lock,
-    extension_folders,
-    has_libaio,
-)
+import psutil
+
+from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan
 from distributed_training.settings.errors import UserError
-
-if TYPE_CHECKING:
-    from distributed_training.plan.plan import Plan
+from distributed_training.settings.strategies import Strategy
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
 REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp
+STALE_LOCK_S = 60.0
 
 
 def run_checks(plan: Plan) -> None:
@@ -36,54 +35,44 @@ def run_checks(plan: Plan) -> None:
 
 def check_packages(plan: Plan) -> None:
     """The packages that this strategy and this CONFIG import are installed."""
-    strategy, tracker = plan.strategy, plan.config.log_to
-    requirements = "-r requirements.txt"
-    needed = [("torch", "every strategy", requirements)]
-    if strategy.traits.package is not None:
-        needed += [(strategy.traits.package, f"strategy={strategy.name!r}", requirements)]
-    if tracker is not None:
-        needed += [(tracker, f"log_to={tracker!r}", tracker)]
-    for package, reason, source in needed:
-        if importlib.util.find_spec(package) is None:
-            what = f"the package {package} is not installed"
-            raise UserError(what, f"{reason} needs it", f"pip install {source}")
+    tracker, strategy = plan.config.log_to, f"strategy={plan.strategy.name!r}"
+    needed = {
+        "torch": ("every strategy", "-r requirements.txt"),
+        plan.strategy.traits.package: (strategy, "-r requirements.txt"),
+        tracker: (f"log_to={tracker!r}", tracker),
+    }
+    for package, (reason, source) in needed.items():
+        if package is not None and importlib.util.find_spec(package) is None:
+            what = f"the package {package} is not installed, and {reason} needs it"
+            raise UserError(what, fix=f"pip install {source}")
 
 
 def check_gpus(plan: Plan) -> None:
     """No more processes on this machine than it has GPUs (any number on a machine without)."""
     gpus, here = plan.machine.num_gpus, plan.processes_here
     if gpus and here > gpus:
-        raise UserError(
-            f"{here} processes are asked for but this machine has {gpus} GPU{'s' * (gpus > 1)}",
-            "one process drives one GPU",
-            f"use --num_gpus {gpus}",
-        )
+        what = f"{here} processes are asked for but this machine has {gpus} GPU{'s' * (gpus > 1)}"
+        raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
 def check_gpu_memory(plan: Plan) -> None:
     """Parameters, gradients and optimizer state alone must fit; activations come on top."""
-    machine, needed = plan.machine, plan.state.on_device
+    machine, needed, name = plan.machine, plan.state.on_device, plan.strategy.name
     if machine.num_gpus and needed > machine.gpu_memory_bytes:
-        raise UserError(
-            f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU "
-            "for its state alone",
-            f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB",
-            "use more GPUs with zero3, fsdp, tp or pp, offload or infinity, or a smaller model",
-        )
+        what = f"{plan.config.model} under {name} needs {needed / GIB:.1f} GiB a GPU for its state "
+        why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        fix = "use more GPUs with zero3, fsdp, tp or pp, offload or infinity, or a smaller model"
+        raise UserError(what + "alone", why, fix)
 
 
 def check_host_memory(plan: Plan) -> None:
     """Every process builds the model once in fp32; offload adds its share of state."""
-    per_process = 4 * plan.size.num_parameters + plan.state.host
-    if not plan.machine.num_gpus:
-        per_process += plan.state.on_device
-    needed = per_process * plan.processes_here
+    on_host = plan.state.host + plan.state.on_device * (plan.machine.num_gpus == 0)
+    needed = (4 * plan.size.num_parameters + on_host) * plan.processes_here
     if needed > plan.machine.ram_bytes:
-        raise UserError(
-            f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM",
-            f"{plan.machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them",
-            "use a smaller model or fewer processes",
-        )
+        what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
+        why = f"{plan.machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
+        raise UserError(what, why, "use a smaller model or fewer processes")
 
 
 def check_shared_memory(plan: Plan) -> None:
@@ -92,18 +81,24 @@ def check_shared_memory(plan: Plan) -> None:
         return
     needed, free = REDUCE_BUFFER_BYTES * plan.processes_here, shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
-        raise UserError(
-            f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free and DeepSpeed without GPUs needs "
-            f"{needed / MIB:.0f} MiB there",
-            "the processes would be killed (SIGBUS)",
-            "start the container with --shm-size=1g, or take dp or fsdp, which need none",
-        )
+        what = f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free and DeepSpeed without GPUs needs "
+        what += f"{needed / MIB:.0f} MiB there"
+        raise UserError(what, fix="start the container with --shm-size=1g, or take dp or fsdp")
 
 
 def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
+    config, count = plan.config, plan.size.num_parameters
+    saved = count
+    if plan.strategy.traits.takes_deepspeed_json and plan.strategy.pipelined:
+        saved += plan.size.embedding_parameters  # both ends of the pipeline save the tied one
+    checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
+    output = 16 * saved * checkpoints + 4 * saved * config.export
+    written = {"output_dir": (plan.output_dir.absolute(), output)}
+    if plan.offload_dir is not None:
+        written["offload_dir"] = (plan.offload_dir, 20 * count)
     by_disk: dict[int, dict[Path, int]] = {}
-    for key, path, size in _written(plan):
+    for key, (path, size) in written.items():
         folder = next(parent for parent in (path, *path.parents) if parent.exists())
         if not folder.is_dir():
             raise UserError(f"{folder} is a file, not a folder", fix=f"set {key} elsewhere")
@@ -114,25 +109,10 @@ def check_disk(plan: Plan) -> None:
     for sizes in by_disk.values():
         needed, free = sum(sizes.values()), shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
-            raise UserError(
-                f"the disk of {' and '.join(map(str, sizes))} has {free / GIB:.1f} GiB free and "
-                f"the run may write {needed / GIB:.1f} GiB",
-                "checkpoints, export and offload files",
-                "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0",
-            )
-
-
-def _written(plan: Plan) -> list[tuple[str, Path, int]]:
-    """(CONFIG key, folder, bytes at most) of what the run writes."""
-    config, count = plan.config, plan.size.num_parameters
-    if plan.strategy.traits.takes_deepspeed_json and plan.strategy.pipelined:
-        count += plan.size.embedding_parameters  # both ends of the pipeline save the tied one
-    checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
-    output = 16 * count * checkpoints + 4 * count * config.export
-    written = [("output_dir", plan.output_dir.absolute(), output)]
-    if plan.offload_dir is not None:
-        written.append(("offload_dir", plan.offload_dir, 20 * count))
-    return written
+            what = f"the disk of {' and '.join(map(str, sizes))} has {free / GIB:.1f} GiB free and "
+            what += f"the run may write {needed / GIB:.1f} GiB"
+            fix = "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0"
+            raise UserError(what, fix=fix)
 
 
 def check_extensions(plan: Plan) -> None:
@@ -140,32 +120,67 @@ def check_extensions(plan: Plan) -> None:
     extensions = built_extensions(plan.strategy, plan.machine)
     compiler, asked = os.environ.get("CXX", "c++"), f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
-        raise UserError(
-            f"{asked} builds a C++ extension and there is no {compiler}",
-            fix="install a compiler, apt-get install g++, or take one that needs none: dp, fsdp",
-        )
+        what = f"{asked} builds a C++ extension and there is no {compiler}"
+        raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
     if "async_io" in extensions and not has_libaio():
-        raise UserError(
-            f"{asked} needs libaio, and the compiler does not find its header or library",
-            fix="apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, "
-            "RHEL), or without root bash strategies/6_zero_infinity/run.sh, which fetches a copy",
-        )
+        fix = "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, "
+        fix += "RHEL), or without root bash strategies/6_zero_infinity/run.sh, which fetches a copy"
+        what = f"{asked} needs libaio, and the compiler does not find its header or library"
+        raise UserError(what, fix=fix)
     for name in extensions:
-        for folder in extension_folders(name):
-            check_extension_lock(folder)
+        refuse_stale_lock(name)
+
+
+def needed_extensions(strategy: Strategy) -> list[str]:
+    """Names of the DeepSpeed extensions that a worker builds before the run."""
+    return ["cpu_adam"] * strategy.steps_on_host + ["async_io"] * strategy.swaps_to_disk
+
+
+def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
+    """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
+    page-locked memory for async_io, and shared memory between processes that have no GPU.
+    """
+    shared = strategy.traits.reduces_in_shared_memory and not machine.num_gpus
+    own = ["pin_memory"] * strategy.swaps_to_disk + ["deepspeed_shm_comm"] * shared
+    return needed_extensions(strategy) + own
+
+
+def has_libaio() -> bool:
+    """Whether the compiler finds libaio's header and library (CPATH and LIBRARY_PATH count)."""
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        return False
+    probe = "#include <libaio.h>\nint main(void) { return io_setup(1, (io_context_t *)0); }\n"
+    command = [compiler, "-x", "c", "-", "-o", os.devnull, "-laio"]
+    return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0
+
+
+def refuse_stale_lock(name: str) -> None:
+    """A build of this extension that was killed leaves a file `lock` that every later run waits
+    for, in its folder of torch's cache, one per Python and CUDA version.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    version = sysconfig.get_python_version().replace(".", "")
+    cache = Path.home() / ".cache" / "torch_extensions"
+    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
+        lock = folder / "lock"
+        age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
+        builds = (process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+        if age_s > STALE_LOCK_S and not any(builds):
+            what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
+            fix = f"if no other machine is building either: rm {lock}"
+            raise UserError(what + "that folder", "torch would wait for it forever", fix)
 
 
 def check_swapping(plan: Plan) -> None:
     """On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
     gradients came out wrong. Tensors below its 1 MiB threshold, as in gpt2-tiny, never swap.
     """
-    swaps = plan.strategy.offload_device("param") == "nvme"
-    if swaps and not plan.machine.num_gpus and plan.config.model != "gpt2-tiny":
-        raise UserError(
-            f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU",
-            "without one DeepSpeed overwrites parameters that are in use",
-            "set model to gpt2-tiny for a rehearsal",
-        )
+    swaps, model = plan.strategy.offload_device("param") == "nvme", plan.config.model
+    if swaps and not plan.machine.num_gpus and model != "gpt2-tiny":
+        what = f"strategy={plan.strategy.name!r} with model={model!r} needs a GPU"
+        why = "without one DeepSpeed overwrites parameters that are in use"
+        raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
 
 
 CHECKS: tuple[Callable[[Plan], None], ...] = (

@@ -7,15 +7,11 @@ size. Refusals, the header, the advice when memory runs out and the documents al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from distributed_training.models.size import ModelSize
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
-
-if TYPE_CHECKING:
-    from distributed_training.models.size import ModelSize
-    from distributed_training.plan.batch import Batch
 
 # Bytes a token and unit of hidden size that a block keeps for its backward pass, in 2-byte
 # arithmetic with attention that keeps no scores (Korthikanti et al., 2205.05198, section 4: 34 with
@@ -41,10 +37,6 @@ class StateBytes:
     def on_device(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
-    def as_dict(self) -> dict[str, int]:
-        """Part -> bytes."""
-        return asdict(self)
-
 
 def estimate_state_bytes(
     strategy: Strategy, num_parameters: int, precision: str, mesh: Mapping[str, int]
@@ -56,24 +48,22 @@ def estimate_state_bytes(
     and of a pipeline's stages also what they gather, or round, for all micro-batches of a step.
     """
     width, shards, stage = 4 if precision == "fp32" else 2, mesh["dp_shard"], strategy.zero_stage
-    each = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0.0)
-    if not strategy.traits.rounded_weights:
-        each |= {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
-        if mesh["pp"] > 1:
-            gathers = mesh["dp_replicate"] * shards > 1 or precision != "fp32"
-            each |= {"parameters": 4 / shards + width * gathers, "gradients": 4}
-    else:
-        for part, least, size in (("parameters", 3, width), ("gradients", 2, width),
-                                  ("optimizer", 1, 12)):  # fmt: skip
-            each[part] = size / (shards if stage >= least else 1)
-        for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
-            device = strategy.offload_device(what)
-            if device != "none":
-                each["disk" if device == "nvme" else "host"] += each[part]
-                each[part] = 0
-        if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
-            each["host"] += 4 / shards
-            each["gradients"] = 0
+    each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
+    if strategy.traits.rounded_weights:
+        each["parameters"] = width / (shards if stage >= 3 else 1)
+        each["gradients"] = width / (shards if stage >= 2 else 1)
+        each["optimizer"] = 12 / (shards if stage >= 1 else 1)
+    elif mesh["pp"] > 1:
+        gathers = mesh["dp_replicate"] * shards > 1 or precision != "fp32"
+        each |= {"parameters": 4 / shards + width * gathers, "gradients": 4}
+    each |= {"host": 0, "disk": 0}
+    for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
+        device = strategy.offload_device(what)
+        if device != "none":
+            each["disk" if device == "nvme" else "host"] += each[part]
+            each[part] = 0
+    if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
+        each |= {"host": each["host"] + 4 / shards, "gradients": 0}
     return StateBytes(**{part: round(size * num_parameters) for part, size in each.items()})
 
 
@@ -85,13 +75,13 @@ def activation_share(tp: int, *, sequence_parallel: bool) -> float:
 
 
 def estimate_activation_bytes(
-    config: RunConfig, size: ModelSize, mesh: Mapping[str, int], batch: Batch, kept: float
+    config: RunConfig, size: ModelSize, mesh: Mapping[str, int], sequences: int, kept: float
 ) -> int:
-    """Bytes of activations of the fullest process: the blocks of `kept` micro-batches, and the
-    logits of one.
+    """Bytes of activations of the fullest process: the blocks of `kept` micro-batches of so many
+    `sequences` each, and the logits of one.
     """
     width = 2 if config.precision == "fp32" else 1  # of 2-byte values
-    tokens = batch.micro_batch_size * config.max_length
+    tokens = sequences * config.max_length
     share = activation_share(mesh["tp"], sequence_parallel=config.sequence_parallel)
     unit = tokens * size.hidden_size * share * width
     num_blocks = -(-size.num_layers // mesh["pp"])

@@ -13,13 +13,13 @@ from distributed_training.settings.strategies import Strategy
 
 
 def fill_deepspeed_json(
-    strategy: Strategy, config: RunConfig, batch: Batch, *, offload_dir: str
+    strategy: Strategy, config: RunConfig, batch: Batch, offload_dir: str
 ) -> dict[str, Any]:
     """Return the strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says.
 
     Raises UserError naming both sides where the JSON holds another value than CONFIG.
     """
-    document = copy.deepcopy(dict(strategy.document))
+    document, source = copy.deepcopy(dict(strategy.document)), strategy.source
     decided = {
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
@@ -31,57 +31,45 @@ def fill_deepspeed_json(
         name, _, inner = path.partition(".")
         section, last = (document.setdefault(name, {}), inner) if inner else (document, name)
         if not _same(section.get(last, AUTO), value):
-            raise UserError(
-                f"{strategy.source}: {path}={shown(section[last])} but CONFIG makes "
-                f"{key}={getattr(batch, key, getattr(config, key))!r}",
-                fix=f'write "auto" in the JSON or change {key}',
-            )
+            what = f"{source}: {path}={shown(section[last])} but CONFIG makes {key}="
+            what += repr(getattr(batch, key, getattr(config, key)))
+            raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
         section[last] = value
     # It would assert in DeepSpeed for any other number of GPUs: checked and dropped.
     written = document.pop("train_batch_size", AUTO)
     if not _same(written, batch.global_batch_size):
-        raise UserError(
-            f"{strategy.source}: train_batch_size={shown(written)} is not {batch.describe()}",
-            fix='write "auto" in the JSON',
-        )
-    _check_optimizer(strategy, config, document.pop("optimizer", {}))
-    unwanted = {f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"}
-    unwanted |= {"scheduler"} if document.pop("scheduler", None) else set()
-    for path in unwanted:
-        raise UserError(
-            f"{strategy.source}: {path} is not for the JSON",
-            "lr_schedule, pipeline_cut and activation_checkpointing in CONFIG decide it",
-            "remove it",
-        )
+        what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
+        raise UserError(what, fix='write "auto" in the JSON')
+    _check_optimizer(f"{source}: optimizer", config, document.pop("optimizer", {}))
+    unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
+    unwanted += ["scheduler"] if document.pop("scheduler", None) else []
+    if unwanted:
+        why = "lr_schedule, pipeline_cut and activation_checkpointing in CONFIG decide it"
+        raise UserError(f"{source}: {unwanted[0]} is not for the JSON", why, "remove it")
     for part in ("offload_optimizer", "offload_param"):
         section = document.get("zero_optimization", {}).get(part) or {}
         if section.get("nvme_path") == AUTO:
             section["nvme_path"] = offload_dir
     left = ", ".join(_auto_paths(document))
     if left:
-        raise UserError(f'{strategy.source}: "auto" is not understood at {left}', "write a value")
+        raise UserError(f'{source}: "auto" is not understood at {left}', fix="write a value")
     return document
 
 
-def _check_optimizer(strategy: Strategy, config: RunConfig, section: dict[str, Any]) -> None:
+def _check_optimizer(where: str, config: RunConfig, section: dict[str, Any]) -> None:
     """Every engine builds the same optimizer; a JSON may only repeat what CONFIG says."""
-    params, where = section.get("params", {}), f"{strategy.source}: optimizer"
+    params, kind = section.get("params", {}), section.get("type", "AdamW")
     if not isinstance(params, dict):
         raise UserError(f"{where}.params is not a JSON object")
-    if section.get("type", "AdamW") != "AdamW":
-        raise UserError(
-            f"{where}.type={shown(section['type'])} but every strategy trains with AdamW, so that "
-            "runs can be compared",
-            fix='write "AdamW" or remove the optimizer section',
-        )
-    keys = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+    if kind != "AdamW":
+        what = f"{where}.type={shown(kind)} but every strategy trains with AdamW"
+        raise UserError(what, fix="remove the optimizer section")
+    wanted = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     for name, value in params.items():
-        key = keys.get(name)
-        wanted = getattr(config, key) if key else AUTO
-        if not _same(value, wanted):
-            has = f"CONFIG has {key}={shown(wanted)}" if key else "it is fixed for all strategies"
-            fix = f'write "auto" in the JSON and set {key} in CONFIG' if key else "remove it"
-            raise UserError(f"{where}.params.{name}={shown(value)} but {has}", fix=fix)
+        if not _same(value, wanted.get(name, AUTO)):
+            what = f"{where}.params.{name}={shown(value)} is not what every strategy takes"
+            fix = 'write "auto" in the JSON; CONFIG has learning_rate and weight_decay'
+            raise UserError(what, fix=fix)
 
 
 def _same(written: object, value: object) -> bool:
@@ -91,11 +79,10 @@ def _same(written: object, value: object) -> bool:
     )
 
 
-def _auto_paths(node: Any, prefix: str = "") -> list[str]:
-    if isinstance(node, dict):
-        inner = [(f"{prefix}.{key}" if prefix else key, value) for key, value in node.items()]
-    elif isinstance(node, list):
-        inner = [(f"{prefix}[{index}]", value) for index, value in enumerate(node)]
-    else:
-        return [prefix] if node == AUTO else []
+def _auto_paths(node: Any, path: str = "") -> list[str]:
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return [path] if node == AUTO else []
+    inner = [(f"{path}.{key}" if path else key, value) for key, value in node.items()]
     return [found for path, value in inner for found in _auto_paths(value, path)]

@@ -48,9 +48,7 @@ def build_layout(
     schedule = schedule_of(config, strategy, pp)
     _check_settings(config, strategy, schedule, mesh)
     ranks = schedule.ranks(pp)
-    counts = [size.num_layers]
-    if pp > 1:
-        counts = _given_cut(config, size, ranks) or balanced_cut(size, config.max_length, ranks)
+    counts = _cut(config, size, ranks) if pp > 1 else [size.num_layers]
     held = [0] * pp
     for stage, rank in enumerate(ranks):
         held[rank] += stage_parameters(size, counts, stage)
@@ -104,42 +102,35 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
 def _check_settings(
     config: RunConfig, strategy: Strategy, schedule: Schedule, mesh: Mapping[str, int]
 ) -> None:
-    tp, known = mesh["tp"], strategy.traits.schedules
-    if config.sequence_parallel and config.max_length % tp:
-        raise UserError(
-            f"max_length={config.max_length} is not a multiple of tp={tp}",
-            "sequence_parallel splits the tokens of a sample evenly",
-            f"set max_length to {config.max_length // tp * tp or tp} or sequence_parallel to False",
-        )
+    tp, length, known = mesh["tp"], config.max_length, strategy.traits.schedules
+    if config.sequence_parallel and length % tp:
+        why = "sequence_parallel splits the tokens of a sample evenly"
+        fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
+        raise UserError(f"max_length={length} is not a multiple of tp={tp}", why, fix)
     if mesh["pp"] == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
         return
     name, mode = config.pipeline_schedule, config.activation_checkpointing
     if name not in (*known, AUTO):
-        raise UserError(
-            f"pipeline_schedule={name!r} cannot be set with strategy={strategy.name!r}",
-            f"its engine has {', '.join(known)}",
-            f"set it to {known[0]}, or strategy to pp or 3d",
-        )
+        what = f"pipeline_schedule={name!r} cannot be set with strategy={strategy.name!r}"
+        fix = f"set it to {known[0]}, or strategy to pp or 3d"
+        raise UserError(what, f"its engine has {', '.join(known)}", fix)
     if schedule.splits_backward and mode != "none":
-        raise UserError(
-            f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}",
-            "the schedule splits a block's backward pass, and each part would recompute the block",
-            "set it to none, or pipeline_schedule to 1f1b",
-        )
+        what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
+        why = "the schedule splits a block's backward pass, and each part would recompute the block"
+        raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
 
 
-def _given_cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int] | None:
+def _cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int]:
+    """Blocks of each stage: as CONFIG says, else balanced."""
+    balanced = balanced_cut(size, config.max_length, ranks)
     if config.pipeline_cut is None:
-        return None
+        return balanced
     words = config.pipeline_cut.split(",")
     counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
     if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
-        example = balanced_cut(size, config.max_length, ranks)
-        raise UserError(
-            f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up to "
-            f"the {size.num_layers} blocks of {config.model}",
-            fix=f"write {','.join(map(str, example))}, for example, or None",
-        )
+        what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up to "
+        what += f"the {size.num_layers} blocks of {config.model}"
+        raise UserError(what, fix=f"write {','.join(map(str, balanced))}, for example, or None")
     return counts

@@ -48,22 +48,22 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
     if shutil.which("nvidia-smi") is None:
         return []
     if visible is not None and visible.strip().startswith("MIG-"):
-        why = "only whole GPUs are detected"
-        raise UserError("CUDA_VISIBLE_DEVICES names a part of a GPU", why, "give GPUs by index")
+        raise UserError("CUDA_VISIBLE_DEVICES names a part of a GPU", fix="give GPUs by index")
     query = "--query-gpu=index,uuid,name,memory.total,compute_cap"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        why = "the driver hangs"
-        raise UserError("nvidia-smi did not answer for a minute", why, "run it yourself") from None
+        raise UserError("nvidia-smi did not answer for a minute", fix="run it yourself") from None
     if answer.returncode != 0:
         return []
-    rows = [line.split(", ") for line in answer.stdout.splitlines()]
-    gpus = [
-        (index, uuid, (name, _memory_bytes(memory), _capability(capability)))
-        for index, uuid, name, memory, capability in rows
-    ]
+    gpus = []
+    for line in answer.stdout.splitlines():
+        index, uuid, name, mebibytes, version = line.split(", ")
+        # A GPU that shares the host's memory (GB10, Jetson) answers [N/A]: it can use what is left.
+        memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
+        major, _, minor = version.partition(".")
+        gpus.append((index, uuid, (name, memory, (int(major), int(minor)))))
     if visible is None:
         return [gpu for _, _, gpu in gpus]
     chosen = []
@@ -73,17 +73,6 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
             break  # CUDA, too, stops at the first entry that it does not know
         chosen += match[:1]
     return chosen
-
-
-def _memory_bytes(mebibytes: str) -> int:
-    """A GPU that shares the host's memory (GB10, Jetson) answers [N/A] and can use what is left."""
-    return int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    # [N/A]: an old driver, whose GPUs lack bf16.
-    return (int(major), int(minor or 0)) if major.isdecimal() else (0, 0)
 
 
 def available_ram_bytes() -> int:

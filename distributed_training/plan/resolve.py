@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any
 
 from distributed_training.data import hub
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT
@@ -18,30 +18,19 @@ from distributed_training.settings.files import user_path
 from distributed_training.settings.strategies import Strategy
 
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
-Found = TypeVar("Found")
-
-
-class Sources(NamedTuple):
-    """What a run reads, found or downloaded; `config` is without "auto"."""
-
-    config: RunConfig
-    tokenizer_dir: Path
-    weights_dir: Path | None  # None for random weights
 
 
 def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunConfig:
-    """Decide an "auto" model by the machine; raise UserError for one that is not known."""
-    model: str = config.model
-    if model != AUTO:
-        find_model(model)  # raises where there is none
-    elif machine.num_gpus == 0:
+    """Decide an "auto" model by the machine."""
+    if config.model != AUTO:
+        return config
+    model = "gpt2-medium"
+    if machine.num_gpus == 0:
         notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
         model = "gpt2-tiny"
     elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
         model = "gpt2"
-    else:
-        model = "gpt2-medium"
     return replace(config, model=model)
 
 
@@ -58,52 +47,21 @@ def choose_settings(
     """
     positions = find_model(config.model).size.num_positions
     if config.max_length > positions:
-        raise UserError(
-            f"max_length={config.max_length} is beyond the model",
-            f"{config.model} has {positions} positions",
-            f"set max_length to at most {positions}",
-        )
+        what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
+        raise UserError(what, fix=f"set max_length to at most {positions}")
     # DeepSpeed copies the files but not Adam's step count nor what was not swapped out, so a
     # resumed run would silently differ.
     resumes = config.checkpoint_every != 0 or config.resume not in (None, AUTO)
     if strategy.swaps_to_disk and resumes:
-        raise UserError(
-            f"strategy={config.strategy!r} cannot be resumed exactly",
-            "DeepSpeed does not save all of the state that it keeps in files",
-            "set checkpoint_every to 0 and resume to None; hf/ is exported at the end all the same",
+        why = "DeepSpeed does not save all of the state that it keeps in files"
+        fix = (
+            "set checkpoint_every to 0 and resume to None; hf/ is exported at the end all the same"
         )
+        raise UserError(f"strategy={config.strategy!r} cannot be resumed exactly", why, fix)
     if config.pipeline_schedule == AUTO:
         config = replace(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
     return replace(config, precision=_choose_precision(config, machine), compile=compiled)
-
-
-def find_sources(config: RunConfig, notes: list[str]) -> Sources:
-    """Decide what is left, tokenizer, weights and dataset; download what is asked for by name.
-
-    Raises UserError where an explicit value is not available.
-    """
-    spec = find_model(config.model)
-    tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
-    num_tokens = Tokenizer(tokenizer_dir).num_tokens
-    if num_tokens > spec.size.vocab_size:
-        raise UserError(
-            f"tokenizer={tokenizer!r} has {num_tokens} tokens",
-            f"{config.model} knows {spec.size.vocab_size}",
-            'set tokenizer to "embedded" or choose a larger model',
-        )
-    weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
-    dataset, rate = config.dataset, config.learning_rate
-    if dataset in (AUTO, WIKITEXT):
-        note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
-        note += "help topics of this Python"
-        named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
-        there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
-        dataset = WIKITEXT if there else EMBEDDED
-    if rate == AUTO:
-        rate = 5e-5 if weights_dir else 3e-3 if config.model == "gpt2-tiny" else 3e-4
-    found = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
-    return Sources(replace(config, **found, learning_rate=rate), tokenizer_dir, weights_dir)
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -111,7 +69,7 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
     if config.precision == AUTO:
         return "fp32" if not gpu else "bf16" if bf16 else "fp16"
     if config.precision == "fp16" and not gpu:
-        raise UserError("precision='fp16' needs a GPU", "CPU kernels lack fp16", "set fp32")
+        raise UserError("precision='fp16' needs a GPU", fix="set fp32")
     if config.precision == "bf16" and gpu and not bf16:
         what = f"precision='bf16' is not supported by {machine.gpu_name}"
         raise UserError(what, "it needs compute capability 8.0", "set fp16")
@@ -125,27 +83,52 @@ def _choose_compile(
     mesh: Mapping[str, int],
     notes: list[str],
 ) -> bool:
-    splits = schedule_of(config, strategy, mesh["pp"]).splits_backward
-    without_sequence = config.dropout > 0 and not config.sequence_parallel
+    schedule, obstacle = schedule_of(config, strategy, mesh["pp"]), ""
     # Where compiled blocks would be wrong or fail.
-    obstacles = {
-        f"strategy={config.strategy!r}, which fetches parameters from offload while a block "
-        "runs": strategy.offload_device("param") != "none",
-        f"pipeline_schedule={config.pipeline_schedule!r}, which computes the two halves of a "
-        "backward pass apart": splits and not strategy.traits.compiles_split_backward,
-        "dropout under tp with sequence_parallel=False, which switches random number generators "
-        "inside a block": mesh["tp"] > 1 and without_sequence,
-    }
-    obstacle = next((text for text, found in obstacles.items() if found), None)
+    if strategy.offload_device("param") != "none":
+        obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
+    elif schedule.splits_backward and not strategy.traits.compiles_split_backward:
+        obstacle = f"pipeline_schedule={config.pipeline_schedule!r}, which computes the two halves "
+        obstacle += "of a backward pass apart"
+    elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
+        obstacle = "dropout under tp with sequence_parallel=False, which switches random number "
+        obstacle += "generators inside a block"
+    if config.compile is True and obstacle:
+        what = f"compile=True does not work with {obstacle}"
+        raise UserError(what, fix="set compile to auto or False")
     if config.compile != AUTO:
-        if config.compile and obstacle:
-            what = f"compile=True does not work with {obstacle}"
-            raise UserError(what, fix="set compile to auto or False")
         return bool(config.compile)
     able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
     if able and obstacle:
         notes.append(f"not compiled: {obstacle}")
     return able and not obstacle
+
+
+def find_sources(config: RunConfig, notes: list[str]) -> tuple[RunConfig, Path, Path | None]:
+    """(CONFIG without "auto", tokenizer's folder, weights' folder or None for random ones): decide
+    what is left, and download what is asked for by name.
+
+    Raises UserError where an explicit value is not available.
+    """
+    spec = find_model(config.model)
+    tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
+    num_tokens = Tokenizer(tokenizer_dir).num_tokens
+    if num_tokens > spec.size.vocab_size:
+        what = f"tokenizer={tokenizer!r} has {num_tokens} tokens"
+        why = f"{config.model} knows {spec.size.vocab_size}"
+        raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
+    weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
+    dataset, rate = config.dataset, config.learning_rate
+    if dataset in (AUTO, WIKITEXT):
+        note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
+        note += "help topics of this Python"
+        named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
+        there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
+        dataset = WIKITEXT if there else EMBEDDED
+    if rate == AUTO:
+        rate = 5e-5 if weights_dir else 3e-3 if config.model == "gpt2-tiny" else 3e-4
+    found = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+    return replace(config, **found, learning_rate=rate), tokenizer_dir, weights_dir
 
 
 def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
@@ -157,10 +140,8 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
     if asked not in (AUTO, "gpt2"):
         folder = user_path("tokenizer", asked)
         if not folder.is_dir():
-            raise UserError(
-                f"tokenizer={asked!r} is not a folder",
-                fix='give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"',
-            )
+            fix = 'give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"'
+            raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
         return str(folder), folder
     note = "GPT-2's tokenizer is not available ({}): using the small one that is shipped; "
     note += "perplexities compare only with runs that do the same"
@@ -183,11 +164,8 @@ def _choose_weights(
     if hub_id is None or tokenizer == EMBEDDED:
         why = "they need GPT-2's tokenizer" if hub_id else f"{model} is not published"
         if asked == "pretrained":
-            raise UserError(
-                f"weights='pretrained' is impossible with model={model!r}, tokenizer={tokenizer!r}",
-                why,
-                "set weights to random, or model to gpt2 and tokenizer to gpt2",
-            )
+            what = f"weights='pretrained' is impossible with {model=}, {tokenizer=}"
+            raise UserError(what, why, "set weights to random, or model and tokenizer to gpt2")
         notes.append(f"weights are random: {why}")
         return "random", None
     note = "pretrained weights are not available ({}): weights are random, so this trains from "
@@ -199,10 +177,10 @@ def _choose_weights(
 
 
 def _fetch(
-    key: str, fetch: Callable[[], Found], named: tuple[str, str] | None, note: str, notes: list[str]
-) -> Found | None:
-    """What `fetch` finds; else None and a note, or an error where it was asked for by name, that
-    is where `named` has the value and the command that downloads it.
+    key: str, fetch: Callable[[], Any], named: tuple[str, str] | None, note: str, notes: list[str]
+) -> Any:
+    """What `fetch` finds; else None and a note, or UserError where it was asked for by name:
+    `named` is then the value and the command that downloads it.
     """
     try:
         return fetch()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed_training.models import find_model
@@ -19,8 +19,7 @@ from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
-Settings = dict[str, Any]
-"""CONFIG key -> value, to be put over what was asked."""
+Settings = dict[str, Any]  # CONFIG key -> value, to be put over what was asked
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
 # With these values a layout is refused for its axes alone.
 HARMLESS: Settings = {
@@ -34,13 +33,34 @@ HARMLESS: Settings = {
 FSDP: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
+def advise(
+    strategy: Strategy,
+    world_size: int,
+    config: RunConfig,
+    *,
+    also: Sequence[Settings] = (),
+    numbers_first: bool = False,
+) -> str:
+    """What to type instead: up to three layouts and what is in `also`, or where there are none
+    numbers of processes that have layouts, and fsdp, which takes any number.
+
+    `numbers_first`: name the numbers that fit the mesh as it is before the layouts.
+    """
+    found, start, fsdp = nearest_layouts(strategy, world_size, config), "", ""
+    if numbers_first or not found:
+        start = _start_others(strategy, world_size, config, as_it_is=bool(found))
+    if not found:
+        given = show_settings(_changes(config, FSDP))
+        fsdp = "take fsdp" + (f" with {given}" if given else "")
+    words = "; or ".join(map(show_settings, [*found, *also]))
+    return ", or ".join(filter(None, [start, f"set {words}" if words else "", fsdp]))
+
+
 def nearest_layouts(
-    strategy: Strategy, world_size: int, config: RunConfig | None, count: int = 3
+    strategy: Strategy, world_size: int, config: RunConfig, count: int = 3
 ) -> list[Settings]:
     """Settings each of which makes a layout of `world_size` processes under `strategy`, those
     nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms.
-
-    Without `config` the axes are all that is known.
     """
     fixed, open_axis = split_mesh(strategy)
     asked = {**strategy.mesh, **({open_axis: max(1, world_size // fixed)} if open_axis else {})}
@@ -57,29 +77,27 @@ def nearest_layouts(
     return [settings for _, settings in sorted(found, key=lambda pair: pair[0])[:count]]
 
 
-def advise(
-    strategy: Strategy,
-    world_size: int,
-    config: RunConfig | None,
-    *,
-    also: Iterable[Settings] = (),
-    numbers_first: bool = False,
-) -> str:
-    """What to type instead: up to three layouts and what is in `also`, or where there are none
-    numbers of processes that have layouts, and fsdp, which takes any number.
-
-    `numbers_first`: name the numbers that fit the mesh as it is before the layouts.
+def _start_others(strategy: Strategy, world_size: int, config: RunConfig, *, as_it_is: bool) -> str:
+    """ "start 5 or 25 processes": up to four numbers near `world_size` that need the fewest
+    settings, none of them an axis where the mesh is to stay `as_it_is`; "" without any.
     """
-    found = nearest_layouts(strategy, world_size, config)
-    start = fsdp = ""
-    if numbers_first or not found:
-        start = _start_others(strategy, world_size, config)
-    if not found:
-        start = start or _start_near(strategy, world_size, config)
-        given = show_settings(_changes(config, FSDP))
-        fsdp = "take fsdp" + (f" with {given}" if given else "")
-    words = "; or ".join(map(show_settings, [*found, *also]))
-    return ", or ".join(filter(None, [start, f"set {words}" if words else "", fsdp]))
+    fixed, _ = split_mesh(strategy)
+    step = fixed if as_it_is else 1
+    # Every num_heads-th number can be divided over tp, every second one over pp.
+    furthest = max(world_size, step) + find_model(config.model).size.num_heads
+    choices = []
+    for number in range(max(step, 2), furthest + 1, step):
+        for settings in nearest_layouts(strategy, number, config, count=1):
+            if not (as_it_is and settings.keys() & MESH_AXES):
+                distance = abs(math.log(number / world_size))
+                choices.append((len(settings), distance, number, settings))
+    if not choices:
+        return ""
+    choices.sort(key=lambda choice: choice[:3])
+    best = choices[0][-1]
+    numbers = sorted([number for *_, number, settings in choices if settings == best][:4])
+    also = f" and set {show_settings(best)}" if best else ""
+    return f"start {' or '.join(map(str, numbers))} processes{also}"
 
 
 def show_settings(settings: Mapping[str, Any]) -> str:
@@ -120,19 +138,17 @@ def _meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
             yield axes
 
 
-def _changes(config: RunConfig | None, wanted: Settings) -> Settings:
+def _changes(config: RunConfig, wanted: Settings) -> Settings:
     """Those of `wanted` that CONFIG has otherwise."""
-    return {k: v for k, v in wanted.items() if config is not None and getattr(config, k) != v}
+    return {key: value for key, value in wanted.items() if getattr(config, key) != value}
 
 
 def _needed_settings(
-    strategy: Strategy, config: RunConfig | None, axes: Mapping[str, int]
+    strategy: Strategy, config: RunConfig, axes: Mapping[str, int]
 ) -> Settings | None:
     """Fewest settings besides the axes that this layout would be refused without; None where
     the model cannot be divided so.
     """
-    if config is None:
-        return {}
     size, schedule = find_model(config.model).size, schedule_of(config, strategy, axes["pp"])
     if size.num_heads % axes["tp"] or axes["pp"] * schedule.stages_per_rank > size.num_layers:
         return None
@@ -148,41 +164,3 @@ def _needed_settings(
                 cut_batch(tried, axes, schedule)
                 return settings
     return None
-
-
-def _start_others(strategy: Strategy, world_size: int, config: RunConfig | None) -> str:
-    """ "start 5 or 25 processes": the numbers that the mesh fits as it is; "" without any."""
-    fixed, open_axis = split_mesh(strategy)
-    sizes, multiple = range(1, 2), "a multiple of " if open_axis else ""
-    if config is not None and open_axis in ("pp", "tp"):
-        model = find_model(config.model).size
-        sizes, multiple = range(2, max(model.num_heads, model.num_layers) + 1), ""
-    choices = []
-    for size in sizes:
-        axes = {axis: size if n == -1 else n for axis, n in strategy.mesh.items()}
-        needed = _needed_settings(strategy, config, axes)
-        if needed is not None:
-            choices.append((fixed * size, needed))
-    if not choices:
-        return ""
-    choices.sort(key=lambda choice: (len(choice[1]), abs(math.log(choice[0] / world_size))))
-    settings = choices[0][1]
-    alike = sorted([number for number, other in choices if other == settings][:4])
-    return _show_start(multiple + " or ".join(map(str, alike)), settings)
-
-
-def _start_near(strategy: Strategy, world_size: int, config: RunConfig | None) -> str:
-    """The nearest number of processes that has a layout, and what makes it; "" without any."""
-    # Every num_heads-th number can be divided over tp, every second one over pp.
-    furthest = 0 if config is None else find_model(config.model).size.num_heads
-    for gap in range(1, furthest + 1):
-        for other in (world_size - gap, world_size + gap):
-            found = nearest_layouts(strategy, other, config, count=1) if other > 1 else []
-            if found:
-                return _show_start(str(other), found[0])
-    return ""
-
-
-def _show_start(number: str, settings: Settings) -> str:
-    also = f" and set {show_settings(settings)}" if settings else ""
-    return f"start {number} {'process' if number == '1' else 'processes'}{also}"

@@ -54,7 +54,6 @@ class Topology:
 
     @property
     def tp_rank(self) -> int:
-        """Place along tp."""
         return self.rank % self.tp
 
     @property
@@ -92,53 +91,39 @@ class Topology:
 
     @property
     def device(self) -> torch.device:
-        """The device this rank computes on."""
         import torch
 
         on_gpu = self.device_type == "cuda"
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
 
 
-def fill_mesh(
-    strategy: Strategy, world_size: int, config: RunConfig | None = None
-) -> dict[str, int]:
+def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[str, int]:
     """The strategy's mesh with the axis that is -1 filled in, for `world_size` processes.
 
-    Raises UserError when the product is not `world_size`, or the model that `config` names cannot
-    be divided so; it suggests what goes with `config`, without it what the mesh does.
+    Raises UserError when the product is not `world_size`, or CONFIG's model cannot be divided so.
     """
     axes = dict(strategy.mesh)
     fixed, open_axis = split_mesh(strategy)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
-        raise UserError(
-            f"mesh {show_axes(axes)} is not accepted",
-            "at most one axis may be -1",
-            "give the others whole numbers of 1 or more",
-        )
+        what = f"mesh {show_axes(axes)} is not accepted; at most one axis may be -1"
+        raise UserError(what, fix="give the others whole numbers of 1 or more")
     if open_axis and world_size % fixed == 0:
         axes[open_axis] = world_size // fixed
     if math.prod(axes.values()) != world_size:
+        what = f"mesh {show_axes(axes)} does not make {world_size} processes"
         advice = advise(strategy, world_size, config, numbers_first=True)
-        raise UserError(
-            f"mesh {show_axes(axes)} does not make {world_size} processes",
-            fix=f"{advice} (the mesh is that of {os.path.relpath(strategy.source)})",
-        )
-    if config is None:
-        return axes
+        source = os.path.relpath(strategy.source)
+        raise UserError(what, fix=f"{advice} (the mesh is that of {source})")
     size, pp, tp = find_model(config.model).size, axes["pp"], axes["tp"]
     if size.num_heads % tp:
-        raise UserError(
-            f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}",
-            "attention is split by heads",
-            advise(strategy, world_size, config),
-        )
+        what = f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}"
+        raise UserError(what, "attention is split by heads", advise(strategy, world_size, config))
     each = schedule_of(config, strategy, pp).stages_per_rank
     if pp * each > size.num_layers:
-        raise UserError(
-            f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks",
-            f"its pipeline schedule has {each} a process",
-            advise(strategy, world_size, config, also=larger_model(config, strategy, axes)),
-        )
+        what = f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks"
+        larger = larger_model(config, strategy, axes)
+        advice = advise(strategy, world_size, config, also=larger)
+        raise UserError(what, f"its pipeline schedule has {each} a process", advice)
     return axes
 
 
@@ -152,10 +137,8 @@ def show_axes(axes: Mapping[str, int]) -> str:
 def process_group(
     device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> Iterator[None]:
-    """Start the default process group (gloo for CPU tensors, NCCL for CUDA ones) and end it.
-
-    A process that waits longer than `timeout` for the others in that group fails; later groups have
-    torch's own limits (10 minutes over NCCL). The caller has dropped engine and model at the end.
+    """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
+    later have torch's own timeouts. The caller has dropped engine and model at the end.
     """
     import torch
     import torch.distributed as dist

@@ -2,21 +2,14 @@
 
 No torch import. Sizes are those of the tensors given to an operation: of the whole one for
 all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network.
-Letters as in the READMEs: D hidden size, A bytes of one micro-batch between two blocks, k or m
-micro-batches of a step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from distributed_training.models.size import ModelSize
-from distributed_training.plan.batch import cut_batch
-from distributed_training.plan.layouts import build_layout
-from distributed_training.plan.schedules import schedule_of
-from distributed_training.plan.topology import Topology, fill_mesh
-from distributed_training.settings.config import RunConfig
-from distributed_training.settings.strategies import load_strategy
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import Topology
 
 Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 
@@ -28,24 +21,21 @@ def sent_bytes(kind: str, tensor_bytes: int, members: int) -> float:
 
 
 class Formulas:
-    """Those of process `rank` of `count` for a model of `size` under `config`."""
+    """Those of the process at `topology` under `plan`."""
 
-    def __init__(self, config: RunConfig, size: ModelSize, count: int, rank: int) -> None:
-        self.config, self.size, self.strategy = config, size, load_strategy(config)
-        mesh = fill_mesh(self.strategy, count)
-        self.topology = Topology(
-            world_size=count, rank=rank, local_rank=rank, device_type="cpu", **mesh
-        )
-        layout = build_layout(config, self.strategy, size, mesh)
-        batch = cut_batch(config, mesh, schedule_of(config, self.strategy, mesh["pp"]))
-        self.ranks, place, tp = layout.ranks, self.topology.pp_rank, mesh["tp"]
+    def __init__(self, plan: Plan, topology: Topology) -> None:
+        self.config, self.size, self.strategy = plan.config, plan.size, plan.strategy
+        self.topology, self.ranks = topology, plan.layout.ranks
+        place, tp, size, batch = topology.pp_rank, topology.tp, plan.size, plan.batch
         self.first, self.last = self.ranks[0] == place, self.ranks[-1] == place
-        held = zip(self.ranks, layout.blocks_per_stage, strict=True)
+        held = zip(self.ranks, plan.layout.blocks_per_stage, strict=True)
         self.num_blocks = sum(count for rank, count in held if rank == place)
         self.micro_batches = batch.num_microbatches
-        self.width = 4 if config.precision == "fp32" else 2
-        self.tokens = batch.micro_batch_size * config.max_length
-        self.activation = self.tokens * size.hidden_size * self.width  # A
+        self.width = 4 if plan.config.precision == "fp32" else 2
+        self.tokens = batch.micro_batch_size * plan.config.max_length
+        self.activation = (
+            self.tokens * size.hidden_size * self.width
+        )  # of one micro-batch, between two blocks
         self.embedding = size.padded_embedding_parameters // tp
         # Parameters before dp_shard divides them: in blocks, and in what lies around them.
         whole = size.block_parameters - size.block_parameters_split

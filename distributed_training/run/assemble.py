@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed_training.data.sampler import Sampler
 from distributed_training.data.samples import Data
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
-from distributed_training.plan.extensions import needed_extensions
+from distributed_training.plan.checks import needed_extensions
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display

@@ -78,7 +78,7 @@ def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
 
     Raises UserError when a file that is there cannot be read.
     """
-    step = resume.read_meta(folder)["step"]
+    step = resume.read_meta(folder).step
     try:
         engine.load(folder)
         generators = torch.load(folder / f"rng-rank{topology.rank}.pt")
@@ -91,4 +91,4 @@ def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
     torch.set_rng_state(generators["cpu"])
     if topology.device_type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"], topology.device)
-    return int(step)
+    return step

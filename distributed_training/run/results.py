@@ -53,7 +53,7 @@ def describe_run(
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "dtypes": None,  # known when the engine is built
-        "estimated_state_bytes": plan.state.as_dict(),
+        "estimated_state_bytes": asdict(plan.state),
         "estimated_activation_bytes": plan.activation_bytes,
         "batch": asdict(plan.batch),
         "data": {

@@ -9,6 +9,7 @@ from pathlib import Path
 from distributed_training.data.corpus import read_corpus
 from distributed_training.plan import plan as planning
 from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import gib
@@ -37,7 +38,7 @@ def start(
         count, here = process.world_size, process.local_world_size
     else:
         count = here = launch.requested_processes(num_gpus, machine, load_strategy(config).mesh)
-    plan = planning.make_plan(config, machine, num_processes=count, processes_here=here)
+    plan = make_plan(config, machine, num_processes=count, processes_here=here)
     if dry_run:
         read_corpus(plan.config.dataset)  # fails where it cannot be read
         typed = "(this one)" if process else launch.typed_command(plan, str(script), arguments)
@@ -46,7 +47,7 @@ def start(
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     planning.load_plan_data(plan)  # too little text is found before processes start
-    plan = planning.reserve_run_dir(plan)
+    plan = reserve_run_dir(plan)
     if count == 1:
         return _run(plan, launch.single_process())
     launch.prepare_environment(count)

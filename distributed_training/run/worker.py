@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from distributed_training.data.samples import Data
 from distributed_training.plan import plan as planning
 from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.resume import check_same_data
 from distributed_training.plan.topology import Topology, process_group
@@ -97,9 +98,9 @@ def _make_plan(config: RunConfig, process: Process) -> str | UserError:
     everywhere, here = process.world_size, process.local_world_size
     try:
         machine = detect_machine()
-        plan = planning.make_plan(config, machine, num_processes=everywhere, processes_here=here)
+        plan = make_plan(config, machine, num_processes=everywhere, processes_here=here)
         planning.load_plan_data(plan)
-        return planning.dump_plan(planning.reserve_run_dir(plan))
+        return planning.dump_plan(reserve_run_dir(plan))
     except UserError as error:
         return error
     except OSError as error:  # a full or read-only disk under the cache, most often

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.plan.extensions import has_libaio
+from distributed_training.plan.checks import has_libaio
 from distributed_training.settings.strategies import list_strategies
 from tests.conftest import assert_ok, light_pool, only_record, run_command, settings
 from tests.e2e.support import H200, fake_nvidia_smi

@@ -12,12 +12,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.measure.traffic_counter import Traffic
 from distributed_training.models.gpt2.sizes import SIZES, gpt2_size
+from distributed_training.plan.make import draft_plan
 from distributed_training.plan.topology import Topology, fill_mesh
 from distributed_training.plan.traffic import Formulas, sent_bytes
 from distributed_training.records.report import main
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import load_strategy
+from tests.support import CPU_MACHINE, cpu_topology
 
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
 GIB, MIB = 2**30, 2**20
@@ -32,12 +34,17 @@ def sent(formulas):
     return found
 
 
+def formulas_of(config, processes, rank):
+    plan = draft_plan(config, CPU_MACHINE, processes, processes)
+    return Formulas(plan, cpu_topology(plan, rank))
+
+
 def with_cut(processes, **values):
     """CONFIG for an example of a README, which says how one replica's batch is cut:
     batch_size sequences in each of grad_accum_steps micro-batches.
     """
     config = build_config(values)
-    mesh = fill_mesh(load_strategy(config), processes)
+    mesh = fill_mesh(load_strategy(config), processes, config)
     size, count = config.batch_size, config.grad_accum_steps
     each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
     assert not odd
@@ -46,11 +53,11 @@ def with_cut(processes, **values):
 
 
 @pytest.mark.parametrize("name", RECORD["cases"])
-def test_published_counts_are_what_the_formulas_say(name, tmp_path):
+def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch):
     case = RECORD["cases"][name]
     values = {**RECORD["base"], **case["config"]}
-    size = gpt2_size(**RECORD["models"][values["model"]])
-    values["model"] = "gpt2-tiny"
+    model = values["model"]
+    monkeypatch.setitem(SIZES, model, gpt2_size(**RECORD["models"][model]))
     changes = values.pop("zero_optimization", None)
     if changes is not None:
         document = dict(load_strategy(build_config(values)).document)
@@ -60,7 +67,7 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path):
     config = build_config(values)
     assert len(case["ranks"]) == case["processes"]
     for rank in case["ranks"]:
-        total = Formulas(config, size, case["processes"], rank["rank"]).total()
+        total = formulas_of(config, case["processes"], rank["rank"]).total()
         expected = {" ".join(key): bytes_ for key, bytes_ in total.items() if bytes_}
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
 
@@ -153,7 +160,7 @@ QUOTED = [
 )
 def test_worked_examples(folder, before, after, model, count, rank, values, axis, unit, digits):
     config = with_cut(count, model=model, max_length=1024, precision="bf16", **values)
-    by_axis = sent(Formulas(config, SIZES[model], count, rank))
+    by_axis = sent(formulas_of(config, count, rank))
     figure = (sum(by_axis.values()) if axis is None else by_axis[axis]) / unit
     text = " ".join((ROOT / "strategies" / folder / "README.md").read_text().split())
     assert f"{before}{figure:.{digits}f}{after}" in text

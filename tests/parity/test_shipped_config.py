@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from distributed_training.plan.extensions import has_libaio
+from distributed_training.plan.checks import has_libaio
 from distributed_training.settings.strategies import list_strategies
 from real_model_example import CONFIG
 from tests.parity.support import LOSS_TOLERANCE, reference, run_cases

@@ -9,7 +9,8 @@ from distributed_training.models.gpt2.sizes import SIZES
 from distributed_training.plan.batch import Batch, cut_batch
 from distributed_training.plan.layouts import Layout, build_layout
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.plan import Plan, draft_plan, make_plan
+from distributed_training.plan.make import draft_plan, make_plan
+from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.plan.topology import fill_mesh
 from distributed_training.settings.config import RunConfig, build_config

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from distributed_training.models.gpt2.sizes import gpt2_size
-from distributed_training.plan.batch import Batch
 from distributed_training.plan.cost import (
     activation_share,
     estimate_activation_bytes,
@@ -27,8 +26,7 @@ def state(strategy, precision="bf16", count=1000, **axes):
         strategy = named_strategy(strategy)
     estimate = estimate_state_bytes(strategy, count, precision, {**WHOLE, **axes})
     assert estimate.on_device == estimate.parameters + estimate.gradients + estimate.optimizer
-    assert tuple(estimate.as_dict()) == PARTS
-    return tuple(value / count for value in estimate.as_dict().values())
+    return tuple(getattr(estimate, part) / count for part in PARTS)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -88,12 +86,11 @@ def test_one_process_shards_nothing_and_eight_hold_no_more(name):
 
 
 SIZE = gpt2_size(vocab_size=250, num_positions=64, num_layers=4, num_heads=4, hidden_size=8)
-BATCH = Batch(global_batch_size=6, micro_batch_size=3, num_microbatches=2, num_replicas=1)
 
 
-def activations(*, kept=1, axes=None, batch=BATCH, **config):
+def activations(*, kept=1, axes=None, sequences=3, **config):
     built = build_config({"max_length": 16, "precision": "bf16", **config})
-    return estimate_activation_bytes(built, SIZE, {**WHOLE, **(axes or {})}, batch, kept)
+    return estimate_activation_bytes(built, SIZE, {**WHOLE, **(axes or {})}, sequences, kept)
 
 
 UNIT = 3 * 16 * 8  # tokens of a micro-batch x hidden size
@@ -124,9 +121,7 @@ def test_activations_grow_and_shrink_as_they_should():
         activations(activation_checkpointing=mode, kept=4) for mode in ("full", "selective", "none")
     ]
     assert modes == sorted(set(modes))
-    sizes = [
-        activations(batch=dataclasses.replace(BATCH, micro_batch_size=size)) for size in (1, 2, 3)
-    ]
+    sizes = [activations(sequences=size) for size in (1, 2, 3)]
     assert sizes == [size * sizes[0] for size in (1, 2, 3)]
     for tp in (1, 2, 4):
         assert 2 * activations(axes={"tp": 2 * tp}) == activations(axes={"tp": tp})

@@ -44,7 +44,7 @@ def fill(tmp_path, document, strategy="zero2", batch=BATCH, **config):
     path.write_text(json.dumps(document))
     given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
     built = build_config(given)
-    return fill_deepspeed_json(load_strategy(built), built, batch, offload_dir="/fast/disk")
+    return fill_deepspeed_json(load_strategy(built), built, batch, "/fast/disk")
 
 
 def value_at(document, path):
@@ -58,7 +58,7 @@ def test_filling_leaves_no_auto_and_takes_config(name):
     strategy = named_strategy(name)
     before = copy.deepcopy(strategy.document)
     config = build_config({**CONFIG, "strategy": name})
-    filled = fill_deepspeed_json(strategy, config, BATCH, offload_dir="/fast/disk")
+    filled = fill_deepspeed_json(strategy, config, BATCH, "/fast/disk")
     assert '"auto"' in json.dumps(before)
     assert '"auto"' not in json.dumps(filled)
     assert {path: value_at(filled, path) for path in DECIDED} == {
@@ -167,8 +167,8 @@ def test_optimizer_section_with_auto_is_dropped(tmp_path):
             {"zero_optimization.reduce_bucket_size": "auto"},
             ('"auto"', "zero_optimization.reduce_bucket_size"),
         ),
-        ({"flags": ["auto"]}, ("not understood at flags[0]",)),
-        ({"flags": [1, [{"a": "auto"}]]}, ("flags[1][0].a",)),
+        ({"flags": ["auto"]}, ("not understood at flags.0",)),
+        ({"flags": [1, [{"a": "auto"}]]}, ("flags.1.0.a",)),
         ({"flags": {"a": ["auto"]}}, ("flags.a",)),
     ],
     ids=str,

@@ -160,7 +160,7 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
         (8, {"strategy": "tp", **XL},
          ("tp=8 does not divide num_heads=25", "start 5 or 25 processes, or take fsdp")),
         (8, {"strategy": "tp", "tp": 8, **XL},
-         ("start 10 processes and set tp=5 dp_replicate=2, or take fsdp with tp=none",)),
+         ("start 5 processes and set tp=5, or take fsdp with tp=none",)),
         (10, {"strategy": "tp", **XL}, ("tp=10", "set tp=5 dp_replicate=2; or tp=5 dp_shard=2")),
         (3, {"strategy": "tp"}, ("tp=3", "start 2 or 4 or 8 or 16 processes")),
         (8, {"strategy": "3d", **XL}, ("tp=2 does not divide", "; set tp=1; or ")),
@@ -185,7 +185,7 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("pp 2 x dp_shard -1 x tp 3", "8 processes; set tp=1; or")),
         (2, {"strategy": "pp", "pp": 99},
          ("mesh pp 99 does not make 2 processes; set pp=2 (the mesh",)),
-        (7, {"strategy": "hybrid"}, ("start a multiple of 2 processes, or set pp=7 (the mesh",)),
+        (7, {"strategy": "hybrid"}, ("start 6 or 8 or 10 or 12 processes, or set pp=7 (the mesh",)),
     ],
 )  # fmt: skip
 def test_layouts_that_cannot_be(num_processes, config, words):

@@ -1,12 +1,13 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.plan.plan import make_plan
+from distributed_training.plan.make import make_plan
 from distributed_training.plan.resolve import choose_model, choose_settings, find_sources
 from distributed_training.plan.topology import fill_mesh
 from distributed_training.settings.config import build_config
@@ -22,13 +23,15 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """(Sources with a RunConfig without "auto", notes)"""
+    """(What is decided and found: config, tokenizer_dir, weights_dir; notes)"""
     notes = []
     built = choose_model(build_config(config), machine, notes)
     strategy = load_strategy(built)
     mesh = fill_mesh(strategy, world_size, built)
     built = choose_settings(built, machine, strategy, mesh, notes)
-    return find_sources(built, notes), notes
+    built, tokenizer_dir, weights_dir = find_sources(built, notes)
+    found = {"tokenizer_dir": tokenizer_dir, "weights_dir": weights_dir}
+    return SimpleNamespace(config=built, **found), notes
 
 
 @pytest.fixture

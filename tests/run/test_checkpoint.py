@@ -83,11 +83,8 @@ def test_a_checkpoint_is_published_whole(tmp_path):
     assert not writing.exists()
     assert list_checkpoints(tmp_path) == [folder]
     meta = read_meta(folder)
-    assert (meta["step"], meta["identity"]) == (5, IDENTITY)
-    assert meta["files"] == {
-        "rng-rank0.pt": (folder / "rng-rank0.pt").stat().st_size,
-        "sub/state": 8,
-    }
+    assert (meta.step, meta.identity) == (5, IDENTITY)
+    assert meta.files == {"rng-rank0.pt": (folder / "rng-rank0.pt").stat().st_size, "sub/state": 8}
 
 
 def test_a_failed_save_publishes_nothing_and_the_next_one_works(tmp_path):

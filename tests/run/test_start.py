@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from distributed_training.plan import machine
-from distributed_training.plan import plan as plan_module
-from distributed_training.plan.plan import load_plan, reserve_run_dir
+from distributed_training.plan import machine, make
+from distributed_training.plan.make import reserve_run_dir
+from distributed_training.plan.plan import load_plan
 from distributed_training.run import launch, worker
 from distributed_training.run import start as start_module
 from distributed_training.run.launch import Process
@@ -120,7 +120,7 @@ def test_too_little_data_starts_no_process(start, monkeypatch):
 
 def run_without_planning(run_dir):
     """In a process of its own, where nothing that plans can be called."""
-    plan_module.make_plan = plan_module.find_sources = machine.detect_machine = None
+    make.make_plan = make.find_sources = machine.detect_machine = None
     assert start_module.start_planned(run_dir) == 0
 
 
