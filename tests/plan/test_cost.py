@@ -125,7 +125,7 @@ def test_activations_grow_and_shrink_as_they_should():
     ]
     assert modes == sorted(set(modes))
     sizes = [
-        activations(batch=dataclasses.replace(BATCH, micro_batch_size=size)) for size in (1, 2, 3)
+        activations(batch=BATCH.model_copy(update={"micro_batch_size": size})) for size in (1, 2, 3)
     ]
     assert sizes == [size * sizes[0] for size in (1, 2, 3)]
     for tp in (1, 2, 4):

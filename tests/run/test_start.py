@@ -12,10 +12,10 @@ import pytest
 
 from distributed_training.plan.plan import load_plan, reserve_run_dir
 from distributed_training.run import launch, worker
-from distributed_training.run import start as start_module
 from distributed_training.run.launch import Process
 from distributed_training.settings.config import RunConfig, build_config
 from tests.conftest import SCRIPT, SMALL, assert_ok, only_record, run_command, settings
+from tests.e2e.support import free_port
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
 
 
@@ -39,10 +39,10 @@ def start(text, tmp_path, monkeypatch):
             "strategy": "dp", "model": "gpt2-tiny", "output_dir": str(tmp_path / "runs"),
             "dataset": str(text), "num_samples": 4,
         }  # fmt: skip
-        monkeypatch.setattr(start_module, "detect_machine", lambda: machine)
+        monkeypatch.setattr(launch, "detect_machine", lambda: machine)
         monkeypatch.setattr(launch, "current_process", lambda _: process)
         config = build_config({**values, **config})
-        return start_module.start(
+        return launch.start(
             config, num_gpus=num_gpus, dry_run=dry_run, script=SCRIPT, arguments=["--a", "b c"]
         )
 
@@ -107,10 +107,9 @@ def test_several_processes_are_given_the_folder_of_the_plan(start, monkeypatch):
     spawned = []
     monkeypatch.setattr(launch, "spawn", lambda *arguments: spawned.append(arguments) or 7)
     assert start(num_gpus="2") == 7
-    ((command, plan),) = spawned
-    assert plan.num_processes == 2
+    ((plan, script),) = spawned
+    assert (plan.num_processes, script) == (2, str(SCRIPT))
     assert load_plan(plan.run_dir) == plan
-    assert command[command.index(str(SCRIPT)) + 1 :] == ["--run_dir", str(plan.run_dir)]
 
 
 def test_too_little_data_starts_no_process(start, monkeypatch):
@@ -156,7 +155,7 @@ import sys
 from pathlib import Path
 from distributed_training.plan import machine, plan
 plan.make_plan = plan.find_sources = machine.detect_machine = None
-from distributed_training.run.start import start_planned
+from distributed_training.run.launch import start_planned
 raise SystemExit(start_planned(Path(sys.argv[1])))
 """
 
@@ -169,7 +168,7 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(looks, text, tmp_p
     values["config"]["max_steps"] = 1
     (plan.run_dir / "plan.json").write_text(json.dumps(values))
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", ONE_PLANNED, plan.run_dir]
     assert_ok(run_command(command, PATH=path, **place, **address))
     assert count() == 0
