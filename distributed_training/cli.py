@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distributed_training.run.launch import CPU_PROCESSES
-from distributed_training.run.start import start, start_planned
+from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import nearest, shown
+from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, options_model, read_keys
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "help")
@@ -53,8 +52,7 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
         description=program.about,
         usage=f"{name} [train] [--KEY VALUE ...] [--preset NAME] [--num_gpus N] [--dry-run]\n"
         + "".join(f"       {name} {command} ...\n" for command in COMMANDS if command != "train"),
-        epilog=f"Several processes: --num_gpus N here, or torchrun --nproc_per_node=N {name}, or "
-        f"deepspeed --num_gpus=N {name}.",
+        epilog=f"torchrun --nproc_per_node=N {name} and deepspeed --num_gpus=N {name} work, too.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 28, 100),
     )
@@ -131,10 +129,8 @@ def train(argv: Sequence[str], program: Program) -> int:
         preset=arguments.preset, overrides=arguments.overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
     )  # fmt: skip
-    typed = [text for text in argv if text not in DRY_RUN]
-    return start(
-        config, program.script, typed, num_gpus=arguments.num_gpus, dry_run=arguments.dry_run
-    )
+    typed, asked = [text for text in argv if text not in DRY_RUN], arguments.num_gpus
+    return start(config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run)
 
 
 def report(argv: Sequence[str], _: Program) -> int:
@@ -166,12 +162,9 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         name, *argv = argv
     try:
         if name not in COMMANDS:
-            hint = nearest(name, COMMANDS)
-            raise UserError(
-                f"{shown(name)} is not a command",
-                f"the commands are {', '.join(COMMANDS)}; options begin with --",
-                f"did you mean {hint!r}?" if hint else "see --help",
-            )
+            why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
+            fix = did_you_mean(name, COMMANDS, "see --help")
+            raise UserError(f"{shown(name)} is not a command", why, fix)
         return COMMANDS[name](argv, program)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "real_model_example.py"
 PACKAGE = "distributed_training"
 # Modules to import before the first job; "name.*" is a package with all that is in it.
-LIGHT = (f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*", f"{PACKAGE}.run.start")
+LIGHT = (f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*", f"{PACKAGE}.run.launch")
 HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",

@@ -38,7 +38,7 @@ from distributed_training.records.metrics import PeakMemory, StepTimer, summaris
 from distributed_training.records.record import start_record, timestamp, write_json
 from distributed_training.records.schema import Record
 from distributed_training.records.tables import table
-from distributed_training.run.results import describe_run
+from distributed_training.run.assemble import describe_run
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (

@@ -10,32 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from distributed_training.plan.cost import activation_share
 from distributed_training.plan.schedules import Schedule
+from distributed_training.records.schema import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """The sequences of one optimizer step and how they are cut."""
-
-    global_batch_size: int
-    """Sequences of a step, over all processes."""
-    micro_batch_size: int
-    """Sequences that go through a replica at once."""
-    num_microbatches: int
-    """Of a replica in a step."""
-    num_replicas: int
-    """dp_replicate x dp_shard: parts of the mesh that see different sequences."""
-
-    def describe(self) -> str:
-        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
-        replicas = f"{self.num_replicas} replica" + "s" * (self.num_replicas != 1)
-        cuts = f"{self.num_microbatches} micro-batch" + "es" * (self.num_microbatches != 1)
-        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
 def cut_batch(config: RunConfig, mesh: Mapping[str, int], schedule: Schedule) -> Batch:

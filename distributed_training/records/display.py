@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-from distributed_training.records.schema import Batch, Pipeline, Record
+from distributed_training.records.schema import Pipeline, Record
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
@@ -64,24 +64,11 @@ def gib(num_bytes: float | None) -> str:
     """Bytes as GiB text; small amounts as MiB; None as "not measured"."""
     if num_bytes is None:
         return NOT_MEASURED
-    if num_bytes >= GIB / 10:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _cut_of_batch(batch: Batch) -> str:
-    """ "global 32 = 1 replica x 8 micro-batches x 4"."""
-    replicas = "replica" if batch.num_replicas == 1 else "replicas"
-    pieces = "micro-batch" if batch.num_microbatches == 1 else "micro-batches"
-    return (
-        f"global {batch.global_batch_size} = {batch.num_replicas} {replicas} x "
-        f"{batch.num_microbatches} {pieces} x {batch.micro_batch_size}"
-    )
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _cut_of_pipeline(pipeline: Pipeline) -> str:
-    blocks = ", ".join(map(str, pipeline.blocks_per_stage))
-    bubble = pipeline.ideal_bubble
+    blocks, bubble = ", ".join(map(str, pipeline.blocks_per_stage)), pipeline.ideal_bubble
     idle = "" if bubble is None else f"; idle {100 * bubble:.0f}% if stages were equal"
     micro = f"{pipeline.num_microbatches} micro-batches a step"
     return f"{pipeline.schedule}, {micro}, blocks a stage {blocks}{idle}"
@@ -94,11 +81,6 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
     axes = " x ".join(f"{axis} {size}" for axis, size in r.mesh.items() if size > 1)
-    samples = (
-        f"{config['dataset']}: {data['num_train_samples']} samples of {length} tokens "
-        f"({100 * data['real_token_share']:.1f}% real), {data['num_validation_samples']} to "
-        f"validate; tokenizer {config['tokenizer']}"
-    )
     warmup = f"({config['lr_schedule']}, warm-up {config['warmup_steps']})"
     parts = [f"{part} {gib(size)}" for part, size in r.estimated_state_bytes.items() if size]
     rows = [
@@ -111,8 +93,10 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("precision", "parameters {parameters}; arithmetic {arithmetic}".format(**dtypes)),
         ("", "gradients {gradients}; reduction {reduction}; optimizer state {optimizer_state}"
              .format(**dtypes)),
-        ("batch", f"{_cut_of_batch(r.batch)}; {tokens:,} tokens a step"),
-        ("data", samples),
+        ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
+        ("data", f"{config['dataset']}: {data['num_train_samples']} samples of {length} tokens "
+                 f"({100 * data['real_token_share']:.1f}% real), {data['num_validation_samples']} "
+                 f"to validate; tokenizer {config['tokenizer']}"),
         ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; "
                   f"learning rate {config['learning_rate']:g} {warmup}"),
         ("state", f"expected per process: {', '.join(parts)}"),
@@ -135,12 +119,12 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         step = f"{median_ms:.1f} ms a step (median of {timed})"
         rows.append(("throughput", f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"))
-    allocated, reserved, host = (
-        gib(memory.get(f"peak_{name}_bytes")) for name in ("allocated", "reserved", "host")
-    )
     if memory.get("peak_allocated_bytes") is not None:
+        allocated, reserved = (
+            gib(memory[f"peak_{name}_bytes"]) for name in ("allocated", "reserved")
+        )
         rows.append(("GPU memory", f"peak {allocated} allocated, {reserved} reserved"))
-    rows.append(("host memory", f"peak {host} a process"))
+    rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients overflowed"))
     return [*rows, ("record", f"{r.run_dir}/record.json")]

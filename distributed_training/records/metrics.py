@@ -54,15 +54,10 @@ class StepTimer:
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """Peak of one device, FLOP/s; None where it is not known, so that MFU is null, not guessed.
-
-    Names are compared by whole words: an L40 is not an L4. Slices of a chip (MIG) and laptop
-    chips are unknown.
-    """
-    words = (device_name or "").replace("-", " ").split()
-    if "MIG" in words or "Laptop" in words:
+    """Peak of one device, FLOP/s; None where it is not known, as for parts of a chip (MIG)."""
+    text = f" {device_name or ''} ".replace("-", " ")  # whole words: an L40 is not an L4
+    if " MIG " in text or " Laptop " in text:
         return None
-    text = f" {' '.join(words)} "
     return next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in text), None)
 
 
@@ -75,8 +70,7 @@ def summarise_performance(
     device_name: str | None,
 ) -> dict[str, Any]:
     """Percentiles of step time with warm-up (MAX_WARMUP_STEPS, or a third where a run is short)
-    left out, and what follows from the median. `tokens_per_step` are real, of the global batch.
-    """
+    left out, and what follows from the median. `tokens_per_step` are real, of the global batch."""
     warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
     timed = np.array(durations_s[warmup:])
     if len(timed) == 0:
@@ -101,8 +95,8 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
-        peak = 0 if self._cuda else None  # None: no counter
-        self._peaks = {"peak_allocated_bytes": peak, "peak_reserved_bytes": peak}
+        names = ("peak_allocated_bytes", "peak_reserved_bytes")
+        self._peaks: dict[str, int | None] = dict.fromkeys(names)
 
     def begin(self) -> None:
         """Training (re)starts."""
@@ -112,12 +106,9 @@ class PeakMemory:
     def end(self) -> None:
         """Training pauses."""
         if self._cuda:
-            now = torch.cuda.memory_stats(self._device)
-            for kind in ("allocated", "reserved"):
-                name = f"peak_{kind}_bytes"
-                self._peaks[name] = max(
-                    self._peaks[name] or 0, now.get(f"{kind}_bytes.all.peak", 0)
-                )
+            counters = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+            for name, counter in zip(self._peaks, counters, strict=True):
+                self._peaks[name] = max(self._peaks[name] or 0, counter(self._device))
 
     def as_dict(self) -> dict[str, int | None]:
         """This rank's peaks; null for a device without a counter."""
@@ -126,9 +117,8 @@ class PeakMemory:
 
 
 def disk_bytes() -> dict[str, int] | None:
-    """Bytes this process has caused to be read from and written to storage; None where the system
-    does not count them. Page-cache hits are left out, direct I/O (libaio) is not.
-    """
+    """Bytes this process has caused to be read from and written to storage, direct I/O (libaio)
+    included, page-cache hits not; None where the system does not count them."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error):

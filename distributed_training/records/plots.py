@@ -12,7 +12,6 @@ from distributed_training.records.display import GIB
 from distributed_training.records.schema import Record
 from distributed_training.records.tables import COLUMNS
 
-Curve = Sequence[tuple[int, float | None]]
 STYLES = ("-", "--", "-.", ":")
 # What tells two records of one strategy apart, as a label shows it.
 DISTINCTIONS: tuple[Callable[[Record], str], ...] = (
@@ -30,22 +29,25 @@ def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
     A plot that no record has figures for is not made. Raises OSError where nothing can be written.
     """
     done = [record for record in records if record.has_results]
-    if not done:
-        return []
-    names = labels(done)
-    what, sizes = "GPU memory taken by PyTorch", [r.memory.get("peak_reserved_bytes") for r in done]
-    if all(size is None for size in sizes):
-        what, sizes = "host memory", [record.memory.get("peak_host_bytes") for record in done]
-    folder.mkdir(parents=True, exist_ok=True)
-    return [
-        *_draw_losses(names, [record.loss_curve for record in done], folder / "loss.png"),
-        *_draw_bars(names, [record.performance.get("tokens_per_s") for record in done],
-                    folder / "throughput.png", "{:,.0f}", "#0072b2",
-                    title="tokens per second, all processes (median step)"),
-        *_draw_bars(names, [None if size is None else size / GIB for size in sizes],
-                    folder / "memory.png", "{:.1f}", "#d55e00",
-                    title=f"peak {what}, GiB, highest rank"),
-    ]  # fmt: skip
+    names, gpu = labels(done), [record.memory.get("peak_reserved_bytes") for record in done]
+    host = [record.memory.get("peak_host_bytes") for record in done]
+    on_gpu = any(size is not None for size in gpu)
+    what = "GPU memory taken by PyTorch" if on_gpu else "host memory"
+    sizes = [None if size is None else size / GIB for size in (gpu if on_gpu else host)]
+    speeds = [record.performance.get("tokens_per_s") for record in done]
+    speed = "tokens per second, all processes (median step)"
+    figures = {
+        "loss.png": _draw_losses(names, done),
+        "throughput.png": _draw_bars(names, speeds, "{:,.0f}", "#0072b2", speed),
+        "memory.png": _draw_bars(
+            names, sizes, "{:.1f}", "#d55e00", f"peak {what}, GiB, highest rank"
+        ),
+    }
+    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
+    for path, figure in drawn.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130, metadata={"Software": None})  # equal records, equal files
+    return list(drawn)
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -53,8 +55,7 @@ def labels(records: Sequence[Record]) -> list[str]:
     all of that is equal, the run's folder, or its number by start where it left none.
     """
     telling = [text for text in DISTINCTIONS if len({text(record) for record in records}) > 1]
-    shown = [COLUMNS["strategy"], *telling]
-    found = [", ".join(text(record) for text in shown) for record in records]
+    found = [", ".join(text(r) for text in (COLUMNS["strategy"], *telling)) for r in records]
     counts, seen = Counter(found), Counter[str]()
     for index in sorted(range(len(records)), key=lambda index: records[index].started_at):
         label, folder = found[index], Path(records[index].run_dir).name
@@ -64,40 +65,37 @@ def labels(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def _draw_losses(names: Sequence[str], losses: Sequence[Curve], path: Path) -> list[Path]:
+def _draw_losses(names: Sequence[str], records: Sequence[Record]) -> Any:
     """Lines; a loss that was not finite is None in a record and a gap here."""
-    curves = list(zip(names, losses, strict=True))
-    curves = [curve for curve in curves if any(loss is not None for _, loss in curve[1])]
-    if not curves:
-        return []
     figure, axes = _new_figure(height=4.2)
-    for index, (label, curve) in enumerate(curves):
-        steps = [step for step, _ in curve]
-        heights = [math.nan if loss is None else loss for _, loss in curve]
-        marker = "o" if len(curve) == 1 else ""
-        axes.plot(steps, heights, STYLES[index % 4], label=label, linewidth=1.4, marker=marker)
+    for index, (label, record) in enumerate(zip(names, records, strict=True)):
+        heights = [math.nan if loss is None else loss for _, loss in record.loss_curve]
+        if not all(map(math.isnan, heights)):
+            steps, marker = [step for step, _ in record.loss_curve], "o" * (len(heights) == 1)
+            axes.plot(steps, heights, STYLES[index % 4], label=label, linewidth=1.4, marker=marker)
+    if not axes.lines:
+        return None
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
-    return _save(figure, path)
+    return figure
 
 
 def _draw_bars(
-    names: Sequence[str], values: Sequence[float | None], path: Path, form: str, colour: str, *,
-    title: str,
-) -> list[Path]:  # fmt: skip
+    names: Sequence[str], values: Sequence[float | None], form: str, colour: str, title: str
+) -> Any:
     """One horizontal bar a label, the first on top; labels without a value are left out."""
-    bars = [bar for bar in zip(names, values, strict=True) if bar[1] is not None]
+    bars = [(name, x) for name, x in zip(names, values, strict=True) if x is not None]
     if not bars:
-        return []
+        return None
     figure, axes = _new_figure(height=1.2 + 0.34 * len(bars))
-    lengths = [value or 0.0 for _, value in bars]
-    places = range(len(bars))  # by number: bars with equal labels would overlap
-    drawn = axes.barh(places, lengths, color=colour, tick_label=[label for label, _ in bars])
+    labels, lengths = zip(*bars, strict=True)
+    # By number: bars with equal labels would overlap.
+    drawn = axes.barh(range(len(bars)), lengths, color=colour, tick_label=labels)
     axes.bar_label(drawn, [form.format(x) for x in lengths], padding=3, fontsize=8)
     axes.set(xlabel=title, xlim=(0, 1.15 * max(lengths)))
     axes.invert_yaxis()
-    return _save(figure, path)
+    return figure
 
 
 def _new_figure(height: float) -> tuple[Any, Any]:
@@ -105,8 +103,3 @@ def _new_figure(height: float) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(8, height), layout="constrained")  # needs no display, nor closing
     return figure, figure.subplots()
-
-
-def _save(figure: Any, path: Path) -> list[Path]:
-    figure.savefig(path, dpi=130, metadata={"Software": None})  # equal records, equal files
-    return [path]

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from pydantic import ValidationError
 from pydantic_core import to_json
 
 from distributed_training.records.schema import SCHEMA_VERSION, Record, RunState
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.files import ROOT, load_json, parse_as
 
 RECORD_FILE = "record.json"
 METRICS_FILE = "metrics.jsonl"
@@ -72,13 +70,9 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
 def _load(path: Path, schema: type[_State]) -> _State:
     """Read a record from its file or its run's folder; raises UserError for what is none."""
     file = path / RECORD_FILE if path.is_dir() else path
-    try:
-        return schema.model_validate(load_json(file, "record"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = ".".join(map(str, first["loc"])) + ": " + first["msg"]
-        fix = "give a folder under runs/, or use the commit that the record names"
-        raise UserError(f"{file} is not a run record that this code reads", why, fix) from None
+    fix = "give a folder under runs/, or use the commit that the record names"
+    what = f"{file} is not a run record that this code reads"
+    return parse_as(schema, load_json(file, "record"), what, fix)
 
 
 load_record = functools.partial(_load, schema=Record)  # all of it
@@ -175,10 +169,8 @@ def git_commit() -> str | None:
     return None
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that affect results; None for what is missing."""
-    found = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that affect results."""
+    return {"python": platform.python_version()} | {
+        p: importlib.metadata.version(p) for p in _PACKAGES
+    }

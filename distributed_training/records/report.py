@@ -18,13 +18,14 @@ from typing import Any
 
 from cogapp import Cog
 from cogapp.cogapp import CogCheckFailed, CogError
+from tabulate import tabulate
 
 from distributed_training.records.plots import draw_plots
 from distributed_training.records.record import RECORD_FILE, load_record
 from distributed_training.records.schema import Record
-from distributed_training.records.tables import COLUMNS, DEFAULT, comparison, markdown, table
+from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, comparison, table
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, load_json, nearest
+from distributed_training.settings.files import ROOT, did_you_mean, load_json
 from distributed_training.settings.strategies import list_strategies
 
 RECORDS_DIR = ROOT / "results" / "records"
@@ -32,9 +33,8 @@ COMMAND = "python real_model_example.py report"
 
 
 def load_records(paths: Sequence[Path]) -> list[Record]:
-    """Records of run folders or files. A folder without one (a run that failed before its first
-    step, say) is named on stderr and left out.
-    """
+    """Records of run folders or files. A folder without one, as of a run that failed before its
+    first step, is named on stderr and left out."""
     found = []
     for path in paths:
         if path.is_dir() and not (path / RECORD_FILE).is_file():
@@ -46,16 +46,16 @@ def load_records(paths: Sequence[Path]) -> list[Record]:
 
 def published(name: str) -> list[Record]:
     """The records results/records/<name>/*.json, by model and strategy."""
-    folder, order = RECORDS_DIR / name, [*list_strategies(), ""]  # the last: no longer there
+    folder, order = RECORDS_DIR / name, list(list_strategies())
     records = load_records(sorted(folder.glob("*.json")))
     if not records:
         raise UserError(f"{folder} holds no records", fix=f"see {RECORDS_DIR}")
 
-    def rank(r: Record) -> tuple[int, int, str, str]:
-        place = order.index(r.strategy.name if r.strategy.name in order else "")
-        return r.num_parameters, place, r.config["precision"], r.started_at
+    def place(r: Record) -> tuple[int, int, str, str]:
+        strategy = order.index(r.strategy.name)
+        return r.num_parameters, strategy, r.config["precision"], r.started_at
 
-    return sorted(records, key=rank)
+    return sorted(records, key=place)
 
 
 def published_table(
@@ -67,7 +67,7 @@ def published_table(
     """A document's table of `published(name)`: records whose CONFIG has all of `where` and none of
     `without`. Raises UserError for a word that selects nothing.
     """
-    records, words = published(name), _split(columns)
+    records, words = published(name), columns.split(", ")
     _check_words(name, "column", words, COLUMNS)
     for conditions, wanted in ((where or {}, True), (without or {}, False)):
         _check_words(name, "key", conditions, records[0].config)
@@ -83,13 +83,13 @@ def published_json(file: str, key: str, columns: str) -> str:
     """A document's table of one entry of any published JSON: a row per key, a column per key of its
     value. Raises UserError for words that the file does not have."""
     entries = load_json(RECORDS_DIR / file, "record")
-    words, rows = _split(columns), []
+    words, rows = columns.split(", "), []
     _check_words(file, "key", [key], [k for k, entry in entries.items() if isinstance(entry, dict)])
     for row, value in entries[key].items():
         values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
         _check_words(f"{file}, {row}", "column", words, values)
         rows.append([row, *(_figure(values[word]) for word in words)])
-    return f"\n{markdown(['', *words], rows)}\n"
+    return f"\n{tabulate(rows, ['', *words], **MARKDOWN)}\n"
 
 
 def _figure(value: float) -> str:
@@ -98,34 +98,28 @@ def _figure(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 1 else f"{value:.1e}"
 
 
-def _split(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
 def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
     for word in set(words).difference(known):
-        hint, why = nearest(word, known), f"known are {', '.join(known)}"
-        fix = f"did you mean {hint!r}?" if hint else ""
+        why = f"known are {', '.join(known)}"
+        fix = did_you_mean(word, known)
         raise UserError(f"{where}: the {what} {word!r} is not known", why, fix)
 
 
-def run_cog(option: str, documents: Sequence[Path]) -> bool:
-    """Whether `cog -r` (write) or `cog --check` found documents to be as their records say.
-
-    Raises UserError for a document that cannot be read, or a block that cannot be filled.
-    """
-    names = ", ".join(map(str, documents))
+def run_cog(option: str, documents: Sequence[Path]) -> None:
+    """`cog -r` (write) or `cog --check`. Raises UserError for a document that differs from its
+    records or cannot be read, or a block that cannot be filled."""
+    names = " ".join(map(str, documents))
     try:
         Cog().callable_main(["cog", option, "--verbosity=1", *map(str, documents)])
     except CogCheckFailed:
-        return False
+        what, fix = "documents differ from results/records", f"type: {COMMAND} --write {names}"
+        raise UserError(what, fix=fix) from None
     except CogError as error:
         cause = error.__context__
         text = str(cause if isinstance(cause, UserError) else error).splitlines()[-1]
         raise UserError(f"a block of {names} fails", text) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{names} cannot be read or written", str(error)) from None
-    return True
 
 
 def print_report(paths: Sequence[Path], folder: Path) -> None:
@@ -142,8 +136,8 @@ def print_report(paths: Sequence[Path], folder: Path) -> None:
         raise UserError(what, str(error), "give another folder to --plots") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+def main(argv: Sequence[str]) -> int:
+    """Command line; returns the exit code, raises UserError."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Tables and plots from run records.", allow_abbrev=False
     )
@@ -153,18 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--check", action="store_true", help="fail when documents are out of date")
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
     arguments = parser.parse_args(argv)
-    try:
-        if not (arguments.write or arguments.check) or not arguments.paths:
-            print_report(arguments.paths, arguments.plots)
-        elif not run_cog("-r" if arguments.write else "--check", arguments.paths):
-            text = f"documents differ from results/records; run: {COMMAND} --write"
-            print(f"error: {text} {' '.join(map(str, arguments.paths))}", file=sys.stderr)
-            return 1
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if (arguments.write or arguments.check) and arguments.paths:
+        run_cog("-r" if arguments.write else "--check", arguments.paths)
+    else:
+        print_report(arguments.paths, arguments.plots)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

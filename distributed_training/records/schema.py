@@ -37,6 +37,12 @@ class Batch(Section):
         validation_alias=AliasChoices("num_replicas", "dp_size")
     )
 
+    def describe(self) -> str:
+        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
+        replicas = f"{self.num_replicas} replica" + "s" * (self.num_replicas != 1)
+        cuts = f"{self.num_microbatches} micro-batch" + "es" * (self.num_microbatches != 1)
+        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
+
 
 class Pipeline(Section):
     """Schedule and cut of a pipeline."""

@@ -11,6 +11,7 @@ from distributed_training.records.display import NOT_MEASURED, gib
 from distributed_training.records.schema import Record
 
 PERCENT = "{:.1f}%"
+MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 # What is known of a run before its first step.
 _START: dict[str, Callable[[Record], str]] = {
     "strategy": lambda r: " ".join([r.strategy.name, *layout_words(r)]),
@@ -80,7 +81,7 @@ def _by_rank(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _last(values: Sequence[float | None], form: str) -> str:
-    """The last of several values; None among them was not finite."""
+    """None among the values was not finite."""
     return _number(values[-1], form, missing="nan") if values else NOT_MEASURED
 
 
@@ -92,43 +93,28 @@ def _disk(disk: dict[str, int] | None) -> str:
     return "none" if max(read, written) < 0.05 else f"{read:.1f} GB read, {written:.1f} GB written"
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of text."""
-    return tabulate(rows, columns, tablefmt="github", disable_numparse=True)
-
-
 def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
     """A Markdown table, one row per record; a run without results shows "-" for them."""
     rows = [
         [COLUMNS[name](r) if r.has_results or name in _START else "-" for name in columns]
         for r in records
     ]
-    return markdown(columns, rows)
-
-
-def group_by_work(records: Sequence[Record]) -> list[list[Record]]:
-    """Records that did the same work together, groups in order of first appearance."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(repr(sorted(record.work.items())), []).append(record)
-    return list(groups.values())
-
-
-def differing_keys(works: Sequence[dict[str, Any]]) -> list[str]:
-    """The keys in which works differ, or that not all of them have."""
-    keys = dict.fromkeys(key for work in works for key in work)
-    return [key for key in keys if len({repr(work.get(key, ...)) for work in works}) > 1]
+    return tabulate(rows, columns, **MARKDOWN)
 
 
 def comparison(records: Sequence[Record]) -> str:
     """One table for each kind of work; where there are several, each says how it differs."""
-    groups = group_by_work(records)
+    names = dict.fromkeys(key for record in records for key in record.work)
+    keys = [key for key in names if len({repr(r.work.get(key, ...)) for r in records}) > 1]
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        work = repr([record.work.get(key, ...) for key in keys])
+        groups.setdefault(work, []).append(record)
     if len(groups) == 1:
         return table(records)
-    keys = differing_keys([group[0].work for group in groups])
     what = f"These runs did {len(groups)} kinds of work; compare only rows of the same table."
     parts = [f"{what} They differ in: {', '.join(keys)}."]
-    for group in groups:
-        parts.append(", ".join(f"{key}={group[0].work.get(key)}" for key in keys))
-        parts.append(table(group))
+    for group in groups.values():
+        work = ", ".join(f"{key}={group[0].work.get(key)}" for key in keys)
+        parts += [work, table(group)]
     return "\n\n".join(parts)

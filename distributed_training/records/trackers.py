@@ -12,12 +12,14 @@ from typing import Any
 class Tracker:
     """Receives numbers by step; without `send`, keeps nothing."""
 
-    send: Callable[[dict[str, float], int], None] = lambda values, step: None
+    send: Callable[[str, float, int], None] = lambda name, value, step: None
     close: Callable[[], None] = lambda: None
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Record the numeric entries of `values` at `step`."""
-        self.send({k: float(v) for k, v in values.items() if isinstance(v, (int, float))}, step)
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self.send(name, float(value), step)
 
 
 def build_tracker(log_to: str | None, run_dir: Path, config: dict[str, Any]) -> Tracker:
@@ -26,16 +28,11 @@ def build_tracker(log_to: str | None, run_dir: Path, config: dict[str, Any]) -> 
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-        def send(values: dict[str, float], step: int) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        return Tracker(send, writer.close)
+        return Tracker(writer.add_scalar, writer.close)
     if log_to == "wandb":  # its own settings and WANDB_MODE=offline apply
         import wandb
 
         about = {"project": "distributed-training", "name": run_dir.name, "dir": str(run_dir)}
         run = wandb.init(**about, config=config)
-        return Tracker(lambda values, step: run.log(values, step=step), run.finish)
+        return Tracker(lambda name, value, step: run.log({name: value}, step=step), run.finish)
     return Tracker()

@@ -1,9 +1,10 @@
-"""The parts of a run, on every rank: its samples, its random numbers, its engine."""
+"""The parts of a run, on every rank, and what its record says before the first step."""
 
 from __future__ import annotations
 
-import itertools
+import shlex
 import socket
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -17,42 +18,36 @@ from distributed_training.plan.checks import needed_extensions
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
+from distributed_training.run.loop import History
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
+
+WHAT = ("torch", "training data")  # must be the same on all machines
 
 
 def check_ranks_agree(data: Data, topology: Topology) -> None:
     """Machines may hold other files under the same name, or another Python, whose sources are the
-    embedded corpus: ranks would train on different texts and nothing would show it. Collective.
-
-    Raises UserError, the same on every rank.
+    embedded corpus. Raises UserError on every rank where they do. Collective.
     """
-    mine = {"torch": torch.__version__, "training data": data.fingerprint}
     ranks: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(ranks, (socket.gethostname(), mine))
-    first_host, first = ranks[0]
-    for (rank, (host, other)), what in itertools.product(enumerate(ranks), mine):
-        if other[what] != first[what]:
-            raise UserError(
-                f"rank {rank} on {host} has another {what} than rank 0 on {first_host}",
-                f"{other[what]} and {first[what]}",
-                "use one environment on all machines, and a dataset that all of them see as the "
-                "same file (the embedded corpus is that of each machine's Python)",
-            )
+    dist.all_gather_object(ranks, (socket.gethostname(), torch.__version__, data.fingerprint))
+    for rank, other in enumerate(ranks):
+        for what, theirs, first in zip(WHAT, other[1:], ranks[0][1:], strict=True):
+            if theirs != first:
+                who = f"rank {rank} on {other[0]} has another {what} than rank 0 on {ranks[0][0]}"
+                fix = "use one environment and a dataset that all of them see as the same file"
+                raise UserError(who, f"{theirs} and {first}", fix)
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
     """The order in which this rank sees the training samples."""
-    batch, seed = asdict(plan.batch), plan.config.seed
-    return Sampler(num_samples=len(data.train), **batch, replica=topology.dp_rank, seed=seed)
+    place = {"replica": topology.dp_rank, "seed": plan.config.seed}
+    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **place)
 
 
 def seed_dropout(config: RunConfig, topology: Topology) -> None:
-    """Start this rank's stream of random numbers: ranks that compute the same draw the same masks.
-
-    Those are the ranks along tp without sequence parallelism, outside of attention. All others
-    hold other samples, tokens or layers, and other masks.
-    """
+    """Start this rank's random numbers. Ranks that compute the same draw the same masks: those
+    along tp without sequence parallelism, outside of attention."""
     alike = 1 if config.sequence_parallel else topology.tp
     torch.manual_seed(config.seed + 1000 + topology.rank // alike)
 
@@ -77,7 +72,52 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     for name in needed_extensions(plan.strategy) if topology.local_rank == 0 else ():
         from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
-        first = "(the first time it is compiled, which takes a minute or two)"
-        display.say(f"DeepSpeed extension {name}: loading {first} ...")
+        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or two) ...")
         {"cpu_adam": CPUAdamBuilder, "async_io": AsyncIOBuilder}[name]().load(verbose=False)
     dist.barrier()
+
+
+def describe_run(
+    plan: Plan, sampler: Sampler, num_steps: int, data: Data, history: History | None = None
+) -> dict[str, Any]:
+    """What the record says before the first step; records/schema.py describes it."""
+    config, strategy, layout, pp = plan.config, plan.strategy, plan.layout, plan.mesh["pp"]
+    pipeline = {
+        "schedule": config.pipeline_schedule,
+        "num_microbatches": plan.batch.num_microbatches,
+        "blocks_per_stage": list(layout.blocks_per_stage),
+        "stage_ranks": list(layout.ranks),
+        "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
+    }
+    sharding = strategy.describe_sharding()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "config": config.to_user_words(),
+        "config_requested": plan.requested.to_user_words(),
+        "from_strategy_defaults": list(config.from_defaults),
+        "engine_options": config.engine_options,
+        "deepspeed_json": plan.deepspeed_json,
+        "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
+        "work": {**plan.work, "data_fingerprint": data.fingerprint},
+        "notes": plan.notes,
+        "run_dir": str(plan.run_dir),
+        "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
+        "world_size": plan.num_processes,
+        "mesh": plan.mesh,
+        "pipeline": pipeline if pp > 1 else None,
+        "machine": asdict(plan.machine),
+        "cuda": torch.version.cuda if plan.machine.num_gpus else None,
+        "num_parameters": plan.size.num_parameters,
+        "dtypes": None,  # known when the engine is built
+        "estimated_state_bytes": asdict(plan.state),
+        "estimated_activation_bytes": plan.activation_bytes,
+        "batch": plan.batch.model_dump(),
+        "data": {
+            "num_train_samples": len(data.train),
+            "num_validation_samples": len(data.validation),
+            "real_token_share": data.train.real_share,
+            "steps_per_epoch": sampler.steps_per_epoch,
+        },
+        "num_steps": num_steps,
+        **vars(history or History()),
+    }

@@ -32,10 +32,7 @@ CHECKED_BYTES = 16 * 2**20  # larger files are checked by size alone: reading th
 def save_checkpoint(
     engine: Engine, plan: Plan, topology: Topology, *, step: int, data_fingerprint: str
 ) -> Path:
-    """Write a checkpoint aside, publish it by one rename, delete all but the last few up to it.
-
-    Collective.
-    """
+    """Write a checkpoint aside, publish it by one rename, delete all but the last. Collective."""
     parent = plan.run_dir / resume.CHECKPOINTS
     writing, final = parent / f".writing-{step:08d}", parent / f"step-{step:08d}"
     if topology.rank == 0:
@@ -53,13 +50,14 @@ def save_checkpoint(
         files = [path for path in sorted(writing.rglob("*")) if path.is_file()]
         sizes = {str(path.relative_to(writing)): path.stat().st_size for path in files}
         small = [name for name, size in sizes.items() if size <= CHECKED_BYTES]
+        checksums = {name: zlib.crc32((writing / name).read_bytes()) for name in small}
         meta = {
             "format": resume.FORMAT,
             "step": step,
             "identity": plan.identity,
             "data_fingerprint": data_fingerprint,
             "files": sizes,
-            "checksums": {name: zlib.crc32((writing / name).read_bytes()) for name in small},
+            "checksums": checksums,
         }
         write_json(writing / resume.META_FILE, meta)
         shutil.rmtree(final, ignore_errors=True)
@@ -74,10 +72,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
-    """Restore engine and random number generators; return the step. Collective.
-
-    Raises UserError when a file that is there cannot be read.
-    """
+    """Restore engine and random numbers; return the step. Raises UserError. Collective."""
     step = resume.read_meta(folder).step
     try:
         engine.load(folder)

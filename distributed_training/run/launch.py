@@ -1,32 +1,34 @@
-"""Starting processes: what a launcher told this one, and torchrun where several are asked for.
+"""From CONFIG to processes: the plan is made here, once, unless a launcher came first.
 
-The only module that reads the environment for launch settings. No torch import.
+The only module that reads the environment for launch settings. No torch before training begins.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
 import os
 import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from distributed_training.plan.machine import Machine
+from distributed_training.data.corpus import read_corpus
+from distributed_training.plan import plan as planning
+from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import show_axes
+from distributed_training.records.display import gib
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
+from distributed_training.settings.strategies import load_strategy
 
-TORCHRUN = Path(__file__).with_name("torchrun.py")
-KILLED_FILE = ".killed"  # its note, in the run's folder
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
@@ -44,47 +46,81 @@ def current_process(environment: Mapping[str, str]) -> Process | None:
     """What torchrun or deepspeed set for this process; None when no launcher started it."""
     if "RANK" not in environment:
         return None
-    # torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE
-    here = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
     try:
-        return Process(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            local_world_size=int(here or environment["WORLD_SIZE"]),
-        )
+        here = environment.get("LOCAL_SIZE") or environment["WORLD_SIZE"]  # deepspeed's word
+        told = {"LOCAL_WORLD_SIZE": here, **environment}
+        return Process(**{field.name: int(told[field.name.upper()]) for field in fields(Process)})
     except (KeyError, ValueError) as error:
-        fix = "start with torchrun or deepspeed, or unset RANK"
         what = "RANK is set but WORLD_SIZE or LOCAL_RANK is not a number"
-        raise UserError(what, str(error), fix) from None
-
-
-def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
-    """The number that `--num_gpus` asks for; 1 when it was not given."""
-    if num_gpus is None:
-        return 1
-    if num_gpus == "all":
-        fixed = math.prod(size for size in mesh.values() if size > 0)
-        return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
-    if not num_gpus.isdecimal() or int(num_gpus) == 0:
-        raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
-    return int(num_gpus)
-
-
-def check_world_size(num_gpus: str | None, process: Process) -> None:
-    """Raise UserError when the launcher started another number of processes than asked for."""
-    if num_gpus not in (None, "all", str(process.world_size)):
-        raise UserError(
-            f"--num_gpus {num_gpus} was asked for but the launcher started {process.world_size}",
-            fix="give the number to the launcher only",
-        )
+        raise UserError(what, str(error), "start with torchrun, or unset RANK") from None
 
 
 def single_process() -> Process:
     """Set what process groups ask the environment for, as a launcher of one process would."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]  # nobody listens there
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def start(
+    config: RunConfig, script: Path, arguments: list[str], *, num_gpus: str | None, dry_run: bool
+) -> int:
+    """Train under `config`: as a worker when a launcher started this process, else plan, and start
+    as many processes as `num_gpus` says. Returns the exit code.
+
+    `script` and `arguments` are what a person typed.
+    """
+    process = current_process(os.environ)
+    if process is not None:
+        if num_gpus not in (None, "all", str(process.world_size)):
+            what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
+            raise UserError(what, fix="give the number to the launcher only")
+        if not dry_run:
+            return _work(config, process)
+        if process.rank > 0:
+            return 0
+    machine = detect_machine()
+    if process is not None:
+        count, here = process.world_size, process.local_world_size
+    else:
+        count = here = requested_processes(num_gpus, machine, load_strategy(config).mesh)
+    plan = make_plan(config, machine, num_processes=count, processes_here=here)
+    if dry_run:
+        read_corpus(plan.config.dataset)  # fails where it cannot be read
+        typed = "(this one)" if process else typed_command(plan, str(script), arguments)
+        print(describe_plan(plan, typed))
+        return 0
+    if count == 1 and machine.num_gpus > 1:
+        print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
+    planning.load_plan_data(plan)  # too little text is found before processes start
+    plan = reserve_run_dir(plan)
+    return _work(plan, single_process()) if count == 1 else spawn(plan, str(script))
+
+
+def start_planned(run_dir: Path) -> int:
+    """Run this process's part of the plan in `run_dir`, which the launching process made."""
+    process = current_process(os.environ)
+    assert process is not None
+    return _work(planning.load_plan(run_dir), process)
+
+
+def _work(given: Plan | RunConfig, process: Process) -> int:
+    prepare_environment(process.local_world_size)
+    from distributed_training.run import worker
+
+    return worker.run(given, process)
+
+
+def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
+    """The number that `--num_gpus` asks for; 1 when it was not given."""
+    if num_gpus == "all":
+        fixed = math.prod(size for size in mesh.values() if size > 0)
+        return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
+    if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
+        raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
+    return int(num_gpus or 1)
 
 
 def prepare_environment(processes_here: int) -> None:
@@ -102,17 +138,55 @@ def threads_per_process(processes_here: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes_here)
 
 
-def launch_command(plan: Plan, script: str) -> list[str]:
-    """The command that starts the plan's processes.
+def spawn(plan: Plan, script: str) -> int:
+    """Start the plan's processes with torchrun, wait, return the run's exit code.
 
     torchrun for every strategy: unlike DeepSpeed's launcher it leaves CUDA_VISIBLE_DEVICES alone
-    and gives a process that is told to stop the time to save.
+    and gives a process that is told to stop the time to save. A process that was killed could not
+    write its own end: it is recorded here.
     """
-    torchrun = [sys.executable, str(TORCHRUN), str(plan.run_dir / KILLED_FILE), *_options(plan)]
-    return [*torchrun, script, "--run_dir", str(plan.run_dir)]
+    prepare_environment(plan.num_processes)
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    file = plan.run_dir / RECORD_FILE
+    before = file.stat().st_mtime_ns if file.is_file() else None
+    code, status, reason = 0, "failed", ""
+    try:
+        torchrun.main([*_options(plan), script, "--run_dir", str(plan.run_dir)])
+    except SignalException as error:  # torchrun has passed it on and waited
+        code, status, reason = 128 + error.sigval, "interrupted", error.sigval.name
+    except ChildFailedError as error:
+        code, reason = 1, describe_killed({r: f.signal_name() for r, f in error.failures.items()})
+    if plan.offload_dir is not None:  # a run that failed could not remove its files
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
+        return code
+    unknown = "a process ended without a message"
+    mark_stopped(plan.run_dir, status, reason or unknown, consequence=not reason)
+    state = load_state(plan.run_dir)
+    if state.status in ("oom", "failed"):
+        print(f"{state.status}: {state.error}", file=sys.stderr)
+        return 1
+    interrupted = state.status == "interrupted" and code < 128  # only the processes were told to
+    return 128 + signal.SIGINT if interrupted else code
 
 
-def typed_command(plan: Plan, script: str, arguments: Sequence[str]) -> str:
+def describe_killed(signals: Mapping[int, str]) -> str:
+    """Which ranks a signal ended, from torchrun's names of signals; "" where they ended otherwise.
+
+    torchrun ends the others with SIGTERM.
+    """
+    killed = {rank: name for rank, name in signals.items() if name not in ("<N/A>", "SIGTERM")}
+    if not killed:
+        return ""
+    ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
+    hint = "; most often memory ran out" if name == "SIGKILL" else ""
+    return f"rank {ranks}: killed by {name}{hint}"
+
+
+def typed_command(plan: Plan, script: str, arguments: list[str]) -> str:
     """What a person would type to start the same processes."""
     launcher = ["torchrun", *_options(plan)] if plan.num_processes > 1 else ["python"]
     return shlex.join([*launcher, os.path.relpath(script), *arguments])
@@ -122,55 +196,30 @@ def _options(plan: Plan) -> list[str]:
     return ["--standalone", f"--nproc_per_node={plan.num_processes}"]
 
 
-@contextlib.contextmanager
-def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """`handler` gets SIGINT and SIGTERM meanwhile."""
-    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, before in previous.items():
-            signal.signal(signum, before)
-
-
-def spawn(command: list[str], plan: Plan) -> int:
-    """Start the launcher, pass signals on, wait; return the run's exit code.
-
-    A process that was killed could not write its own end: it is recorded here.
-    """
-    file, note = plan.run_dir / RECORD_FILE, plan.run_dir / KILLED_FILE
-    before = file.stat().st_mtime_ns if file.is_file() else None
-    note.unlink(missing_ok=True)
-    signals: list[int] = []
-    child = subprocess.Popen(command)
-
-    def on_signal(signum: int, _frame: Any) -> None:
-        signals.append(signum)
-        if signum == signal.SIGTERM:  # Ctrl-C reaches the whole foreground group by itself
-            child.send_signal(signum)
-
-    with stop_signals(on_signal):
-        code = child.wait()
-    if plan.offload_dir is not None:  # a run that failed could not remove its files
-        shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
-        return code if code >= 0 else 128 - code
-    if signals:
-        mark_stopped(plan.run_dir, "interrupted", signal.Signals(signals[0]).name)
-    if note.is_file():
-        mark_stopped(plan.run_dir, "failed", note.read_text(encoding="utf-8"))
-        note.unlink()
-    unknown = f"a process ended without a message (exit code {code}; -9 is most often memory)"
-    mark_stopped(plan.run_dir, "failed", unknown, consequence=True)
-    state = load_state(plan.run_dir)
-    if state.status in ("oom", "failed"):
-        print(f"{state.status}: {state.error}", file=sys.stderr)
-        return 1
-    stopped_by = signals[0] if signals else signal.SIGINT
-    return 128 + stopped_by if state.status == "interrupted" else code
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def describe_plan(plan: Plan, typed_command: str) -> str:
+    """CONFIG as decided, how the batch is cut, the command, the mesh and the DeepSpeed JSON."""
+    requested = plan.requested.to_user_words()
+    source = os.path.relpath(plan.strategy.source)
+    lines = ["resolved CONFIG"]
+    for key, value in plan.config.to_user_words().items():
+        was = "" if requested[key] == value else f"    (was {requested[key]!r})"
+        if key in plan.config.from_defaults:
+            was = "    (the strategy's default)"
+        lines.append(f"  {key:<24} {value!r}{was}")
+    lines += [
+        f"  batch: {plan.batch.describe()}",
+        f"  expected per process: {gib(plan.state.on_device)} of state, "
+        f"{gib(plan.activation_bytes)} of activations",
+        *(f"  note: {note}" for note in plan.notes),
+        *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
+        "launch command",
+        f"  {typed_command}",
+        f"mesh (from {source}): {show_axes(plan.mesh)}",
+    ]
+    if plan.mesh["pp"] > 1:
+        blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
+        lines += [f"pipeline: {plan.config.pipeline_schedule}, blocks a stage {blocks}"]
+    if plan.deepspeed_json is not None:
+        lines += [f"DeepSpeed JSON (from {source})"]
+        lines += ["  " + line for line in json.dumps(plan.deepspeed_json, indent=2).splitlines()]
+    return "\n".join(lines)

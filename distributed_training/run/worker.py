@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.data.samples import Data
+from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.engines.base import Engine
 from distributed_training.plan import plan as planning
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
@@ -23,14 +25,13 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.resume import check_same_data
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, header_rows, summary_rows
+from distributed_training.records.display import Display, gib, header_rows, summary_rows
+from distributed_training.records.metrics import disk_bytes, summarise_performance
 from distributed_training.records.trackers import build_tracker
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
-from distributed_training.run.journal import History, Journal
 from distributed_training.run.launch import Process, threads_per_process
-from distributed_training.run.loop import Trainer
-from distributed_training.run.results import collect_results, describe_run, sample_and_export
+from distributed_training.run.loop import History, Journal, Trainer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
@@ -41,10 +42,9 @@ SIGNS_OF_LOSS = (
 
 
 def run(given: Plan | RunConfig, process: Process) -> int:
-    """This process's part of a run; returns the exit code.
+    """This process's part of a run; returns the exit code. Collective.
 
-    Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 makes the plan and sends
-    it, or the UserError that came of it, to all. Collective.
+    Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
     device = _prepare(num_gpus, process)
@@ -73,20 +73,16 @@ def _prepare(num_gpus: int, process: Process) -> torch.device:
     """
     # Libraries that call each other's deprecated functions are not the user's business.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
-    if num_gpus and not torch.cuda.is_available():
-        raise UserError(
-            f"the installed torch {torch.__version__} cannot use this machine's GPU",
-            f"it was built for CUDA {torch.version.cuda}",
-            "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''",
-        )
     if not num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
-    if process.local_world_size > torch.cuda.device_count():
-        here, gpus = process.local_world_size, torch.cuda.device_count()
-        raise UserError(
-            f"{here} processes on this machine but it has {gpus} GPUs", fix=f"start {gpus}"
-        )
+    if not torch.cuda.is_available():
+        what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
+        fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
+        raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
+    here, gpus = process.local_world_size, torch.cuda.device_count()
+    if here > gpus:
+        raise UserError(f"{here} processes on a machine with {gpus} GPUs", fix=f"start {gpus}")
     # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
     major, minor = torch.cuda.get_device_capability(process.local_rank)
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
@@ -95,10 +91,10 @@ def _prepare(num_gpus: int, process: Process) -> torch.device:
 
 def _make_plan(config: RunConfig, process: Process) -> str | UserError:
     """The plan as JSON text, with its data in the cache that the other ranks read; or why not."""
-    everywhere, here = process.world_size, process.local_world_size
+    count, here = process.world_size, process.local_world_size
     try:
         machine = detect_machine()
-        plan = make_plan(config, machine, num_processes=everywhere, processes_here=here)
+        plan = make_plan(config, machine, num_processes=count, processes_here=here)
         planning.load_plan_data(plan)
         return planning.dump_plan(reserve_run_dir(plan))
     except UserError as error:
@@ -150,7 +146,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     journal = Journal(plan.run_dir, num_steps, display, history)
     dist.barrier()  # every rank has read the old record before it is written anew
     if topology.rank == 0:
-        values = describe_run(plan, sampler, num_steps, data, history)
+        values = assemble.describe_run(plan, sampler, num_steps, data, history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
         journal.record = records.start_record(plan.run_dir, **values)
         journal.tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
@@ -170,6 +166,84 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         records.truncate_metrics(plan.run_dir, trainer.step)
     display.say(f"resumed from {plan.checkpoint}")
     return trainer
+
+
+def collect_results(trainer: Trainer) -> dict[str, Any]:
+    """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
+    plan, sampler, durations = trainer.plan, trainer.sampler, trainer.timer.durations_s()
+    # Steps that the data fill: the last of an epoch takes as long with fewer tokens.
+    steps = enumerate(durations, trainer.step - len(durations))
+    full = [seconds for step, seconds in steps if sampler.is_full(step)]
+    samples = min(sampler.global_batch_size, sampler.num_samples)
+    performance = summarise_performance(
+        full or durations,
+        tokens_per_step=samples * plan.config.max_length * trainer.data.train.real_share,
+        flops_per_token=plan.size.flops_per_token(plan.config.max_length),
+        world_size=plan.num_processes,
+        device_name=plan.machine.gpu_name,
+    )
+    trainer.memory.end()
+    peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, disk_bytes()
+    disk = {name: after[name] - before[name] for name in after} if before and after else None
+    ranks: list[Any] = [None] * plan.num_processes
+    dist.all_gather_object(ranks, {"rank": trainer.topology.rank, **peaks, "disk": disk})
+    memory: dict[str, Any] = {
+        name: None if mine is None else max(rank[name] for rank in ranks)
+        for name, mine in peaks.items()
+    }
+    disks = [rank["disk"] for rank in ranks]
+    total = {name: sum(each[name] for each in disks) for name in disk or ()} if all(disks) else {}
+    return {
+        **vars(trainer.journal.history),
+        "performance": performance,
+        "memory": memory | {"by_rank": ranks},
+        "disk": total | {"num_steps": max(1, len(durations))} if total else None,
+    }
+
+
+def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
+    """Generate the sample and write <run>/hf, as far as CONFIG asks; the sample. Collective."""
+    engine, plan, display = trainer.engine, trainer.plan, trainer.journal.display
+    config, tp, eos_id, sample = plan.config, plan.mesh["tp"], tokenizer.eos_id, None
+    if config.generate is not None:
+        prompt = tokenizer.encode_batch([config.generate])[0].tolist() or [eos_id]
+        # The split of a window over tp may append tokens, which need positions, too.
+        context = plan.size.num_positions // tp * tp
+        ids = generate(engine, prompt, num_tokens=60, context=context, eos_id=eos_id,
+                       seed=config.seed)  # fmt: skip
+        sample = tokenizer.decode(ids)
+        display.say(f"sample: {sample!r}")
+    if config.export:
+        state = engine.full_state()
+        if state is not None:
+            folder = plan.run_dir / "hf"
+            plan.model.save(state, folder, eos_token_id=eos_id)
+            tokenizer.save(folder)
+            display.say(f"exported {folder} (Hugging Face format)")
+        dist.barrier()
+    return sample
+
+
+@torch.no_grad()
+def generate(
+    engine: Engine, prompt_ids: list[int], *, num_tokens: int, context: int, eos_id: int, seed: int
+) -> list[int]:
+    """Continue `prompt_ids` by sampling from the 40 likeliest tokens. Collective.
+
+    Rank 0 chooses: sharded engines gather parameters at each step, so all must take one path.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        window = torch.tensor([ids[-context:]])
+        logits = engine.logits(window)[0, -1].float().cpu()
+        values, candidates = torch.topk(logits, min(40, len(logits)))
+        choice = candidates[torch.multinomial(values.softmax(0), 1, generator=generator)]
+        dist.broadcast(choice, src=0)
+        ids.append(int(choice))
+        if ids[-1] == eos_id:
+            break
+    return ids
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
@@ -206,7 +280,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     """Where the memory went and what helps, most effective first."""
     config, micro = plan.config, plan.batch.micro_batch_size
-    peak = torch.cuda.max_memory_allocated(topology.device)
+    peak = gib(torch.cuda.max_memory_allocated(topology.device))
     fixes = {
         f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
@@ -218,8 +292,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
     return (
         f"out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  {peak / 2**30:.1f} GiB were in use at the peak; by estimate the state of "
-        f"{config.model} under {plan.strategy.name} takes {plan.state.on_device / 2**30:.1f} GiB "
-        f"and activations {plan.activation_bytes / 2**30:.1f} GiB\n"
+        f"  {peak} were in use at the peak; by estimate the state takes "
+        f"{gib(plan.state.on_device)} and activations {gib(plan.activation_bytes)}\n"
         f"  in this order, try --set {helpful}"
     )

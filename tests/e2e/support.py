@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,9 +45,8 @@ def launcher_command(launcher: str, values: dict[str, object], *arguments: str) 
 
 def free_port() -> int:
     """A TCP port of loopback that nobody listens on."""
-    from distributed_training.run.launch import free_port
-
-    return free_port()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def fake_nvidia_smi(folder: Path, *gpus: str) -> str:

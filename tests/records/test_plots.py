@@ -2,8 +2,8 @@ import math
 import warnings
 
 import pytest
+from matplotlib.figure import Figure
 
-from distributed_training.records import plots
 from distributed_training.records.plots import draw_plots, labels
 from tests.support import made_record
 
@@ -15,13 +15,13 @@ PLOTS = ["loss.png", "throughput.png", "memory.png"]
 def drawn(monkeypatch):
     """file name -> axes of every plot that is saved; a warning of matplotlib fails the test."""
     found = {}
-    save = plots._save
+    save = Figure.savefig
 
-    def keep(figure, path):
+    def keep(figure, path, **words):
         found[path.name] = figure.axes[0]
-        return save(figure, path)
+        save(figure, path, **words)
 
-    monkeypatch.setattr(plots, "_save", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield found

@@ -71,10 +71,10 @@ def test_loading_takes_the_file_or_its_folder(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}", ("schema_version: Field required",)),
+        ("{}", ("is not a run record", "schema_version is missing")),
         ("[]", ("is not a run record",)),
         ('{"schema_version": 0}', ("schema_version", "the commit that the record names")),
-        ('{"schema_version": 1, "status": "ok"}', ("started_at: Field required",)),
+        ('{"schema_version": 1, "status": "ok"}', ("started_at is missing",)),
         ('{"schema_version": 1,}', ("line 1 column 22",)),
     ],
 )

@@ -51,11 +51,11 @@ def test_wandb_gets_numbers_and_the_configuration(sent, tmp_path):
     tracker = build_tracker("wandb", tmp_path, {"seed": 1})
     tracker.log(VALUES, 7)
     tracker.close()
-    (opened, words), logged, closed = sent
+    (opened, words), *logged, closed = sent
     assert opened == "open"
     assert (words["name"], words["dir"]) == (tmp_path.name, str(tmp_path))
     assert words["config"] == {"seed": 1}
-    assert logged == ({"loss": 2.5, "tokens": 3.0}, 7)
+    assert logged == [({"loss": 2.5}, 7), ({"tokens": 3.0}, 7)]
     assert closed == "closed"
 
 

@@ -1,5 +1,4 @@
 import dataclasses
-import importlib
 import os
 import signal
 import socket
@@ -7,12 +6,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distributed_training.records.record import LOST, load_state, start_record
 from distributed_training.run import launch
-from distributed_training.run.launch import Process
-from distributed_training.run.start import describe_plan
+from distributed_training.run.launch import Process, describe_plan
+from tests.conftest import run_command
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -55,23 +56,11 @@ def test_a_number_of_processes_that_is_none(text):
         launch.requested_processes(text, CPU_MACHINE, {})
 
 
-def test_the_launcher_must_deliver():
-    process = Process(rank=0, world_size=4, local_rank=0, local_world_size=4)
-    for asked in (None, "4", "all"):
-        launch.check_world_size(asked, process)
-    with refused("--num_gpus 8", "started 4"):
-        launch.check_world_size("8", process)
-
-
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-def test_torchrun_starts_every_strategy(strategy, tmp_path, monkeypatch):
+def test_the_typed_command_is_torchruns_for_every_strategy(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = small_plan(tmp_path, num_processes=2, strategy=strategy)
     script, arguments = str(tmp_path / "x.py"), ["--set", "generate=two words"]
-    assert launch.launch_command(plan, script) == [
-        sys.executable, str(launch.TORCHRUN), str(plan.run_dir / launch.KILLED_FILE),
-        "--standalone", "--nproc_per_node=2", script, "--run_dir", str(plan.run_dir),
-    ]  # fmt: skip
     typed = "x.py --set 'generate=two words'"
     torchrun = f"torchrun --standalone --nproc_per_node=2 {typed}"
     assert launch.typed_command(plan, script, arguments) == torchrun
@@ -118,82 +107,125 @@ def test_processes_share_the_cores(given, processes, threads, monkeypatch):
     assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # ninja's
 
 
-def spawn(code, run_dir, offload_dir=None):
-    plan = SimpleNamespace(run_dir=run_dir, offload_dir=offload_dir)
-    return launch.spawn([sys.executable, "-c", code], plan)
+@pytest.fixture
+def spawn(tmp_path, monkeypatch):
+    """Calls spawn() with another torchrun: it touches the record, then ends as the test says."""
+    monkeypatch.setattr(launch, "prepare_environment", lambda _: None)
+
+    def call(error=None, *, offload_dir=None, recorded=True):
+        def main(arguments):
+            assert arguments[-3:] == ["x.py", "--run_dir", str(tmp_path)]
+            if recorded:
+                os.utime(tmp_path / "record.json")
+            if offload_dir is not None:
+                (offload_dir / "rank0").mkdir(parents=True)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(torchrun, "main", main)
+        plan = SimpleNamespace(run_dir=tmp_path, offload_dir=offload_dir, num_processes=2)
+        return launch.spawn(plan, "x.py")
+
+    return call
 
 
-@pytest.mark.parametrize(
-    ("child", "code"),
-    [
-        ("raise SystemExit(0)", 0),
-        ("raise SystemExit(7)", 7),
-        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
-    ],
-)
+def failed(signals):
+    """torchrun's error, by rank the name of the signal that ended a process."""
+    error = ChildFailedError.__new__(ChildFailedError)
+    error.failures = {
+        rank: SimpleNamespace(signal_name=lambda name=name: name) for rank, name in signals.items()
+    }
+    return error
+
+
+TOLD = SignalException("told to stop", signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (failed({0: "<N/A>"}), 1), (TOLD, 143)])
 @pytest.mark.parametrize("earlier", [False, True])
-def test_exit_code_of_a_launcher_that_left_no_record(child, code, earlier, tmp_path):
+def test_exit_code_of_processes_that_left_no_record(error, code, earlier, spawn, tmp_path):
     if earlier:  # the record of another attempt does not count
         start_record(tmp_path).update(status="interrupted")
-    assert spawn(child, tmp_path) == code
-
-
-def writes_record(run_dir):
-    """Code of a child that comes to writing the record that is there."""
-    return f"import os; os.utime({str(run_dir / 'record.json')!r}); "
-
-
-def test_a_process_that_ended_without_a_message_is_recorded(tmp_path, capsys):
-    start_record(tmp_path)
-    assert spawn(writes_record(tmp_path) + "os.kill(os.getpid(), 9)", tmp_path) == 1
-    state = load_state(tmp_path)
-    assert state.status == "failed"
-    assert "memory" in state.error
-    assert "exit code -9" in capsys.readouterr().err
-
-
-def test_an_earlier_starts_note_is_not_this_ones(tmp_path):
-    start_record(tmp_path)
-    (tmp_path / launch.KILLED_FILE).write_text("rank 0: killed by SIGSEGV")
-    assert spawn(writes_record(tmp_path) + "raise SystemExit(1)", tmp_path) == 1
-    assert "without a message" in load_state(tmp_path).error
-
-
-def test_whom_the_launcher_saw_killed_is_the_cause(tmp_path, capsys):
-    """And its note is gone afterwards."""
-    start_record(tmp_path).update(status="failed", error=f"rank 0 {LOST}: closed")
-    note = tmp_path / launch.KILLED_FILE
-    reason = "rank 1, 3: killed by SIGKILL; most often memory ran out"
-    child = f"open({str(note)!r}, 'w').write({reason!r}); raise SystemExit(1)"
-    assert spawn(writes_record(tmp_path) + child, tmp_path) == 1
-    assert load_state(tmp_path).error == reason
-    assert capsys.readouterr().err == f"failed: {reason}\n"
-    assert not note.exists()
+    assert spawn(error, recorded=False) == code
 
 
 @pytest.mark.parametrize(
-    ("status", "child", "code"),
-    [("ok", 0, 0), ("interrupted", 1, 130), ("failed", 0, 1), ("oom", 1, 1)],
+    ("signals", "said"),
+    [
+        ({3: "SIGKILL", 1: "SIGKILL", 0: "SIGTERM"}, "rank 1, 3: killed by SIGKILL; most often"),
+        ({2: "SIGSEGV", 0: "<N/A>"}, "rank 2: killed by SIGSEGV"),
+        # Failed by itself, and was ended by torchrun.
+        ({0: "<N/A>", 1: "SIGTERM"}, "a process ended without a message"),
+    ],
 )
-def test_exit_code_follows_the_record(status, child, code, tmp_path):
+def test_who_was_killed_is_recorded(signals, said, spawn, tmp_path, capsys):
+    start_record(tmp_path)
+    assert spawn(failed(signals)) == 1
+    state = load_state(tmp_path)
+    assert state.status == "failed"
+    assert state.error.startswith(said)
+    assert capsys.readouterr().err == f"failed: {state.error}\n"
+
+
+def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
+    start_record(tmp_path).update(status="failed", error=f"rank 0 {LOST}: closed")
+    assert spawn(failed({0: "<N/A>"})) == 1
+    assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
+    assert spawn(failed({1: "SIGKILL"})) == 1
+    assert load_state(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
+
+
+def test_a_signal_to_the_launcher_is_recorded(spawn, tmp_path):
+    start_record(tmp_path)
+    assert spawn(TOLD) == 143
+    assert (load_state(tmp_path).status, load_state(tmp_path).error) == ("interrupted", "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "code"),
+    [("ok", None, 0), ("interrupted", failed({}), 130), ("failed", None, 1),
+     ("oom", failed({}), 1)],
+)  # fmt: skip
+def test_exit_code_follows_the_record(status, error, code, spawn, tmp_path):
     start_record(tmp_path).update(status=status)
-    assert spawn(writes_record(tmp_path) + f"raise SystemExit({child})", tmp_path) == code
+    assert spawn(error) == code
     assert load_state(tmp_path).status == status
 
 
-@pytest.mark.parametrize("child", ["pass", "raise SystemExit(7)", "os.kill(os.getpid(), 9)"])
-def test_files_of_offload_do_not_outlive_the_run(child, tmp_path):
+@pytest.mark.parametrize("error", [None, failed({1: "SIGKILL"}), TOLD])
+def test_files_of_offload_do_not_outlive_the_run(error, spawn, tmp_path):
     mine, others = tmp_path / "offload" / "mine", tmp_path / "offload" / "others"
     others.mkdir(parents=True)
-    spawn(f"import os; os.makedirs({str(mine / 'rank0')!r}); {child}", tmp_path, mine)
+    spawn(error, offload_dir=mine, recorded=False)
     assert list(mine.parent.iterdir()) == [others]
-    spawn(child, tmp_path, mine)  # a run that made none
 
 
-def test_signals_are_as_before_afterwards(tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    spawn("pass", tmp_path)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+KILLED_PROCESSES = """
+import os, pathlib, signal, sys
+run_dir, rank = pathlib.Path(sys.argv[2]), os.environ["RANK"]
+os.utime(run_dir / "record.json")
+if rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+def test_torchrun_itself_tells_who_was_killed(tmp_path):
+    """In a process of its own: torchrun keeps the signals' handlers."""
+    start_record(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_PROCESSES)
+    program = (
+        "import sys, pathlib, types; from distributed_training.run import launch\n"
+        "run_dir = pathlib.Path(sys.argv[2])\n"
+        "plan = types.SimpleNamespace(run_dir=run_dir, offload_dir=None, num_processes=2)\n"
+        "raise SystemExit(launch.spawn(plan, sys.argv[1]))"
+    )
+    result = run_command([sys.executable, "-c", program, script, tmp_path], timeout_s=60)
+    assert result.returncode == 1
+    reason = "rank 1: killed by SIGKILL; most often memory ran out"
+    assert load_state(tmp_path).error == reason
+    assert result.stderr.splitlines()[-1] == f"failed: {reason}"
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):
@@ -202,32 +234,3 @@ def test_one_process_is_a_launchers_only_one(monkeypatch):
     assert launch.single_process() == launch.current_process(environment)
     with socket.create_server(("127.0.0.1", int(environment["MASTER_PORT"]))):
         pass  # nobody listens there
-
-
-@pytest.mark.parametrize(
-    ("signals", "said"),
-    [
-        ({3: "SIGKILL", 1: "SIGKILL", 0: "SIGTERM"}, "rank 1, 3: killed by SIGKILL; most often"),
-        ({2: "SIGSEGV", 0: "<N/A>"}, "rank 2: killed by SIGSEGV"),
-        ({0: "<N/A>", 1: "SIGTERM"}, None),  # failed by itself, and was ended by torchrun
-    ],
-)
-def test_torchrun_notes_who_was_killed(signals, said, tmp_path, monkeypatch):
-    failures = {rank: SimpleNamespace(signal_name=lambda name=name: name)
-                for rank, name in signals.items()}  # fmt: skip
-
-    def fail(_):
-        error = ChildFailedError.__new__(ChildFailedError)
-        error.failures = failures
-        raise error
-
-    monkeypatch.setattr(sys, "path", list(sys.path))  # it changes the first
-    torchrun = importlib.import_module("distributed_training.run.torchrun")
-    monkeypatch.setattr(torchrun.run, "main", fail)
-    monkeypatch.setattr(sys, "argv", ["torchrun.py", str(tmp_path / ".killed")])
-    with pytest.raises(ChildFailedError):
-        torchrun.main()
-    if said is None:
-        assert list(tmp_path.iterdir()) == []
-    else:
-        assert (tmp_path / ".killed").read_text().startswith(said)

@@ -17,9 +17,8 @@ from distributed_training.engines.base import StepResult
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run import checkpoint, loop
-from distributed_training.run.journal import History, Journal
-from distributed_training.run.loop import PATIENCE_S, Trainer, learning_rate
-from distributed_training.run.results import generate
+from distributed_training.run.loop import PATIENCE_S, History, Journal, Trainer, learning_rate
+from distributed_training.run.worker import generate
 from distributed_training.settings.config import build_config
 
 
@@ -199,7 +198,7 @@ def test_checkpoints_are_saved_when_they_are_due(every, steps, saved):
 @pytest.mark.usefixtures("_group")
 def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypatch, tmp_path):
     """A kill between the two would lose for good what the record lacks."""
-    monkeypatch.setattr("distributed_training.run.journal.append_metrics", lambda *_: None)
+    monkeypatch.setattr("distributed_training.run.loop.append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=4)
     trainer.journal.record = SimpleNamespace(update=lambda **values: record.update(values))
@@ -314,7 +313,7 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch, tmp_path):
     rows = []
-    monkeypatch.setattr("distributed_training.run.journal.append_metrics",
+    monkeypatch.setattr("distributed_training.run.loop.append_metrics",
                         lambda _, new: rows.extend(new))  # fmt: skip
     journal = Journal(tmp_path, 3, Display(enabled=False), History(step=1), record=True)
     journal.add_step(StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False), epoch=0)

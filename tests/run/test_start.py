@@ -11,7 +11,6 @@ from distributed_training.plan import machine, make
 from distributed_training.plan.make import reserve_run_dir
 from distributed_training.plan.plan import load_plan
 from distributed_training.run import launch, worker
-from distributed_training.run import start as start_module
 from distributed_training.run.launch import Process
 from distributed_training.settings.config import RunConfig, build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
@@ -38,10 +37,10 @@ def start(text, tmp_path, monkeypatch):
             "strategy": "dp", "model": "gpt2-tiny", "output_dir": str(tmp_path / "runs"),
             "dataset": str(text), "num_samples": 4,
         }  # fmt: skip
-        monkeypatch.setattr(start_module, "detect_machine", lambda: machine)
+        monkeypatch.setattr(launch, "detect_machine", lambda: machine)
         monkeypatch.setattr(launch, "current_process", lambda _: process)
         config = build_config({**values, **config})
-        return start_module.start(
+        return launch.start(
             config, num_gpus=num_gpus, dry_run=dry_run, script=SCRIPT, arguments=["--a", "b c"]
         )
 
@@ -106,10 +105,9 @@ def test_several_processes_are_given_the_folder_of_the_plan(start, monkeypatch):
     spawned = []
     monkeypatch.setattr(launch, "spawn", lambda *arguments: spawned.append(arguments) or 7)
     assert start(num_gpus="2") == 7
-    ((command, plan),) = spawned
-    assert plan.num_processes == 2
+    ((plan, script),) = spawned
+    assert (plan.num_processes, script) == (2, str(SCRIPT))
     assert load_plan(plan.run_dir) == plan
-    assert command[command.index(str(SCRIPT)) + 1 :] == ["--run_dir", str(plan.run_dir)]
 
 
 def test_too_little_data_starts_no_process(start, monkeypatch):
@@ -121,7 +119,7 @@ def test_too_little_data_starts_no_process(start, monkeypatch):
 def run_without_planning(run_dir):
     """In a process of its own, where nothing that plans can be called."""
     make.make_plan = make.find_sources = machine.detect_machine = None
-    assert start_module.start_planned(run_dir) == 0
+    assert launch.start_planned(run_dir) == 0
 
 
 def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):

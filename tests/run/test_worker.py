@@ -75,7 +75,7 @@ def test_dividing_is_advised_where_it_would_help(
     text = worker.explain_out_of_memory(plan, last, "tried to allocate")
     assert ("strategy=zero3 or fsdp" in text) == advised
     assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
-    assert f"on rank {last.rank}: tried to allocate\n  1.0 GiB" in text
+    assert f"on rank {last.rank}: tried to allocate\n  1.00 GiB" in text
 
 
 PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
