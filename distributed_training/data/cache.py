@@ -12,78 +12,57 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from filelock import FileLock
 
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.tokenizer import Tokenizer
 
 _VERSION = 1
+_PARTS = ("tokens", "starts")
 logger = logging.getLogger(__name__)
 
 
-def cache_key(corpus: Corpus, tokenizer: Tokenizer, pack: bool) -> str:
-    """Name of the cache folder: a hash of everything that decides the ids in it."""
-    settings = [_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-
-
 def load_split(folder: Path, split: str) -> list[np.ndarray]:
-    """[ids of all texts in a row, mapped from disk; where each text starts, and the end].
-
-    Raises OSError naming the file that is missing or truncated.
-    """
-    arrays = []
-    for file in _files(folder, split):
-        try:
-            arrays.append(np.load(file, mmap_mode="r"))
-        except (OSError, ValueError, EOFError) as error:
-            raise OSError(f"{file}: {error}") from None
-    return arrays
+    """[ids of all texts in a row, mapped from disk; where each text starts, and the end]."""
+    return [np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in _PARTS]
 
 
-def tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, folder: Path) -> None:
-    """Fill `folder` unless it is complete; of several processes one works and the others wait."""
-    from filelock import FileLock
-
+def tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) -> Path:
+    """The folder below `cache_dir` with the ids of `corpus`, named by a hash of all that decides
+    them; of several processes one fills it and the others wait."""
+    settings = [_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
+    folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     wanted = {"train": corpus.train}
     if corpus.validation is not None:
         wanted["validation"] = corpus.validation
     if _is_complete(folder, wanted):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if _is_complete(folder, wanted):
-            return
+            return folder
         megabytes = sum(len(text) for text in corpus.train) / 1e6
         logger.info("Tokenising %s (%.1f MB of text), once ...", corpus.name, megabytes)
-        with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as building:
+        with TemporaryDirectory(dir=cache_dir, ignore_cleanup_errors=True) as building:
             for split, texts in wanted.items():
-                arrays = _concatenate(tokenizer, _units(corpus, texts, pack))
-                for file, array in zip(_files(Path(building), split), arrays, strict=True):
-                    np.save(file, array)
+                if not (pack or corpus.records):  # a sample is a line
+                    texts = [line for text in texts for line in text.splitlines() if line.strip()]
+                for part, array in zip(_PARTS, _concatenate(tokenizer, texts), strict=True):
+                    np.save(Path(building, f"{split}-{part}.npy"), array)
             shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
             os.replace(building, folder)  # so that a cache is never half written
-
-
-def _files(folder: Path, split: str) -> list[Path]:
-    return [folder / f"{split}-{part}.npy" for part in ("tokens", "starts")]
+    return folder
 
 
 def _is_complete(folder: Path, splits: Iterable[str]) -> bool:
     try:
         for split in splits:
             load_split(folder, split)
-    except OSError as error:
+    except (OSError, ValueError, EOFError) as error:
         if folder.is_dir():
-            logger.warning("rebuilding the token cache, which cannot be read: %s", error)
+            logger.warning("rebuilding the token cache %s, which cannot be read: %s", folder, error)
         return False
     return True
-
-
-def _units(corpus: Corpus, texts: list[str], pack: bool) -> list[str]:
-    """Documents when packing; else one text a sample: a record, or a line that is not blank."""
-    if pack or corpus.records:
-        return texts
-    return [line for text in texts for line in text.splitlines() if line.strip()]
 
 
 def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

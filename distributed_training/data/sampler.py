@@ -1,7 +1,4 @@
-"""Which samples each optimizer step sees: a pure function of (seed, step). No torch import.
-
-Every rank computes the whole order by itself and takes its share; nothing is communicated.
-"""
+"""Which samples each optimizer step sees: a pure function of (seed, step). No torch import."""
 
 from __future__ import annotations
 
@@ -18,7 +15,8 @@ from distributed_training.data.samples import EMPTY, Samples, StepBatch
 class Sampler:
     """The order of training samples, the same under every layout with this global batch.
 
-    Its position is the number of optimizer steps done, so saving that number saves the sampler.
+    Every rank computes the whole order and takes its share. To save the number of steps done is to
+    save the sampler.
     """
 
     num_samples: int
@@ -48,10 +46,8 @@ class Sampler:
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
-        return StepBatch(
-            [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]],
-            samples.count_targets(indices),
-        )
+        own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
+        return StepBatch(own, samples.count_targets(indices))
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distributed_training.data.cache import cache_key, load_split, tokenise_once
+from distributed_training.data.cache import load_split, tokenise_once
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
@@ -23,9 +23,8 @@ HELD_OUT = 0.05  # share kept for validation where the source has no split of it
 class Samples:
     """Samples of at most `seq_len` targets each, over one array of token ids.
 
-    Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: `lengths[i]` inputs, and as
-    targets the same shifted by one. Packed blocks overlap by one token, so that every token but
-    the first is a target exactly once.
+    Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
+    shifted by one. Packed blocks overlap by one token: each but the first is a target once.
     """
 
     tokens: np.ndarray  # ids of all texts in a row
@@ -84,11 +83,10 @@ class StepBatch:
 def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
     """Tokenise (or find in `cache_dir`) and cut into samples.
 
-    Reads `pack`, `max_length`, `num_samples` and `eval_samples` of `config`. Raises UserError when
-    there is not enough text for them.
+    Raises UserError when there is not enough text for `max_length` and `num_samples`.
     """
-    seq_len, folder = config.max_length, cache_dir / cache_key(corpus, tokenizer, config.pack)
-    tokenise_once(corpus, tokenizer, config.pack, folder)
+    seq_len = config.max_length
+    folder = tokenise_once(corpus, tokenizer, config.pack, cache_dir)
     train = _cut(folder, "train", config, tokenizer.eos_id)
     if corpus.validation is not None:
         validation = _cut(folder, "validation", config, tokenizer.eos_id)

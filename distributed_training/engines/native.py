@@ -29,10 +29,8 @@ from distributed_training.engines.base import (
     to_device,
 )
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel.checkpointing import apply_checkpointing
-from distributed_training.parallel.compilation import apply_compile
-from distributed_training.parallel.ddp import apply_ddp
-from distributed_training.parallel.fsdp import apply_fsdp
+from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
+from distributed_training.parallel.data import apply_ddp, apply_fsdp
 from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
 from distributed_training.parallel.pipeline import Pipeline, build_stages
 from distributed_training.parallel.private import foreach_mul_
@@ -49,7 +47,7 @@ class NativeEngine(Engine):
     """Composes the mechanisms of parallel/ in one visible order and steps AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
-        config, layout, batch = plan.config, plan.layout, plan.batch
+        config, layout = plan.config, plan.layout
         self.config, self.topology = config, topology
         self.compute_dtype, self.size = model.compute_dtype, model.size
         self.token_parts = topology.tp if config.sequence_parallel else 1
@@ -70,17 +68,7 @@ class NativeEngine(Engine):
         self.pipeline: Pipeline | None = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
-            self.pipeline = Pipeline(
-                stages,
-                layout.ranks,
-                schedule=config.pipeline_schedule,
-                num_microbatches=batch.num_microbatches,
-                batch_shape=(batch.micro_batch_size, config.max_length),
-                token_parts=self.token_parts,
-                group=mesh.get_group("pp"),
-                other=topology.new_pipeline_group(),
-                device=topology.device,
-            )
+            self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         groups = parameter_groups(self.parts, config.weight_decay)
@@ -88,7 +76,7 @@ class NativeEngine(Engine):
         self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=on_gpu, **ADAM)
         # Replayed graphs return gradients in the same memory each time: with accumulation they are
         # added up in tensors of ours instead of being handed over.
-        self.keep_gradients = self.cuda_graphs and batch.num_microbatches > 1
+        self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
         self._prepare_gradients()
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
@@ -235,7 +223,7 @@ class NativeEngine(Engine):
         state = {}
         part: Any
         for part in self.parts.values():
-            tables = part.split().vocabulary_parameters
+            tables = part.vocabulary_parameters()
             # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
             for name, parameter in part.state_dict().items():
                 full = parameter.detach()

@@ -49,21 +49,21 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> se
         "positions": _OnOwnTokens(shift=sequence_parallel),
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
     }
-    split = model.split()
-    for name, role in split.roles.items():
+    roles = model.find_roles()
+    for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
-    parallelize_module(model, mesh, {name: styles[role] for name, role in split.roles.items()})
-    for block in split.blocks if model.dropout and not sequence_parallel else ():
-        attention = getattr(block, split.attention)
+    parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
+    for block in model.blocks.values() if model.dropout and not sequence_parallel else ():
+        attention = getattr(block, model.attention)
         with_masks = partial(_with_own_masks, attention, mesh.get_local_rank())
-        setattr(block, split.attention, with_masks)
+        setattr(block, model.attention, with_masks)
     if model.is_last:
         model.loss = partial(_split_loss, mesh, between)
         model.project = partial(_split_projection, mesh, between)
     return {
         f"{name}.{parameter}"
-        for name, role in split.roles.items()
+        for name, role in roles.items()
         if sequence_parallel and role in ("whole", "positions")
         for parameter, _ in model.get_submodule(name).named_parameters()
     }
