@@ -19,24 +19,19 @@ from distributed_training.plan.topology import Topology
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-# fp16's dynamic loss scale, the same policy in every engine (DeepSpeed's names in comments).
-INITIAL_LOSS_SCALE = 2.0**16  # initial_scale_power 16
-LOSS_SCALE_WINDOW = 1000  # loss_scale_window: steps without overflow before it doubles
-# and it halves at every overflow (hysteresis 1)
+# fp16's dynamic loss scale in every engine; it halves at every overflow.
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step did."""
 
-    loss_sum: torch.Tensor
-    """Sum of this rank's token losses over its micro-batches, fp32 scalar on the device."""
-    num_targets: int
-    """Real targets of the global batch, all ranks."""
-    grad_norm: torch.Tensor | float | None
-    """Global gradient norm before clipping; None where the step was skipped."""
-    skipped: bool
-    """True when fp16 gradients overflowed and no update was made."""
+    loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
+    num_targets: int  # real ones of the global batch, all ranks
+    grad_norm: torch.Tensor | float | None  # before clipping; None where the step was skipped
+    skipped: bool  # because fp16 gradients overflowed
 
 
 class Engine(Protocol):
@@ -79,10 +74,10 @@ class Engine(Protocol):
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Copies of the arrays on `device`, without waiting where it is a GPU."""
-    tensors = map(torch.from_numpy, arrays)
-    if device.type == "cuda":
-        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-    return tuple(tensors)
+    tensors = tuple(map(torch.from_numpy, arrays))
+    if device.type == "cpu":
+        return tensors
+    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
 
 
 @contextlib.contextmanager

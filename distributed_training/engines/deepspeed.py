@@ -59,8 +59,7 @@ class DeepSpeedEngine(Engine):
         if config.compile:
             apply_compile(model)
         if strategy.zero_stage == 3:
-            # Fetch a block's parameters at once: fewer, larger all-gathers, and no hooks inside
-            # the block, so that it can be compiled.
+            # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module, config.weight_decay)
@@ -74,9 +73,8 @@ class DeepSpeedEngine(Engine):
         )
         self.model = self.engine.module
         if topology.device_type == "cpu":
-            # DeepSpeed never removes the buffer through which processes without a GPU reduce: each
-            # run would leave 66 MiB a process in memory. Once every rank has mapped all, nobody
-            # opens one by name, and what is unlinked is freed at the end however the run ends.
+            # Else DeepSpeed would leave the buffer through which CPU processes reduce in memory, 66
+            # MiB a process. Once every rank has mapped all, nobody opens one by name.
             dist.barrier()
             shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
         if strategy.zero_stage == 3:
@@ -160,11 +158,8 @@ def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
 
 
 class PipelinedDecoder(CutWhereTold, PipelineModule):
-    """This process's stage of a model, cut where the layout says.
-
-    DeepSpeed sees the model as one list of layers: what precedes the blocks, blocks, last norm, and
-    the output layer's rows, for which `head` uses them.
-    """
+    """This process's stage of a model, which DeepSpeed sees as one list of layers: what precedes
+    the blocks, blocks, last norm, and the output layer's rows, which `head` uses."""
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
         """Takes modules over from `model`, which is of no use afterwards. Collective."""
@@ -193,10 +188,8 @@ class PipelinedDecoder(CutWhereTold, PipelineModule):
         self.names = {p: name for name, p in model.named_parameters() if p in own}
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """`scale` times the summed loss, or logits [B, T, V], as a Decoder makes them.
-
-        DeepSpeed's loss function has the targets, and need not hand logits over as a layer does.
-        """
+        """`scale` times the summed loss, or logits [B, T, V]; DeepSpeed's loss function, which has
+        the targets."""
         weight = self.rows[0].weight
         if targets is None:
             return self.project(x, weight, self.vocab_size)

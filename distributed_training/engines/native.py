@@ -32,9 +32,8 @@ from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
 from distributed_training.parallel.data import apply_ddp, apply_fsdp
 from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
-from distributed_training.parallel.pipeline import Pipeline, build_stages
+from distributed_training.parallel.pipeline import Pipeline, RoundedWeights, build_stages
 from distributed_training.parallel.private import foreach_mul_
-from distributed_training.parallel.rounding import RoundedWeights
 from distributed_training.parallel.tensor import apply_tp
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -55,8 +54,8 @@ class NativeEngine(Engine):
         self.copies_only = topology.dp_size == topology.world_size == topology.dp_replicate
         mesh = None if self.copies_only else topology.build_mesh()
 
-        # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
         on_gpu = topology.device_type == "cuda"
+        # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
         self.cuda_graphs = bool(config.compile) and on_gpu and topology.world_size == 1
         stages = build_stages(model, layout.stages, layout.ranks, topology.pp_rank)
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
@@ -74,8 +73,7 @@ class NativeEngine(Engine):
         groups = parameter_groups(self.parts, config.weight_decay)
         rate = float(config.learning_rate)
         self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=on_gpu, **ADAM)
-        # Replayed graphs return gradients in the same memory each time: with accumulation they are
-        # added up in tensors of ours instead of being handed over.
+        # Replayed graphs return gradients in the same memory each time: we add them up elsewhere.
         self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
         self._prepare_gradients()
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
@@ -134,9 +132,8 @@ class NativeEngine(Engine):
         return loss_sum
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """DDP averages once a step. FSDP reduce-scatters every micro-batch, so that gradients
-        stay sharded between them, and adds up the shards of copies once a step.
-        """
+        """DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the shards
+        of copies once a step."""
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(last)
         elif isinstance(self.module, DistributedDataParallel) and not last:
@@ -173,7 +170,7 @@ class NativeEngine(Engine):
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1]
-        # Attention is causal: what is appended to fill the split changes nothing before it.
+        # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
         with evaluating(self.parts):
             logits = self._forward(ids)
@@ -199,13 +196,8 @@ class NativeEngine(Engine):
         self.optimizer.zero_grad()
         state = self._state()
         dcp.load(state, checkpoint_id=folder / "dcp")
-        set_state_dict(
-            self.parts,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_BY_NAME,
-        )
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.parts, self.optimizer, **states, options=_BY_NAME)
         self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
         self._prepare_gradients()
 
@@ -225,8 +217,7 @@ class NativeEngine(Engine):
         for part in self.parts.values():
             tables = part.vocabulary_parameters()
             # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
-            for name, parameter in part.state_dict().items():
-                full = parameter.detach()
+            for name, full in part.state_dict().items():
                 full = full.full_tensor() if isinstance(full, DTensor) else full
                 if name in tables:  # tp may have appended rows
                     full = full[: self.size.padded_vocab_size]

@@ -36,15 +36,11 @@ FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.i
 class ModelSpec:
     """One model that can be trained."""
 
-    label: str
-    """A short name, for folders and titles."""
-    family: str
-    """A folder of this package, or the path of one outside."""
+    label: str  # a short name, for folders and titles
+    family: str  # a folder of this package, or the path of one outside
     size: ModelSize
-    hub_id: str | None = None
-    """Where published weights are on the Hugging Face Hub."""
-    weights_dir: Path | None = None
-    """The Hugging Face folder, where CONFIG gives one."""
+    hub_id: str | None = None  # of published weights on the Hugging Face Hub
+    weights_dir: Path | None = None  # the Hugging Face folder, where CONFIG gives one
 
     def named_sizes(self) -> dict[str, ModelSize]:
         """The family's sizes by what CONFIG would say."""

@@ -42,18 +42,16 @@ class Decoder(nn.Module):
     before anything sees them.
     """
 
+    # What the first stage holds besides blocks.
     first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
-    """What the first stage holds besides blocks."""
+    # Patterns of module names, "blocks.*.mlp" -> role, besides those of the modules below.
     roles: ClassVar[dict[str, Role]]
-    """Patterns of module names, "blocks.*.mlp" -> role, besides those of the modules below."""
+    # The blocks' method whose dropout masks belong to heads, which tp splits.
     attention: ClassVar[str] = "attention"
-    """The blocks' method whose dropout masks belong to heads, which tp splits."""
-
     token_embedding: nn.Embedding
     blocks: nn.ModuleDict
     norm_out: nn.Module
-    output_rows: nn.Embedding
-    """A table like the embedding, [P, D], where the size is not tied to that."""
+    output_rows: nn.Embedding  # a table like the embedding, [P, D], where the size is not tied
 
     def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -100,10 +98,8 @@ class Decoder(nn.Module):
         return ("norm_out",) if self.size.tied else ("norm_out", "output_rows")
 
     def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> Decoder:
-        """A run of blocks, with what belongs to the ends, under the names of the whole model.
-
-        Takes modules over; a last stage that is not the first gets a copy of a tied embedding.
-        """
+        """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
+        modules over; a last stage that is not the first gets a copy of a tied embedding."""
         part = type(self).__new__(type(self))
         nn.Module.__init__(part)
         for name, value in vars(self).items():  # settings; modules have names of their own below

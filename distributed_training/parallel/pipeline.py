@@ -1,8 +1,7 @@
 """Pipeline parallelism: the blocks dealt out to stages, micro-batches passed along them.
 
-The schedules are torch.distributed.pipelining's. Activations travel forward and their gradients
-backward between neighbouring stages, [B, T, D] each way and micro-batch (under tensor parallelism
-with sequence parallelism each process sends its own [B, T / R, D]).
+Activations travel forward and their gradients backward between neighbouring stages, [B, T, D] each
+way and micro-batch (with sequence parallelism each process sends its own [B, T / R, D]).
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.private import TwoWayStage
+from distributed_training.parallel.private import TwoWayStage, foreach_copy_
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
@@ -124,7 +124,7 @@ class Pipeline:
         return logits
 
     def add_tied_gradients(self) -> None:
-        """First and last stage take the sum of both gradients of the tied embedding's weights."""
+        """First and last stage take the sum of both gradients of the tied embedding."""
         ends = [part for part in (self.first, self.last) if part is not None and self.size.tied]
         gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
         if len(ends) == 2:
@@ -161,3 +161,41 @@ def _exchange(
         operations.append(dist.P2POp(dist.irecv, received, peer, group))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
+
+
+class RoundedWeights:
+    """A module's parameters rounded to a narrower dtype once a step, as FSDP does where it is used.
+
+    Inside `with` the module has the rounded copies, 2 bytes a parameter that stay allocated;
+    autograd adds their gradients up in fp32, and at the end they are the fp32 parameters' own.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, _ in owner.named_parameters(recurse=False)
+        ]
+        self.parameters = [getattr(owner, name) for owner, name in self.places]
+        self.copies = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
+        for copy in self.copies:
+            copy.grad_dtype = torch.float32  # what accumulates into .grad
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        foreach_copy_(
+            [local_part(copy) for copy in self.copies],
+            [local_part(parameter) for parameter in self.parameters],
+        )
+        for copy, parameter in zip(self.copies, self.parameters, strict=True):
+            copy.grad, parameter.grad = parameter.grad, None
+        self._put(self.copies)
+
+    def __exit__(self, *_error: object) -> None:
+        self._put(self.parameters)
+        for copy, parameter in zip(self.copies, self.parameters, strict=True):
+            copy.grad, parameter.grad = None, copy.grad
+
+    def _put(self, parameters: list[nn.Parameter]) -> None:
+        for (owner, name), parameter in zip(self.places, parameters, strict=True):
+            setattr(owner, name, parameter)

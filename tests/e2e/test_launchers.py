@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
 from tests.conftest import ROOT, SMALL, assert_ok, only_record, run_command
 from tests.e2e.support import launcher_command, metrics
 from tests.e2e.test_clean_exit import assert_clean_end

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from distributed_training.models import find_model
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.layouts import stage_parameters
 from distributed_training.plan.plan import make_plan
 from distributed_training.settings.config import build_config
