@@ -19,9 +19,6 @@ from distributed_training.plan.topology import Topology
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-# fp16's dynamic loss scale in every engine; it halves at every overflow.
-INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +67,7 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
+        vars(self).clear()
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:

@@ -26,29 +26,15 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
 from distributed_training.data.samples import StepBatch
-from distributed_training.engines.base import (
-    ADAM,
-    Engine,
-    StepResult,
-    collect_stages,
-    evaluating,
-    to_device,
-)
+from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
+from distributed_training.parallel import private
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
-from distributed_training.parallel.private import (
-    CutWhereTold,
-    forget_pipeline_grid,
-    full_shape,
-    is_pipeline_copy,
-    restore_cpu_adam_powers,
-    shared_reduce_buffer,
-)
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(base.Engine):
     """The same model, AdamW and loss as the native engine, with state where the JSON puts it."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
@@ -63,7 +49,7 @@ class DeepSpeedEngine(Engine):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module, config.weight_decay)
-        settings = {"lr": float(config.learning_rate), **ADAM}
+        settings = {"lr": float(config.learning_rate), **base.ADAM}
         if strategy.steps_on_host:
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
@@ -76,7 +62,7 @@ class DeepSpeedEngine(Engine):
             # Else DeepSpeed would leave the buffer through which CPU processes reduce in memory, 66
             # MiB a process. Once every rank has mapped all, nobody opens one by name.
             dist.barrier()
-            shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
+            private.shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
         if strategy.zero_stage == 3:
             # The output layer's weight is used outside of the module that holds it.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
@@ -85,32 +71,32 @@ class DeepSpeedEngine(Engine):
         """What DeepSpeed is given to train."""
         return model
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch) -> base.StepResult:
         # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         skipped_before = self.engine.skipped_steps
         loss_sum = self._run(batch, scale)
         skipped = self.engine.skipped_steps > skipped_before
         norm = None if skipped else self.engine.get_global_grad_norm()
-        return StepResult(loss_sum, batch.num_targets, norm, skipped)
+        return base.StepResult(loss_sum, batch.num_targets, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """All micro-batches and the update, for `scale` times the loss; this rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:
-            loss = self.engine(*to_device(self.topology.device, *arrays))
+            loss = self.engine(*base.to_device(self.topology.device, *arrays))
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += loss.detach()
         return loss_sum
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        with evaluating(self.engine):
-            return self.engine(*to_device(self.topology.device, inputs, targets))
+        with base.evaluating(self.engine):
+            return self.engine(*base.to_device(self.topology.device, inputs, targets))
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        with evaluating(self.engine):
+        with base.evaluating(self.engine):
             return self.engine(input_ids.to(self.topology.device))
 
     def describe_dtypes(self) -> dict[str, str]:
@@ -130,7 +116,9 @@ class DeepSpeedEngine(Engine):
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder / "deepspeed"))
         if self.plan.strategy.steps_on_host:
-            restore_cpu_adam_powers(self.optimizer.optimizer, ADAM["betas"], ADAM["eps"])
+            private.restore_cpu_adam_powers(
+                self.optimizer.optimizer, base.ADAM["betas"], base.ADAM["eps"]
+            )
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
@@ -138,8 +126,8 @@ class DeepSpeedEngine(Engine):
             master = safe_get_full_fp32_param(parameter)  # collective along dp
             if self.topology.dp_rank == 0:
                 full = parameter.detach() if master is None else master
-                state[name] = full.float().cpu().clone().view(full_shape(parameter))
-        return collect_stages(state, self.topology)
+                state[name] = full.float().cpu().clone().view(private.full_shape(parameter))
+        return base.collect_stages(state, self.topology)
 
     def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """What this process's stage gives to the whole model."""
@@ -147,7 +135,7 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self.engine.destroy()
-        del self.engine, self.optimizer, self.model
+        super().close()
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
@@ -157,7 +145,7 @@ def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
     return spec
 
 
-class PipelinedDecoder(CutWhereTold, PipelineModule):
+class PipelinedDecoder(private.CutWhereTold, PipelineModule):
     """This process's stage of a model, which DeepSpeed sees as one list of layers: what precedes
     the blocks, blocks, last norm, and the output layer's rows, which `head` uses."""
 
@@ -209,7 +197,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         device = self.topology.device
-        micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
+        micro_batches = [base.to_device(device, *arrays) for arrays in batch.micro_batches]
         self._expect(micro_batches[0][0].shape)
         self.model.scale = scale
         self.engine.train_batch(iter(micro_batches))
@@ -218,7 +206,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         device = self.topology.device
-        loss = self._evaluate(*to_device(device, inputs, targets))
+        loss = self._evaluate(*base.to_device(device, inputs, targets))
         return torch.zeros((), device=device) if loss is None else loss
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -239,7 +227,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._expect(ids.shape)
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed adds to it whatever the last batch returned
-        with evaluating(self.model):
+        with base.evaluating(self.model):
             outputs = self.engine.eval_batch(
                 iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
             )
@@ -254,8 +242,12 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         # But the last stage's copy of the embedding.
         named = self.model.names.items()
-        return [(name, parameter) for parameter, name in named if not is_pipeline_copy(parameter)]
+        return [
+            (name, parameter)
+            for parameter, name in named
+            if not private.is_pipeline_copy(parameter)
+        ]
 
     def close(self) -> None:
         super().close()
-        forget_pipeline_grid()
+        private.forget_pipeline_grid()

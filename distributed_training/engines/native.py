@@ -18,16 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.data.samples import StepBatch
-from distributed_training.engines.base import (
-    ADAM,
-    INITIAL_LOSS_SCALE,
-    LOSS_SCALE_WINDOW,
-    Engine,
-    StepResult,
-    collect_stages,
-    evaluating,
-    to_device,
-)
+from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
 from distributed_training.parallel.data import apply_ddp, apply_fsdp
@@ -38,11 +29,14 @@ from distributed_training.parallel.tensor import apply_tp
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
+# fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 # Keys by parameter name, so that processes with different parameters can write one checkpoint.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class NativeEngine(Engine):
+class NativeEngine(base.Engine):
     """Composes the mechanisms of parallel/ in one visible order and steps AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
@@ -71,8 +65,8 @@ class NativeEngine(Engine):
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         groups = parameter_groups(self.parts, config.weight_decay)
-        rate = float(config.learning_rate)
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=on_gpu, **ADAM)
+        settings = {"lr": float(config.learning_rate), **base.ADAM}
+        self.optimizer = torch.optim.AdamW(groups, fused=on_gpu, **settings)
         # Replayed graphs return gradients in the same memory each time: we add them up elsewhere.
         self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
         self._prepare_gradients()
@@ -98,7 +92,7 @@ class NativeEngine(Engine):
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
         scale = self.loss_scale * self.topology.dp_size / batch.num_targets
         self.parts.train()
@@ -106,7 +100,7 @@ class NativeEngine(Engine):
             loss_sum = self._accumulate(batch, scale)
         else:
             arrays = map(np.concatenate, zip(*batch.micro_batches, strict=True))
-            inputs, targets = to_device(self.topology.device, *arrays)
+            inputs, targets = base.to_device(self.topology.device, *arrays)
             with self.rounded:
                 loss_sum = self.pipeline.forward_backward(inputs, targets, scale)
         match_layouts(self.parameters)
@@ -117,7 +111,7 @@ class NativeEngine(Engine):
         grad_norm, skipped = self._update()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return StepResult(own_sum, batch.num_targets, grad_norm, skipped)
+        return base.StepResult(own_sum, batch.num_targets, grad_norm, skipped)
 
     def _accumulate(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
@@ -125,20 +119,17 @@ class NativeEngine(Engine):
         for index, arrays in enumerate(batch.micro_batches, start=1):
             if self.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with self._gradient_sync(index == len(batch.micro_batches)):
-                loss = self.module(*to_device(self.topology.device, *arrays))
-                (loss * scale).backward()
+            last = index == len(batch.micro_batches)
+            # DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the
+            # shards of copies once a step.
+            if isinstance(self.module, FSDPModule):
+                self.module.set_requires_all_reduce(last)
+            elif isinstance(self.module, DistributedDataParallel):
+                self.module.require_backward_grad_sync = last
+            loss = self.module(*base.to_device(self.topology.device, *arrays))
+            (loss * scale).backward()
             loss_sum += loss.detach()
         return loss_sum
-
-    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the shards
-        of copies once a step."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_all_reduce(last)
-        elif isinstance(self.module, DistributedDataParallel) and not last:
-            return self.module.no_sync()
-        return contextlib.nullcontext()
 
     def _update(self) -> tuple[torch.Tensor | None, bool]:
         """Unscale, clip, step; skip the step when fp16 gradients overflowed on any rank."""
@@ -162,8 +153,8 @@ class NativeEngine(Engine):
         return (None if skipped else norm), skipped
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        with evaluating(self.parts):
-            loss = self._forward(*to_device(self.topology.device, inputs, targets))
+        with base.evaluating(self.parts):
+            loss = self._forward(*base.to_device(self.topology.device, inputs, targets))
         if loss is None or self.topology.tp_rank > 0:
             return torch.zeros((), device=self.topology.device)
         return loss.sum()
@@ -172,7 +163,7 @@ class NativeEngine(Engine):
         length = input_ids.shape[1]
         # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
-        with evaluating(self.parts):
+        with base.evaluating(self.parts):
             logits = self._forward(ids)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
@@ -223,8 +214,4 @@ class NativeEngine(Engine):
                     full = full[: self.size.padded_vocab_size]
                 if self.topology.tp_rank == self.topology.dp_rank == 0:
                     state[name] = full.cpu().clone()
-        return collect_stages(state, self.topology)
-
-    def close(self) -> None:
-        del self.module, self.parts, self.parameters, self.terms, self.optimizer
-        del self.pipeline, self.rounded
+        return base.collect_stages(state, self.topology)

@@ -17,13 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
@@ -38,18 +32,18 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> se
     still to be summed over `mesh` (gradients.sum_gradients).
     """
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    styles: dict[Role, ParallelStyle] = {
-        "column": ColwiseParallel(input_layouts=between),
-        "row": RowwiseParallel(output_layouts=between),
+    styles: dict[Role, parallel.ParallelStyle] = {
+        "column": parallel.ColwiseParallel(input_layouts=between),
+        "row": parallel.RowwiseParallel(output_layouts=between),
         "whole": _OnOwnTokens(),
         "positions": _OnOwnTokens(shift=sequence_parallel),
-        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "vocabulary": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
     }
     roles = model.find_roles()
     for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
-    parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
+    parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
     for block in model.blocks.values() if model.dropout and not sequence_parallel else ():
         attention = getattr(block, model.attention)
         with_masks = partial(_with_own_masks, attention, mesh.get_local_rank())
@@ -66,7 +60,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> se
 
 
 @dataclass
-class _OnOwnTokens(ParallelStyle):
+class _OnOwnTokens(parallel.ParallelStyle):
     """All processes hold the parameters, and each uses them on the tokens that it has. Were DTensor
     not told that these are all, it would sum gradients one by one, each micro-batch, in bf16."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,10 +89,8 @@ _SHAPE = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes; with a Hugging Face folder, the one that its config.json describes.
-
-    Raises UserError where our GPT-2 does not compute what that config.json describes.
-    """
+    """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
+    UserError where our GPT-2 does not compute what it describes."""
     if folder is None:
         return SIZES
     fix = "give a GPT-2 of the published form, or set weights to random"
@@ -105,10 +104,15 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """The model on the CPU in fp32, with random weights that depend on `seed` alone."""
-    from distributed_training.models.gpt2.model import build_model
+    """The model on the CPU in fp32, initialised as in the published code from `seed` alone."""
+    from distributed_training.models.decoder import build_decoder
+    from distributed_training.models.gpt2.model import GPT2
 
-    return build_model(size, dropout=dropout, seed=seed)
+    def std(name: str) -> float:
+        residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+        return 0.02 / math.sqrt(2 * size.num_layers) if residual else 0.02
+
+    return build_decoder(lambda: GPT2(size, dropout=dropout), seed, std)
 
 
 def load(model: Decoder, folder: Path) -> None:
