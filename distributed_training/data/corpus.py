@@ -44,10 +44,8 @@ class Corpus:
 
 
 def read_corpus(dataset: str) -> Corpus:
-    """Read a resolved `dataset`: "embedded", "wikitext-2" or a path.
-
-    Raises UserError for a path that is missing, empty, not UTF-8 or of an unsupported kind.
-    """
+    """Read a resolved `dataset`: "embedded", "wikitext-2" or a path. Raises UserError for a path
+    that is missing, empty, not UTF-8 or of an unsupported kind."""
     if dataset == EMBEDDED:
         return Corpus(name=EMBEDDED, train=read_embedded(), validation=None, records=False)
     if dataset == WIKITEXT:

@@ -89,10 +89,7 @@ class StepBatch:
 
 
 def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
-    """Tokenise (or find in `cache_dir`) and cut into samples.
-
-    Raises UserError when there is not enough text for `max_length` and `num_samples`.
-    """
+    """Tokenise (or find in `cache_dir`) and cut into samples; UserError where text is too short."""
     seq_len = config.max_length
     folder = _tokenise_once(corpus, tokenizer, config.pack, cache_dir)
     train = _cut(folder, "train", config, tokenizer.eos_id)

@@ -24,10 +24,9 @@ SETTINGS = "tokenizer_config.json"  # for transformers; the same for every GPT-2
 
 
 class Tokenizer:
-    """Text to token ids and back, from a folder with vocab.json and merges.txt."""
+    """Text to token ids and back, from a folder with vocab.json and merges.txt, or UserError."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError when the folder has no such tokenizer."""
         from tokenizers import ByteLevelBPETokenizer
 
         self.folder = folder

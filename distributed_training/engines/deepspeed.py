@@ -68,7 +68,6 @@ class DeepSpeedEngine(base.Engine):
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 
     def _build_module(self, model: Decoder) -> nn.Module:
-        """What DeepSpeed is given to train."""
         return model
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
@@ -116,9 +115,7 @@ class DeepSpeedEngine(base.Engine):
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder / "deepspeed"))
         if self.plan.strategy.steps_on_host:
-            private.restore_cpu_adam_powers(
-                self.optimizer.optimizer, base.ADAM["betas"], base.ADAM["eps"]
-            )
+            private.restore_cpu_adam_powers(self.optimizer.optimizer, **base.ADAM)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
@@ -242,11 +239,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         # But the last stage's copy of the embedding.
         named = self.model.names.items()
-        return [
-            (name, parameter)
-            for parameter, name in named
-            if not private.is_pipeline_copy(parameter)
-        ]
+        return [(name, each) for each, name in named if not private.is_pipeline_copy(each)]
 
     def close(self) -> None:
         super().close()

@@ -137,7 +137,7 @@ class NativeEngine(base.Engine):
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             foreach_mul_(gradients, 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
-        norm = global_norm(self.parameters, self.topology, counted_elsewhere=twice)
+        norm = global_norm(self.parameters, self.topology, twice)
         fp16 = self.compute_dtype is torch.float16
         skipped = fp16 and not bool(norm.isfinite())
         if not skipped:

@@ -9,7 +9,7 @@ import fnmatch
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn as nn
@@ -55,8 +55,7 @@ class Decoder(nn.Module):
 
     def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.size = size
-        self.dropout = dropout
+        self.size, self.dropout = size, dropout
         self.is_first = self.is_last = True
         self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
         # What follows the last norm, to be compiled or replaced.
@@ -118,15 +117,12 @@ class Decoder(nn.Module):
 
     def find_roles(self) -> dict[str, Role]:
         """What tensor parallelism makes of this model's, or stage's, modules, by their names."""
-        ends: dict[str, Role] = {
-            "token_embedding": "vocabulary",
-            "output_rows": "vocabulary",
-            "norm_out": "whole",
-        }
+        ends = {"token_embedding": "vocabulary", "output_rows": "vocabulary", "norm_out": "whole"}
+        patterns: dict[str, Any] = {**ends, **self.roles}
         return {
             name: role
             for name, _ in self.named_modules()
-            for pattern, role in {**ends, **self.roles}.items()
+            for pattern, role in patterns.items()
             if fnmatch.fnmatchcase(name, pattern)
         }
 

@@ -24,20 +24,16 @@ def apply_ddp(model: nn.Module, topology: Topology) -> nn.Module:
 
 
 def apply_fsdp(
-    model: Decoder,
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype | None,
-    *,
-    keep_gathered: bool = False,
+    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool = False
 ) -> None:
     """Shard each block, then the rest, in place, over one axis, or two: copies of shards (HSDP).
 
-    Forward all-gathers a block's parameters (in `compute_dtype`; None: fp32) and drops them after
+    Forward all-gathers a block's parameters (in `dtype`; None: fp32) and drops them after
     use; backward gathers them again and reduce-scatters gradients in fp32 (and all-reduces the
     shards between copies). The root holds the tied embedding, needed first and last, so it stays
     gathered; with `keep_gathered` so does every block, for pipeline stages, which run many times.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
