@@ -33,10 +33,8 @@ class Sampler:
         return math.ceil(self.num_samples / self.global_batch_size)
 
     def step_indices(self, step: int) -> np.ndarray:
-        """Samples of optimizer step `step`, EMPTY where an epoch's last step has none left.
-
-        int64 [num_microbatches, num_replicas, micro_batch_size], the same on every rank.
-        """
+        """Samples of a step, EMPTY where an epoch's last step has none left: int64
+        [num_microbatches, num_replicas, micro_batch_size], the same on every rank."""
         epoch, position = divmod(step, self.steps_per_epoch)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         first = position * self.global_batch_size
@@ -55,10 +53,8 @@ class Sampler:
         return (position + 1) * self.global_batch_size <= self.num_samples
 
     def eval_indices(self, num_samples: int) -> Iterator[np.ndarray]:
-        """This replica's micro-batches over `num_samples` samples, each once and in order.
-
-        int64 [micro_batch_size], padded with EMPTY so that every replica gets as many.
-        """
+        """This replica's micro-batches over `num_samples` samples, each once and in order: int64
+        [micro_batch_size], padded with EMPTY so that every replica gets as many."""
         per_call = self.micro_batch_size * self.num_replicas
         for first in range(0, num_samples, per_call):
             chosen = _fill(np.arange(first, min(first + per_call, num_samples)), per_call)

@@ -37,10 +37,8 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Forward, backward and one update over *all* micro-batches of the step.
-
-        The gradient is that of (sum of token losses of the global batch) / `num_targets`.
-        """
+        """Forward, backward and one update over *all* micro-batches of the step. The gradient is
+        that of (sum of token losses of the global batch) / `num_targets`."""
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""

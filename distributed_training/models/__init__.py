@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
-FUNCTIONS = ("sizes", "build", "load", "save")
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -132,7 +131,7 @@ def _load(family: str) -> Any:
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        for function in FUNCTIONS:
+        for function in ("sizes", "build", "load", "save"):
             getattr(module, function)
     except Exception as error:  # whatever a user's code raises
         what = f"the model family {family} cannot be imported"

@@ -16,11 +16,8 @@ _KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS
 
 
 def apply_checkpointing(model: Decoder, mode: str) -> None:
-    """Make every block recompute in backward, in place.
-
-    "full" keeps only a block's input, [batch, seq_len, hidden]; "selective" also keeps what is
-    in `_KEPT`; "none" changes nothing. Dropout masks are reproduced from the saved RNG state.
-    """
+    """Make every block recompute in backward, in place: "full" keeps only a block's input,
+    [batch, seq_len, hidden], "selective" also what is in `_KEPT`. Dropout masks are reproduced."""
     if mode == "none":
         return
     options: dict[str, Any] = {}
@@ -31,10 +28,8 @@ def apply_checkpointing(model: Decoder, mode: str) -> None:
 
 
 def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
-    """Compile every block's forward and the loss, in place.
-
-    All blocks share one graph, so compiling takes seconds at any depth. FSDP's and ZeRO-3's hooks
-    run around the graphs; embedding and last norm, which such hooks serve too, stay eager.
+    """Compile every block's forward and the loss, in place. All blocks share one graph; FSDP's and
+    ZeRO-3's hooks run around it, so embedding and last norm, which they serve too, stay eager.
 
     With `cuda_graphs` one call launches a block's kernels. It needs parameters that stay where they
     are, gradients that nobody holds on to, and cudagraph_mark_step_begin before each step.

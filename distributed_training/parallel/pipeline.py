@@ -86,10 +86,8 @@ class Pipeline:
     def forward_backward(
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """All micro-batches, [m B, T] each; gradients of `scale` times the loss are left behind.
-
-        Returns the summed loss where the last stage is, zero elsewhere.
-        """
+        """All micro-batches, [m B, T] each, for gradients of `scale` times the loss. Returns the
+        summed loss where the last stage is, zero elsewhere."""
         self._scale = scale
         arguments = () if self.first is None else (inputs,)
         if self.last is None:

@@ -22,10 +22,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal attention, then a 4x MLP.
-
-    The rows of `qkv` are ordered (head, q/k/v, K), so that a split over heads is a split of rows.
-    """
+    """Pre-norm transformer block: causal attention, then a 4x MLP. The rows of `qkv` are ordered
+    (head, q/k/v, K), so that a split over heads is a split of rows."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
