@@ -13,11 +13,11 @@ WIKITEXT_ID = "Salesforce/wikitext"
 WIKITEXT_FILES = {
     split: f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet" for split in ("train", "validation")
 }
+WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
-WEIGHT_FILES = ("config.json", "model.safetensors")
-WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
+WEIGHT_FILES = ("config.json", "model.safetensors")
 
 
 def weight_command(hub_id: str) -> str:

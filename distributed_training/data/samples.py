@@ -129,9 +129,8 @@ def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: 
     them; of several processes one fills it and the others wait."""
     settings = [_CACHE_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-    wanted = {"train": corpus.train}
-    if corpus.validation is not None:
-        wanted["validation"] = corpus.validation
+    splits = {"train": corpus.train, "validation": corpus.validation}
+    wanted = {split: texts for split, texts in splits.items() if texts is not None}
     if _is_complete(folder, wanted):
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)

@@ -69,10 +69,10 @@ class ModelSpec:
                 "give an earlier run's hf/ folder",
             )
             raise UserError(what, why, fix)
-        theirs = asdict(_size_in(self.family, folder))
+        (found,) = _load(self.family).sizes(folder).values()
         for field, ours in asdict(self.size).items():
-            if theirs[field] != ours:
-                what = f"weights {folder}: {field}={theirs[field]} but the model has {ours}"
+            if (theirs := getattr(found, field)) != ours:
+                what = f"weights {folder}: {field}={theirs} but the model has {ours}"
                 raise UserError(what, fix="set model to the size of these weights")
         try:
             with safe_open(file, "np"):
@@ -111,13 +111,8 @@ def _hugging_face(name: str, folder: Path) -> ModelSpec:
     if family not in FAMILIES:
         what = f"model={shown(name)} has model_type {shown(family)}"
         raise UserError(what, f"this suite trains {', '.join(FAMILIES)}")
-    size, label = _size_in(family, folder), folder.resolve().name
-    return ModelSpec(label=label, family=family, size=size, weights_dir=folder)
-
-
-def _size_in(family: str, folder: Path) -> ModelSize:
     (size,) = _load(family).sizes(folder).values()
-    return size
+    return ModelSpec(label=folder.resolve().name, family=family, size=size, weights_dir=folder)
 
 
 @functools.cache
