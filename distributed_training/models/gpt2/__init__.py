@@ -94,7 +94,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if folder is None:
         return SIZES
     fix = "give a GPT-2 of the published form, or set weights to random"
-    config = parse_as(_Config, load_json(folder / "config.json", "model"), str(folder), fix)
+    file = folder / "config.json"
+    config = parse_as(_Config, load_json(file, "model"), str(file), fix)
     heads, width = config.num_heads, config.hidden_size
     if width % heads:
         raise UserError(f"{folder}: n_head={heads} does not divide n_embd={width}", fix=fix)
