@@ -44,10 +44,8 @@ class Corpus:
 
 
 def read_corpus(dataset: str) -> Corpus:
-    """Read a resolved `dataset`: "embedded", "wikitext-2" or a path.
-
-    Raises UserError for a path that is missing, empty, not UTF-8 or of an unsupported kind.
-    """
+    """Read a resolved `dataset`: "embedded", "wikitext-2" or a path. Raises UserError for a path
+    that is missing, empty, not UTF-8 or of an unsupported kind."""
     if dataset == EMBEDDED:
         return Corpus(name=EMBEDDED, train=read_embedded(), validation=None, records=False)
     if dataset == WIKITEXT:
@@ -69,10 +67,10 @@ def read_corpus(dataset: str) -> Corpus:
     if kinds not in (".txt", ".jsonl"):
         why = f"found {kinds or 'no .txt or .jsonl file'}"
         raise UserError(f"{what} cannot be read", why, "give .txt files or .jsonl files, not both")
-    read = _read_records if kinds == ".jsonl" else _read_text
+    read = _read_records if kinds == ".jsonl" else lambda file: [_read_text(file)]
     texts = [text for file in files for text in read(file) if text.strip()]
     if not texts:
-        raise UserError(f"{what} contains no text", fix="give a file with some")
+        raise UserError(f"{what} contains no text")
     return Corpus(name=str(path), train=texts, validation=None, records=kinds == ".jsonl")
 
 
@@ -107,10 +105,9 @@ def split_articles(rows: Iterable[str]) -> list[str]:
     return [text for text in articles if text.strip()]
 
 
-def _read_text(path: Path) -> list[str]:
-    """A file's one text."""
+def _read_text(path: Path) -> str:
     try:
-        return [path.read_bytes().decode("utf-8")]
+        return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         why = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         fix = f"convert it: iconv -t UTF-8 {path}"
@@ -123,7 +120,7 @@ def _read_records(path: Path) -> list[str]:
     """The "text" of each line of a .jsonl file."""
     texts = []
     # Not splitlines(): a line separator such as U+2028 may occur inside a JSON string.
-    for number, line in enumerate(_read_text(path)[0].split("\n"), 1):
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:

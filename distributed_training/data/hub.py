@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from distributed_training.settings.errors import UserError
 
@@ -13,11 +13,11 @@ WIKITEXT_ID = "Salesforce/wikitext"
 WIKITEXT_FILES = {
     split: f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet" for split in ("train", "validation")
 }
+WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
-WEIGHT_FILES = ("config.json", "model.safetensors")
-WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
+WEIGHT_FILES = ("config.json", "model.safetensors")
 
 
 def weight_command(hub_id: str) -> str:
@@ -49,10 +49,8 @@ def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserErro
 
 
 def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> list[Path]:
-    """Paths of several files in the Hub's cache, downloaded first unless all are there.
-
-    Raises OSError with one line on why when they are not available.
-    """
+    """Paths of files in the Hub's cache, downloaded first unless all are there; OSError with one
+    line on why when they are not available."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -61,19 +59,14 @@ def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "mod
         raise OSError(f"an HF_... environment variable is not valid: {error}") from None
 
     logging.set_verbosity_error()  # the OSError says what its warnings would
-
-    def paths(*, cached: bool) -> list[Path]:
-        ask: dict[str, Any] = {"local_files_only": cached, "etag_timeout": TIMEOUT_S}
-        files = [hf_hub_download(repo_id, name, repo_type=repo_type, **ask) for name in filenames]
-        return [Path(file) for file in files]
-
+    ask = partial(hf_hub_download, repo_id, repo_type=repo_type, etag_timeout=TIMEOUT_S)
     try:
         with contextlib.suppress(LocalEntryNotFoundError):
-            return paths(cached=True)
+            return [Path(ask(name, local_files_only=True)) for name in filenames]
         # Asks once, where the download would retry for minutes.
         url = hf_hub_url(repo_id, filenames[0], repo_type=repo_type)
         get_hf_file_metadata(url, timeout=TIMEOUT_S)
-        return paths(cached=False)
+        return [Path(ask(name)) for name in filenames]
     except Exception as error:  # those of whichever HTTP client the library uses
         reason = str(error).strip().partition("\n")[0]
         raise OSError(f"{repo_id}: {type(error).__name__}: {reason[:200]}") from None

@@ -1,7 +1,4 @@
-"""Which samples each optimizer step sees: a pure function of (seed, step). No torch import.
-
-Every rank computes the whole order by itself and takes its share; nothing is communicated.
-"""
+"""Which samples each optimizer step sees: a pure function of (seed, step). No torch import."""
 
 from __future__ import annotations
 
@@ -18,7 +15,8 @@ from distributed_training.data.samples import EMPTY, Samples, StepBatch
 class Sampler:
     """The order of training samples, the same under every layout with this global batch.
 
-    Its position is the number of optimizer steps done, so saving that number saves the sampler.
+    Every rank computes the whole order and takes its share. To save the number of steps done is to
+    save the sampler.
     """
 
     num_samples: int
@@ -35,10 +33,8 @@ class Sampler:
         return math.ceil(self.num_samples / self.global_batch_size)
 
     def step_indices(self, step: int) -> np.ndarray:
-        """Samples of optimizer step `step`, EMPTY where an epoch's last step has none left.
-
-        int64 [num_microbatches, num_replicas, micro_batch_size], the same on every rank.
-        """
+        """Samples of a step, EMPTY where an epoch's last step has none left: int64
+        [num_microbatches, num_replicas, micro_batch_size], the same on every rank."""
         epoch, position = divmod(step, self.steps_per_epoch)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         first = position * self.global_batch_size
@@ -48,10 +44,8 @@ class Sampler:
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
-        return StepBatch(
-            [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]],
-            samples.count_targets(indices),
-        )
+        own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
+        return StepBatch(own, samples.count_targets(indices))
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""
@@ -59,10 +53,8 @@ class Sampler:
         return (position + 1) * self.global_batch_size <= self.num_samples
 
     def eval_indices(self, num_samples: int) -> Iterator[np.ndarray]:
-        """This replica's micro-batches over `num_samples` samples, each once and in order.
-
-        int64 [micro_batch_size], padded with EMPTY so that every replica gets as many.
-        """
+        """This replica's micro-batches over `num_samples` samples, each once and in order: int64
+        [micro_batch_size], padded with EMPTY so that every replica gets as many."""
         per_call = self.micro_batch_size * self.num_replicas
         for first in range(0, num_samples, per_call):
             chosen = _fill(np.arange(first, min(first + per_call, num_samples)), per_call)

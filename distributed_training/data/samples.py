@@ -1,14 +1,19 @@
-"""Cached token ids -> samples of equal length. No torch import."""
+"""Texts -> token ids, cached on disk -> samples of equal length. No torch import."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from filelock import FileLock
 
-from distributed_training.data.cache import cache_key, load_split, tokenise_once
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
@@ -17,15 +22,17 @@ from distributed_training.settings.errors import UserError
 IGNORE_INDEX = -100
 EMPTY = -1  # index of "no sample": fills up a step that the data do not
 HELD_OUT = 0.05  # share kept for validation where the source has no split of its own
+_CACHE_VERSION = 1
+_PARTS = ("tokens", "starts")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Samples of at most `seq_len` targets each, over one array of token ids.
 
-    Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: `lengths[i]` inputs, and as
-    targets the same shifted by one. Packed blocks overlap by one token, so that every token but
-    the first is a target exactly once.
+    Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
+    shifted by one. Packed blocks overlap by one token: each but the first is a target once.
     """
 
     tokens: np.ndarray  # ids of all texts in a row
@@ -82,13 +89,9 @@ class StepBatch:
 
 
 def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
-    """Tokenise (or find in `cache_dir`) and cut into samples.
-
-    Reads `pack`, `max_length`, `num_samples` and `eval_samples` of `config`. Raises UserError when
-    there is not enough text for them.
-    """
-    seq_len, folder = config.max_length, cache_dir / cache_key(corpus, tokenizer, config.pack)
-    tokenise_once(corpus, tokenizer, config.pack, folder)
+    """Tokenise (or find in `cache_dir`) and cut into samples; UserError where text is too short."""
+    seq_len = config.max_length
+    folder = _tokenise_once(corpus, tokenizer, config.pack, cache_dir)
     train = _cut(folder, "train", config, tokenizer.eos_id)
     if corpus.validation is not None:
         validation = _cut(folder, "validation", config, tokenizer.eos_id)
@@ -113,9 +116,63 @@ def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_
 
 def _cut(folder: Path, split: str, config: RunConfig, padding_id: int) -> Samples:
     """A split of the cache as blocks without padding, or as one sample per text."""
-    (tokens, texts), seq_len = load_split(folder, split), config.max_length
+    (tokens, texts), seq_len = _load_split(folder, split), config.max_length
     if config.pack:  # what does not fill a block is left out
         starts = np.arange(0, max(0, len(tokens) - seq_len), seq_len)
         return Samples(tokens, starts, np.full(len(starts), seq_len), seq_len, padding_id)
     lengths = np.minimum(np.diff(texts) - 1, seq_len)
     return Samples(tokens, texts[:-1][lengths > 0], lengths[lengths > 0], seq_len, padding_id)
+
+
+def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) -> Path:
+    """The folder below `cache_dir` with the ids of `corpus`, named by a hash of all that decides
+    them; of several processes one fills it and the others wait."""
+    settings = [_CACHE_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
+    folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
+    splits = {"train": corpus.train, "validation": corpus.validation}
+    wanted = {split: texts for split, texts in splits.items() if texts is not None}
+    if _is_complete(folder, wanted):
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if _is_complete(folder, wanted):
+            return folder
+        megabytes = sum(len(text) for text in corpus.train) / 1e6
+        logger.info("Tokenising %s (%.1f MB of text), once ...", corpus.name, megabytes)
+        with TemporaryDirectory(dir=cache_dir, ignore_cleanup_errors=True) as building:
+            for split, texts in wanted.items():
+                if not (pack or corpus.records):  # a sample is a line
+                    texts = [line for text in texts for line in text.splitlines() if line.strip()]
+                for part, array in zip(_PARTS, _concatenate(tokenizer, texts), strict=True):
+                    np.save(Path(building, f"{split}-{part}.npy"), array)
+            shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
+            os.replace(building, folder)  # so that a cache is never half written
+    return folder
+
+
+def _is_complete(folder: Path, splits: dict[str, list[str]]) -> bool:
+    try:
+        for split in splits:
+            _load_split(folder, split)
+    except (OSError, ValueError, EOFError) as error:
+        if folder.is_dir():
+            logger.warning("rebuilding the token cache %s, which cannot be read: %s", folder, error)
+        return False
+    return True
+
+
+def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """All ids in a row, end-of-text after each text, and where each text starts (plus the end)."""
+    dtype = np.uint16 if tokenizer.num_tokens <= 2**16 else np.int32
+    arrays = [
+        np.append(ids, tokenizer.eos_id).astype(dtype)
+        for first in range(0, len(texts), 1024)
+        for ids in tokenizer.encode_batch(texts[first : first + 1024])
+    ]
+    starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    return np.concatenate([np.zeros(0, dtype), *arrays]), starts
+
+
+def _load_split(folder: Path, split: str) -> list[np.ndarray]:
+    """[ids of all texts in a row, mapped from disk; where each text starts, and the end]."""
+    return [np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in _PARTS]

@@ -20,14 +20,13 @@ from distributed_training.settings.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_DIR = Path(__file__).parent / "assets" / "bpe-2048"
 FILES = ("vocab.json", "merges.txt")
-SETTINGS = "tokenizer_config.json"  # for transformers; the same for every GPT-2 tokenizer
+SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # for transformers; every GPT-2 tokenizer's
 
 
 class Tokenizer:
-    """Text to token ids and back, from a folder with vocab.json and merges.txt."""
+    """Text to token ids and back, from a folder with vocab.json and merges.txt, or UserError."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError when the folder has no such tokenizer."""
         from tokenizers import ByteLevelBPETokenizer
 
         self.folder = folder
@@ -61,9 +60,8 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Copy the files, so that `AutoTokenizer.from_pretrained(folder)` opens them."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            shutil.copyfile(self.folder / name, folder / name)
-        shutil.copyfile(EMBEDDED_DIR / SETTINGS, folder / SETTINGS)
+        for file in (*(self.folder / name for name in FILES), SETTINGS):
+            shutil.copyfile(file, folder / file.name)
 
 
 def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:

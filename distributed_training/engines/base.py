@@ -19,24 +19,16 @@ from distributed_training.plan.topology import Topology
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-# fp16's dynamic loss scale, the same policy in every engine (DeepSpeed's names in comments).
-INITIAL_LOSS_SCALE = 2.0**16  # initial_scale_power 16
-LOSS_SCALE_WINDOW = 1000  # loss_scale_window: steps without overflow before it doubles
-# and it halves at every overflow (hysteresis 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step did."""
 
-    loss_sum: torch.Tensor
-    """Sum of this rank's token losses over its micro-batches, fp32 scalar on the device."""
-    num_targets: int
-    """Real targets of the global batch, all ranks."""
-    grad_norm: torch.Tensor | float | None
-    """Global gradient norm before clipping; None where the step was skipped."""
-    skipped: bool
-    """True when fp16 gradients overflowed and no update was made."""
+    loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
+    num_targets: int  # real ones of the global batch, all ranks
+    grad_norm: torch.Tensor | float | None  # before clipping; None where the step was skipped
+    skipped: bool  # because fp16 gradients overflowed
 
 
 class Engine(Protocol):
@@ -45,10 +37,8 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Forward, backward and one update over *all* micro-batches of the step.
-
-        The gradient is that of (sum of token losses of the global batch) / `num_targets`.
-        """
+        """Forward, backward and one update over *all* micro-batches of the step. The gradient is
+        that of (sum of token losses of the global batch) / `num_targets`."""
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""
@@ -75,14 +65,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
+        vars(self).clear()
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Copies of the arrays on `device`, without waiting where it is a GPU."""
-    tensors = map(torch.from_numpy, arrays)
-    if device.type == "cuda":
-        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-    return tuple(tensors)
+    tensors = tuple(map(torch.from_numpy, arrays))
+    if device.type == "cpu":
+        return tensors
+    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
 
 
 @contextlib.contextmanager

@@ -1,44 +1,43 @@
-"""DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity."""
+"""DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity; and its pipeline with ZeRO-1.
+
+The pipeline runs 1F1B. Between neighbouring stages travel activations and their gradients,
+[B, T, D] each way and micro-batch, in the dtype of the weights; the embedding, which first and last
+stage hold both, has its gradients summed over the two once a step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.utils import safe_get_full_fp32_param
 
 from distributed_training.data.samples import StepBatch
-from distributed_training.engines.base import (
-    ADAM,
-    Engine,
-    StepResult,
-    collect_stages,
-    evaluating,
-    to_device,
-)
+from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel.checkpointing import apply_checkpointing
-from distributed_training.parallel.compilation import apply_compile
-from distributed_training.parallel.private import (
-    full_shape,
-    restore_cpu_adam_powers,
-    shared_reduce_buffer,
-)
+from distributed_training.parallel import private
+from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(base.Engine):
     """The same model, AdamW and loss as the native engine, with state where the JSON puts it."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
-        import deepspeed
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.topology, self.plan = topology, plan
         config, strategy = plan.config, plan.strategy
@@ -46,12 +45,11 @@ class DeepSpeedEngine(Engine):
         if config.compile:
             apply_compile(model)
         if strategy.zero_stage == 3:
-            # Fetch a block's parameters at once: fewer, larger all-gathers, and no hooks inside
-            # the block, so that it can be compiled.
-            deepspeed.utils.set_z3_leaf_modules(model, [type(model.split().blocks[0])])
+            # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module, config.weight_decay)
-        settings = {"lr": float(config.learning_rate), **ADAM}
+        settings = {"lr": float(config.learning_rate), **base.ADAM}
         if strategy.steps_on_host:
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
@@ -61,45 +59,43 @@ class DeepSpeedEngine(Engine):
         )
         self.model = self.engine.module
         if topology.device_type == "cpu":
-            # DeepSpeed never removes the buffer through which processes without a GPU reduce: each
-            # run would leave 66 MiB a process in memory. Nobody opens one by name once every rank
-            # has mapped all, and what is unlinked is freed at the end however the run ends.
+            # Else DeepSpeed would leave the buffer through which CPU processes reduce in memory, 66
+            # MiB a process. Once every rank has mapped all, nobody opens one by name.
             dist.barrier()
-            shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
+            private.shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
         if strategy.zero_stage == 3:
             # The output layer's weight is used outside of the module that holds it.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 
     def _build_module(self, model: Decoder) -> nn.Module:
-        """What DeepSpeed is given to train: with no layers split off, the model itself."""
         return model
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch) -> base.StepResult:
         # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         skipped_before = self.engine.skipped_steps
         loss_sum = self._run(batch, scale)
         skipped = self.engine.skipped_steps > skipped_before
         norm = None if skipped else self.engine.get_global_grad_norm()
-        return StepResult(loss_sum, batch.num_targets, norm, skipped)
+        return base.StepResult(loss_sum, batch.num_targets, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """All micro-batches and the update, for `scale` times the loss; this rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
-        for inputs, targets in batch.micro_batches:
-            loss = self.engine(*to_device(self.topology.device, inputs, targets))
+        for arrays in batch.micro_batches:
+            loss = self.engine(*base.to_device(self.topology.device, *arrays))
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += loss.detach()
         return loss_sum
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        with evaluating(self.engine):
-            return self.engine(*to_device(self.topology.device, inputs, targets))
+        with base.evaluating(self.engine):
+            return self.engine(*base.to_device(self.topology.device, inputs, targets))
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        with evaluating(self.engine):
+        with base.evaluating(self.engine):
             return self.engine(input_ids.to(self.topology.device))
 
     def describe_dtypes(self) -> dict[str, str]:
@@ -119,18 +115,16 @@ class DeepSpeedEngine(Engine):
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder / "deepspeed"))
         if self.plan.strategy.steps_on_host:
-            restore_cpu_adam_powers(self.optimizer.optimizer, ADAM["betas"], ADAM["eps"])
+            private.restore_cpu_adam_powers(self.optimizer.optimizer, **base.ADAM)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        from deepspeed.utils import safe_get_full_fp32_param
-
         state = {}
         for name, parameter in self._named_parameters():
             master = safe_get_full_fp32_param(parameter)  # collective along dp
             if self.topology.dp_rank == 0:
                 full = parameter.detach() if master is None else master
-                state[name] = full.float().cpu().clone().view(full_shape(parameter))
-        return collect_stages(state, self.topology)
+                state[name] = full.float().cpu().clone().view(private.full_shape(parameter))
+        return base.collect_stages(state, self.topology)
 
     def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """What this process's stage gives to the whole model."""
@@ -138,4 +132,115 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         self.engine.destroy()
-        del self.engine, self.optimizer, self.model
+        super().close()
+
+
+def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
+    """A module of the model, which DeepSpeed would otherwise make anew, with the tied weight."""
+    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
+    spec.build = lambda log=False: module
+    return spec
+
+
+class PipelinedDecoder(private.CutWhereTold, PipelineModule):
+    """This process's stage of a model, which DeepSpeed sees as one list of layers: what precedes
+    the blocks, blocks, last norm, and the output layer's rows, which `head` uses."""
+
+    def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
+        """Takes modules over from `model`, which is of no use afterwards. Collective."""
+        self.loss, self.project, self.vocab_size = model.loss, model.project, model.size.vocab_size
+        self.scale = 1.0
+        start = model.stage(range(0), is_first=True, is_last=False)
+        norm, *rows = [model.get_submodule(name) for name in model.last_modules]
+        layers: list[Any] = [start, *model.blocks.values(), norm]
+        if model.size.tied:
+            (weight,) = start.vocabulary_parameters()
+            layers[0] = _tied_part(start, weight)
+            rows = [start.get_submodule(weight.removesuffix(".weight"))]
+            layers.append(_tied_part(rows[0], "weight", forward_fn=lambda _rows, x: x))
+        else:  # an output layer that `head` uses has a place among the layers
+            layers.append(nn.Identity())
+            layers[-1].rows = rows[0]
+        # In a list, as a module it would be a layer's parameter twice; other stages do not keep it.
+        self.rows = rows if topology.pp_rank == topology.pp - 1 else []
+        self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
+        grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
+        # It prints what it was given, and broadcasts the embedding, which is no part of training.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+            super().__init__(layers, topology=grid, loss_fn=self.head)
+        self.drop_layer_specs()
+        own = set(self.parameters())
+        self.names = {p: name for name, p in model.named_parameters() if p in own}
+
+    def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """`scale` times the summed loss, or logits [B, T, V]; DeepSpeed's loss function, which has
+        the targets."""
+        weight = self.rows[0].weight
+        if targets is None:
+            return self.project(x, weight, self.vocab_size)
+        return self.scale * self.loss(x, weight, targets, self.vocab_size)
+
+
+class DeepSpeedPipelineEngine(DeepSpeedEngine):
+    """Stages under DeepSpeed's 1F1B; the rest is as in the other DeepSpeed strategies."""
+
+    _shape: torch.Size | None = None
+
+    def _build_module(self, model: Decoder) -> nn.Module:
+        # PipelineModule makes groups of processes before deepspeed.initialize is called.
+        backend = get_accelerator().communication_backend_name()
+        deepspeed.init_distributed(backend, dist_init_required=False)
+        return PipelinedDecoder(model, self.plan.layout.stages, self.topology)
+
+    def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
+        device = self.topology.device
+        micro_batches = [base.to_device(device, *arrays) for arrays in batch.micro_batches]
+        self._expect(micro_batches[0][0].shape)
+        self.model.scale = scale
+        self.engine.train_batch(iter(micro_batches))
+        last = self.engine.is_last_stage()
+        return self.engine.total_loss / scale if last else torch.zeros((), device=device)
+
+    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+        device = self.topology.device
+        loss = self._evaluate(*base.to_device(device, inputs, targets))
+        return torch.zeros((), device=device) if loss is None else loss
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = self._evaluate(input_ids, None)
+        if logits is None:
+            shape, dtype = (
+                (*input_ids.shape, self.model.vocab_size),
+                self.engine.get_data_types()[0],
+            )
+            logits = torch.empty(shape, dtype=dtype, device=self.topology.device)
+        grid, logits = self.engine.grid, logits.contiguous()
+        last = grid.stage_to_global(self.topology.pp - 1)
+        dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
+        return logits
+
+    def _evaluate(self, ids: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor | None:
+        """What `head` makes of one batch [B, T], on the last stage; None elsewhere."""
+        self._expect(ids.shape)
+        self.model.scale = 1.0
+        self.engine.total_loss = None  # DeepSpeed adds to it whatever the last batch returned
+        with base.evaluating(self.model):
+            outputs = self.engine.eval_batch(
+                iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
+            )
+        return outputs[0] if self.engine.is_last_stage() else None
+
+    def _expect(self, shape: torch.Size) -> None:
+        """DeepSpeed tells the next stage the shape of the first batch and then relies on it."""
+        if shape != self._shape:
+            self.engine.reset_activation_shape()
+            self._shape = shape
+
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        # But the last stage's copy of the embedding.
+        named = self.model.names.items()
+        return [(name, each) for each, name in named if not private.is_pipeline_copy(each)]
+
+    def close(self) -> None:
+        super().close()
+        private.forget_pipeline_grid()

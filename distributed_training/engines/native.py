@@ -18,38 +18,29 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.data.samples import StepBatch
-from distributed_training.engines.base import (
-    ADAM,
-    INITIAL_LOSS_SCALE,
-    LOSS_SCALE_WINDOW,
-    Engine,
-    StepResult,
-    collect_stages,
-    evaluating,
-    to_device,
-)
+from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel.checkpointing import apply_checkpointing
-from distributed_training.parallel.compilation import apply_compile
-from distributed_training.parallel.ddp import apply_ddp
-from distributed_training.parallel.fsdp import apply_fsdp
+from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
+from distributed_training.parallel.data import apply_ddp, apply_fsdp
 from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
-from distributed_training.parallel.pipeline import Pipeline, build_stages
+from distributed_training.parallel.pipeline import Pipeline, RoundedWeights, build_stages
 from distributed_training.parallel.private import foreach_mul_
-from distributed_training.parallel.rounding import RoundedWeights
 from distributed_training.parallel.tensor import apply_tp
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
+# fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 # Keys by parameter name, so that processes with different parameters can write one checkpoint.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class NativeEngine(Engine):
+class NativeEngine(base.Engine):
     """Composes the mechanisms of parallel/ in one visible order and steps AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
-        config, layout, batch = plan.config, plan.layout, plan.batch
+        config, layout = plan.config, plan.layout
         self.config, self.topology = config, topology
         self.compute_dtype, self.size = model.compute_dtype, model.size
         self.token_parts = topology.tp if config.sequence_parallel else 1
@@ -57,8 +48,8 @@ class NativeEngine(Engine):
         self.copies_only = topology.dp_size == topology.world_size == topology.dp_replicate
         mesh = None if self.copies_only else topology.build_mesh()
 
-        # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
         on_gpu = topology.device_type == "cuda"
+        # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
         self.cuda_graphs = bool(config.compile) and on_gpu and topology.world_size == 1
         stages = build_stages(model, layout.stages, layout.ranks, topology.pp_rank)
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
@@ -70,25 +61,14 @@ class NativeEngine(Engine):
         self.pipeline: Pipeline | None = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
-            self.pipeline = Pipeline(
-                stages,
-                layout.ranks,
-                schedule=config.pipeline_schedule,
-                num_microbatches=batch.num_microbatches,
-                batch_shape=(batch.micro_batch_size, config.max_length),
-                token_parts=self.token_parts,
-                group=mesh.get_group("pp"),
-                other=topology.new_pipeline_group(),
-                device=topology.device,
-            )
+            self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         groups = parameter_groups(self.parts, config.weight_decay)
-        rate = float(config.learning_rate)
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=on_gpu, **ADAM)
-        # Replayed graphs return gradients in the same memory each time: with accumulation they are
-        # added up in tensors of ours instead of being handed over.
-        self.keep_gradients = self.cuda_graphs and batch.num_microbatches > 1
+        settings = {"lr": float(config.learning_rate), **base.ADAM}
+        self.optimizer = torch.optim.AdamW(groups, fused=on_gpu, **settings)
+        # Replayed graphs return gradients in the same memory each time: we add them up elsewhere.
+        self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
         self._prepare_gradients()
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
@@ -112,7 +92,7 @@ class NativeEngine(Engine):
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
         scale = self.loss_scale * self.topology.dp_size / batch.num_targets
         self.parts.train()
@@ -120,7 +100,7 @@ class NativeEngine(Engine):
             loss_sum = self._accumulate(batch, scale)
         else:
             arrays = map(np.concatenate, zip(*batch.micro_batches, strict=True))
-            inputs, targets = to_device(self.topology.device, *arrays)
+            inputs, targets = base.to_device(self.topology.device, *arrays)
             with self.rounded:
                 loss_sum = self.pipeline.forward_backward(inputs, targets, scale)
         match_layouts(self.parameters)
@@ -131,7 +111,7 @@ class NativeEngine(Engine):
         grad_norm, skipped = self._update()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return StepResult(own_sum, batch.num_targets, grad_norm, skipped)
+        return base.StepResult(own_sum, batch.num_targets, grad_norm, skipped)
 
     def _accumulate(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
@@ -139,21 +119,17 @@ class NativeEngine(Engine):
         for index, arrays in enumerate(batch.micro_batches, start=1):
             if self.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with self._gradient_sync(index == len(batch.micro_batches)):
-                loss = self.module(*to_device(self.topology.device, *arrays))
-                (loss * scale).backward()
+            last = index == len(batch.micro_batches)
+            # DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the
+            # shards of copies once a step.
+            if isinstance(self.module, FSDPModule):
+                self.module.set_requires_all_reduce(last)
+            elif isinstance(self.module, DistributedDataParallel):
+                self.module.require_backward_grad_sync = last
+            loss = self.module(*base.to_device(self.topology.device, *arrays))
+            (loss * scale).backward()
             loss_sum += loss.detach()
         return loss_sum
-
-    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """DDP averages once a step. FSDP reduce-scatters every micro-batch, so that gradients
-        stay sharded between them, and adds up the shards of copies once a step.
-        """
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_all_reduce(last)
-        elif isinstance(self.module, DistributedDataParallel) and not last:
-            return self.module.no_sync()
-        return contextlib.nullcontext()
 
     def _update(self) -> tuple[torch.Tensor | None, bool]:
         """Unscale, clip, step; skip the step when fp16 gradients overflowed on any rank."""
@@ -161,7 +137,7 @@ class NativeEngine(Engine):
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             foreach_mul_(gradients, 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
-        norm = global_norm(self.parameters, self.topology, counted_elsewhere=twice)
+        norm = global_norm(self.parameters, self.topology, twice)
         fp16 = self.compute_dtype is torch.float16
         skipped = fp16 and not bool(norm.isfinite())
         if not skipped:
@@ -177,17 +153,17 @@ class NativeEngine(Engine):
         return (None if skipped else norm), skipped
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        with evaluating(self.parts):
-            loss = self._forward(*to_device(self.topology.device, inputs, targets))
+        with base.evaluating(self.parts):
+            loss = self._forward(*base.to_device(self.topology.device, inputs, targets))
         if loss is None or self.topology.tp_rank > 0:
             return torch.zeros((), device=self.topology.device)
         return loss.sum()
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1]
-        # Attention is causal: what is appended to fill the split changes nothing before it.
+        # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
-        with evaluating(self.parts):
+        with base.evaluating(self.parts):
             logits = self._forward(ids)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
@@ -211,13 +187,8 @@ class NativeEngine(Engine):
         self.optimizer.zero_grad()
         state = self._state()
         dcp.load(state, checkpoint_id=folder / "dcp")
-        set_state_dict(
-            self.parts,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_BY_NAME,
-        )
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.parts, self.optimizer, **states, options=_BY_NAME)
         self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
         self._prepare_gradients()
 
@@ -235,17 +206,12 @@ class NativeEngine(Engine):
         state = {}
         part: Any
         for part in self.parts.values():
-            tables = part.split().vocabulary_parameters
+            tables = part.vocabulary_parameters()
             # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
-            for name, parameter in part.state_dict().items():
-                full = parameter.detach()
+            for name, full in part.state_dict().items():
                 full = full.full_tensor() if isinstance(full, DTensor) else full
                 if name in tables:  # tp may have appended rows
                     full = full[: self.size.padded_vocab_size]
                 if self.topology.tp_rank == self.topology.dp_rank == 0:
                     state[name] = full.cpu().clone()
-        return collect_stages(state, self.topology)
-
-    def close(self) -> None:
-        del self.module, self.parts, self.parameters, self.terms, self.optimizer
-        del self.pipeline, self.rounded
+        return base.collect_stages(state, self.topology)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from distributed_training.models.decoder import parameter_groups
-from distributed_training.models.gpt2.model import build_model
-from distributed_training.models.gpt2.sizes import SIZES
-from distributed_training.parallel.compilation import apply_compile
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.models.gpt2 import build as build_model
+from distributed_training.parallel.blocks import apply_compile
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 
 MODEL = "gpt2-medium"

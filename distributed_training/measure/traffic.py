@@ -23,7 +23,7 @@ from typing import Any
 
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.measure.traffic_counter import Traffic
-from distributed_training.models.gpt2.sizes import SIZES, gpt2_size
+from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.plan.topology import fill_mesh
 from distributed_training.plan.traffic import Formulas, sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json

@@ -1,20 +1,19 @@
 """Which models there are: one folder a family, found by name or by path. No torch import.
 
-A family is a package that exports `sizes`, `build`, `split`, `load` and `save` (see gpt2/) and
+A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and
 imports torch only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size,
 the path of a Hugging Face folder, or the path of a family, with `:size` for other than its first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-import importlib.util
 import pkgutil
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,13 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.models.size import ModelSize
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, nearest, shown, user_path
+from distributed_training.settings.files import did_you_mean, load_json, shown, user_path
 
 if TYPE_CHECKING:
     import torch
 
     from distributed_training.models.decoder import Decoder
 
-FUNCTIONS = ("sizes", "build", "split", "load", "save")
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -37,17 +35,11 @@ FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.i
 class ModelSpec:
     """One model that can be trained."""
 
-    name: str
-    """As CONFIG gives it."""
-    label: str
-    """A short name, for folders and titles."""
-    family: str
-    """A folder of this package, or the path of one outside."""
+    label: str  # a short name, for folders and titles
+    family: str  # a folder of this package, or the path of one outside
     size: ModelSize
-    hub_id: str | None = None
-    """Where published weights are on the Hugging Face Hub."""
-    weights_dir: Path | None = None
-    """The Hugging Face folder, where CONFIG gives one."""
+    hub_id: str | None = None  # of published weights on the Hugging Face Hub
+    weights_dir: Path | None = None  # the Hugging Face folder, where CONFIG gives one
 
     def named_sizes(self) -> dict[str, ModelSize]:
         """The family's sizes by what CONFIG would say."""
@@ -71,13 +63,14 @@ class ModelSpec:
         """Raise UserError unless `folder` holds readable weights of this size; load nothing."""
         file = folder / "model.safetensors"
         if not (folder / "config.json").is_file() or not file.is_file():
-            raise UserError(
-                f"weights={str(folder)!r} is not a Hugging Face model folder",
-                "config.json and model.safetensors are expected in it",
-                "give the hf/ folder of an earlier run, or set weights to auto",
+            what = f"weights={str(folder)!r} is not a Hugging Face model folder"
+            why, fix = (
+                "it needs config.json and model.safetensors",
+                "give an earlier run's hf/ folder",
             )
-        found = _size_in(self.family, folder)
-        for field, ours in dataclasses.asdict(self.size).items():
+            raise UserError(what, why, fix)
+        (found,) = _load(self.family).sizes(folder).values()
+        for field, ours in asdict(self.size).items():
             if (theirs := getattr(found, field)) != ours:
                 what = f"weights {folder}: {field}={theirs} but the model has {ours}"
                 raise UserError(what, fix="set model to the size of these weights")
@@ -95,25 +88,21 @@ def find_model(name: str) -> ModelSpec:
     if name in known:
         family = _load(known[name])
         size, hub_id = family.sizes()[name], getattr(family, "HUB_IDS", {}).get(name)
-        return ModelSpec(name=name, label=name, family=known[name], size=size, hub_id=hub_id)
+        return ModelSpec(label=name, family=known[name], size=size, hub_id=hub_id)
     folder = user_path("model", name)
     if (folder / "config.json").is_file():
         return _hugging_face(name, folder)
     path, _, chosen = name.partition(":")
     folder = user_path("model", path).resolve()
-    if path and (folder / "__init__.py").is_file():
+    names, wanted = list(known), name
+    if (folder / "__init__.py").is_file():
         sizes = _load(str(folder)).sizes()
         label = chosen or next(iter(sizes))
         if label in sizes:
-            return ModelSpec(name=name, label=label, family=str(folder), size=sizes[label])
-        why = f"{folder} has {', '.join(sizes)}"
-        hint = f"{folder}:{nearest(label, sizes) or next(iter(sizes))}"
-    else:
-        names = ", ".join(known)
-        why = f"model is one of {names}, 'auto', or a folder with config.json or __init__.py"
-        hint = nearest(name, known) or ""
-    fix = f"did you mean {hint!r}?" if hint else ""
-    raise UserError(f"model={shown(name)} is not accepted", why, fix)
+            return ModelSpec(label=label, family=str(folder), size=sizes[label])
+        names, wanted = [f"{folder}:{size}" for size in sizes], f"{folder}:{label}"
+    why = f"model is {', '.join(names)}, 'auto', or a folder with config.json or __init__.py"
+    raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
 
 
 def _hugging_face(name: str, folder: Path) -> ModelSpec:
@@ -122,13 +111,8 @@ def _hugging_face(name: str, folder: Path) -> ModelSpec:
     if family not in FAMILIES:
         what = f"model={shown(name)} has model_type {shown(family)}"
         raise UserError(what, f"this suite trains {', '.join(FAMILIES)}")
-    size, label = _size_in(family, folder), folder.resolve().name
-    return ModelSpec(name=name, label=label, family=family, size=size, weights_dir=folder)
-
-
-def _size_in(family: str, folder: Path) -> ModelSize:
     (size,) = _load(family).sizes(folder).values()
-    return size
+    return ModelSpec(label=folder.resolve().name, family=family, size=size, weights_dir=folder)
 
 
 @functools.cache
@@ -137,16 +121,14 @@ def _load(family: str) -> Any:
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
     name = f"{Path(family).name}_{zlib.crc32(family.encode()):08x}"
-    spec: Any = importlib.util.spec_from_file_location(
-        name, Path(family, "__init__.py"), submodule_search_locations=[family]
-    )
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    file = Path(family, "__init__.py")
+    spec: Any = spec_from_file_location(name, file, submodule_search_locations=[family])
+    module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        missing = [function for function in FUNCTIONS if not hasattr(module, function)]
-        problem = f"it has no {' and no '.join(missing)}" if missing else ""
+        for function in ("sizes", "build", "load", "save"):
+            getattr(module, function)
     except Exception as error:  # whatever a user's code raises
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        raise UserError(f"the model family {family} cannot be imported", problem)
+        what = f"the model family {family} cannot be imported"
+        raise UserError(what, f"{type(error).__name__}: {error}") from None
     return module

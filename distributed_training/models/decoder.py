@@ -9,7 +9,6 @@ import fnmatch
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,23 +20,9 @@ from distributed_training.models.size import ModelSize
 IGNORE_INDEX = -100
 
 Role = Literal["column", "row", "whole", "positions", "vocabulary"]
-"""What tensor parallelism makes of a module: split by its output; split by its input, so that
-outputs are terms of a sum; held whole and used by each process on its own tokens; the same for a
-table that is indexed by position; rows dealt out by token."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """Where a model, or a stage of one, can be taken apart."""
-
-    blocks: tuple[nn.Module, ...]
-    """Units of gathering, compilation and recomputation, in order."""
-    roles: dict[str, Role]
-    """By module name."""
-    attention: str
-    """The blocks' method whose dropout masks belong to heads, which tp splits."""
-    vocabulary_parameters: tuple[str, ...]
-    """Names of parameters with one row for each token, `padded_vocab_size` of them."""
+"""What tensor parallelism makes of a module: split by its output; split by its input (outputs are
+terms of a sum); held whole and used by each process on its own tokens; the same for a table that is
+indexed by position; rows dealt out by token."""
 
 
 class Linear(nn.Linear):
@@ -53,26 +38,24 @@ class Decoder(nn.Module):
     """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
 
     A family's __init__ sets the modules below, in the order of its parameters, and those that
-    `place` needs. The embedding is padded to `size.padded_vocab_size` rows, which are cut off the
-    logits before anything sees them: padding is never a target, a probability or a sample.
+    `place` needs. The embedding has `size.padded_vocab_size` rows; padding is cut off the logits
+    before anything sees them.
     """
 
+    # What the first stage holds besides blocks.
     first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
-    """What the first stage holds besides blocks."""
+    # Patterns of module names, "blocks.*.mlp" -> role, besides those of the modules below.
     roles: ClassVar[dict[str, Role]]
-    """Patterns of module names, "blocks.*.mlp" -> role, besides those of the modules below."""
+    # The blocks' method whose dropout masks belong to heads, which tp splits.
     attention: ClassVar[str] = "attention"
-
     token_embedding: nn.Embedding
     blocks: nn.ModuleDict
     norm_out: nn.Module
-    output_rows: nn.Embedding
-    """A table like the embedding, [P, D], where the size is not tied to that."""
+    output_rows: nn.Embedding  # a table like the embedding, [P, D], where the size is not tied
 
     def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.size = size
-        self.dropout = dropout
+        self.size, self.dropout = size, dropout
         self.is_first = self.is_last = True
         self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
         # What follows the last norm, to be compiled or replaced.
@@ -82,10 +65,9 @@ class Decoder(nn.Module):
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead.
 
-        The loss is the fp32 sum of cross entropies over targets other than IGNORE_INDEX, for the
-        caller to divide by the number of real tokens of the whole global batch. targets[:, t]
-        follows input_ids[:, t]. Stages other than the first take hidden states [B, T, D], and
-        stages other than the last return them.
+        The loss is the fp32 sum over targets other than IGNORE_INDEX; targets[:, t] follows
+        input_ids[:, t]. Stages but the first take hidden states [B, T, D], and stages but the last
+        return them.
         """
         if self.is_first:
             x = self.place(self.token_embedding(x))
@@ -115,10 +97,8 @@ class Decoder(nn.Module):
         return ("norm_out",) if self.size.tied else ("norm_out", "output_rows")
 
     def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> Decoder:
-        """A run of blocks, with what belongs to the ends, under the names of the whole model.
-
-        Takes modules over; a last stage that is not the first gets a copy of a tied embedding.
-        """
+        """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
+        modules over; a last stage that is not the first gets a copy of a tied embedding."""
         part = type(self).__new__(type(self))
         nn.Module.__init__(part)
         for name, value in vars(self).items():  # settings; modules have names of their own below
@@ -135,22 +115,21 @@ class Decoder(nn.Module):
             setattr(part, name, getattr(self, name))
         return part
 
-    def split(self) -> Split:
-        """Where this model, or stage, can be taken apart."""
+    def find_roles(self) -> dict[str, Role]:
+        """What tensor parallelism makes of this model's, or stage's, modules, by their names."""
         ends = {"token_embedding": "vocabulary", "output_rows": "vocabulary", "norm_out": "whole"}
-        roles: dict[str, Any] = {
+        patterns: dict[str, Any] = {**ends, **self.roles}
+        return {
             name: role
             for name, _ in self.named_modules()
-            for pattern, role in {**ends, **self.roles}.items()
+            for pattern, role in patterns.items()
             if fnmatch.fnmatchcase(name, pattern)
         }
-        tables = [f"{name}.weight" for name, role in roles.items() if role == "vocabulary"]
-        return Split(
-            blocks=tuple(self.blocks.values()),
-            roles=roles,
-            attention=self.attention,
-            vocabulary_parameters=tuple(tables),
-        )
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Names of parameters with one row for each token, `padded_vocab_size` of them."""
+        roles = self.find_roles().items()
+        return [f"{name}.weight" for name, role in roles if role == "vocabulary"]
 
 
 def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -167,10 +146,8 @@ def summed_cross_entropy(
 
 
 def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], float]) -> Decoder:
-    """What `make` makes, on the CPU in fp32, with random weights that depend on `seed` alone.
-
-    Matrices are normal with the deviation that `std` gives for their names, biases are 0, norms'
-    weights 1. Each has a generator of its own, so that all cores can draw at the same time.
+    """What `make` makes, on the CPU in fp32, with random weights that depend on `seed` alone:
+    matrices normal with the deviation that `std` gives for their names, biases 0, norms' weights 1.
     """
     with torch.device("meta"):
         model = make()
@@ -181,21 +158,20 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], f
         if values.dim() < 2:
             values.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
+            # A generator of its own, so that all cores can draw at the same time.
             generator = torch.Generator().manual_seed(seed * 100_003 + index)
             values.normal_(0.0, std(name), generator=generator)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, itertools.count(), model.named_parameters()))
-    for name in model.split().vocabulary_parameters:
+    for name in model.vocabulary_parameters():
         model.get_parameter(name).data[model.size.vocab_size :].zero_()
     return model
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """AdamW's two groups: matrices decay; biases and norms (one-dimensional) do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
     return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]

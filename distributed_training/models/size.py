@@ -15,23 +15,17 @@ class ModelSize:
     """
 
     vocab_size: int
-    num_positions: int
-    """Longest sequence, tokens."""
+    num_positions: int  # tokens of the longest sequence
     num_layers: int
     num_heads: int
     hidden_size: int
-    block_matrix_parameters: int
-    """Elements of one block's matrices, each of which multiplies every token once."""
+    block_matrix_parameters: int  # of one block, each of which multiplies every token once
     block_parameters: int
-    block_parameters_split: int
-    """Those of `block_parameters` that tp divides; the others every process holds whole."""
-    block_norm_parameters: int
-    """Those of one block that each process of tp uses on its own tokens (norms)."""
+    block_parameters_split: int  # those that tp divides; the others every process holds whole
+    block_norm_parameters: int  # those that each process of tp uses on its own tokens
     final_norm_parameters: int
-    position_parameters: int = 0
-    """Of the position embedding; 0 without one."""
-    tied: bool = True
-    """Whether the output layer has the token embedding's weights."""
+    position_parameters: int = 0  # of the position embedding
+    tied: bool = True  # whether the output layer has the token embedding's weights
 
     @property
     def padded_vocab_size(self) -> int:
@@ -56,11 +50,8 @@ class ModelSize:
         return ends + self.num_layers * self.block_parameters
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward plus backward FLOPs for one token of a `seq_len` sequence.
-
-        6N + 12 L D T (PaLM, appendix B): 2N forward and 4N backward for the matrix products, and
-        the two attention products over the full T x T square.
-        """
+        """Forward plus backward FLOPs for one token of a `seq_len` sequence: 6N + 12 L D T (PaLM,
+        appendix B), the two attention products over the full T x T square."""
         # Looking tokens up multiplies nothing; a tied embedding's rows do so at the output.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
         return 6 * used + 12 * self.num_layers * self.hidden_size * seq_len

@@ -40,16 +40,12 @@ def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> N
 
 
 def global_norm(
-    parameters: list[nn.Parameter],
-    topology: Topology,
-    *,
-    counted_elsewhere: Collection[torch.Tensor] = (),
+    parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
 ) -> torch.Tensor:
     """2-norm of all gradients of the model, fp32 scalar, the same on every rank.
 
     Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
-    hold the same; one all-reduce of a scalar. Without tp, pp and shards all ranks hold everything
-    and none is needed.
+    hold the same; one all-reduce of a scalar, unless all ranks hold everything.
     """
     held = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
     norms = foreach_norm([local_part(gradient) for gradient in held])

@@ -1,8 +1,7 @@
 """Pipeline parallelism: the blocks dealt out to stages, micro-batches passed along them.
 
-The schedules are torch.distributed.pipelining's. Activations travel forward and their gradients
-backward between neighbouring stages, [B, T, D] each way and micro-batch (under tensor parallelism
-with sequence parallelism each process sends its own [B, T / R, D]).
+Activations travel forward and their gradients backward between neighbouring stages, [B, T, D] each
+way and micro-batch (with sequence parallelism each process sends its own [B, T / R, D]).
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.private import TwoWayStage
+from distributed_training.parallel.private import TwoWayStage, foreach_copy_
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import Topology
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": get_schedule_class("GPipe"),
@@ -30,8 +32,7 @@ SCHEDULES: dict[str, Any] = {
 def build_stages(
     model: Decoder, stages: tuple[range, ...], ranks: tuple[int, ...], rank: int
 ) -> dict[int, Decoder]:
-    """The stages of place `rank` along the pipeline by their index, in the model's order; they take
-    the modules over from `model`."""
+    """Place `rank`'s stages by their index, in the model's order; they take its modules over."""
     last = len(stages) - 1
     return {
         index: model.stage(blocks, is_first=index == 0, is_last=index == last)
@@ -44,28 +45,20 @@ class Pipeline:
     """This process's stages under a schedule. All methods are collective over `group`."""
 
     def __init__(
-        self,
-        stages: dict[int, Decoder],
-        ranks: tuple[int, ...],
-        *,
-        schedule: str,
-        num_microbatches: int,
-        batch_shape: tuple[int, int],
-        token_parts: int,
-        group: dist.ProcessGroup,
-        other: dist.ProcessGroup,
-        device: torch.device,
+        self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
-        """`ranks`: place along the pipeline of every stage. `batch_shape`: [B, T] of a
-        micro-batch. `other`: a second communicator of the processes of `group`."""
+        """`stages`: those of this process. `group`: the processes of its pipeline."""
+        config, ranks, device = plan.config, plan.layout.ranks, topology.device
         self.stages, self.ranks, self.group, self.device = stages, ranks, group, device
-        self.token_parts = token_parts
+        self.token_parts = topology.tp if config.sequence_parallel else 1
         some = next(iter(stages.values()))
         self.size, self.dtype = some.size, some.compute_dtype or torch.float32
         self.first, self.last = stages.get(0), stages.get(len(ranks) - 1)
         self._scale = 1.0
+        other = topology.new_pipeline_group()
         self._connect_neighbours(other)
         # With shapes given, torch need not run the stages to find them out.
+        batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
         ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -74,17 +67,17 @@ class Pipeline:
             given, made = ids if stage.is_first else hidden, loss if stage.is_last else hidden
             wrapped.append(TwoWayStage(stage, index, len(ranks), device, given, made, group=group))
             wrapped[-1].other = other
-        kind = SCHEDULES[schedule]
+        kind = SCHEDULES[config.pipeline_schedule]
         self.schedule = kind(
             wrapped[0] if issubclass(kind, PipelineScheduleSingle) else wrapped,
-            n_microbatches=num_microbatches,
+            n_microbatches=plan.batch.num_microbatches,
             loss_fn=lambda output, _target: output * self._scale,
             scale_grads=False,
         )
 
     def _connect_neighbours(self, group: dist.ProcessGroup) -> None:
-        """Exchange something with both neighbours along the ring, all at once: NCCL connects two
-        processes at their first message, and waits for both."""
+        """Exchange something with both neighbours: NCCL connects two processes at their first
+        message, and waits for both."""
         place, count = dist.get_rank(group), dist.get_world_size(group)
         numbers = torch.zeros(4, device=self.device).split(1)
         peers = [dist.get_global_rank(group, (place + i) % count) for i in (1, -1)]
@@ -93,10 +86,8 @@ class Pipeline:
     def forward_backward(
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """All micro-batches, [m B, T] each; gradients of `scale` times the loss are left behind.
-
-        Returns the summed loss where the last stage is, zero elsewhere.
-        """
+        """All micro-batches, [m B, T] each, for gradients of `scale` times the loss. Returns the
+        summed loss where the last stage is, zero elsewhere."""
         self._scale = scale
         arguments = () if self.first is None else (inputs,)
         if self.last is None:
@@ -110,8 +101,7 @@ class Pipeline:
 
     @torch.no_grad()
     def relay(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor | None:
-        """One batch [B, T] through all stages, forward only: what the last one makes of it, there;
-        None elsewhere."""
+        """What the last stage makes of one batch [B, T], there; None elsewhere. Forward only."""
         out = ids
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
@@ -132,7 +122,7 @@ class Pipeline:
         return logits
 
     def add_tied_gradients(self) -> None:
-        """First and last stage take the sum of both gradients of the tied embedding's weights."""
+        """First and last stage take the sum of both gradients of the tied embedding."""
         ends = [part for part in (self.first, self.last) if part is not None and self.size.tied]
         gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
         if len(ends) == 2:
@@ -169,3 +159,41 @@ def _exchange(
         operations.append(dist.P2POp(dist.irecv, received, peer, group))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
+
+
+class RoundedWeights:
+    """A module's parameters rounded to a narrower dtype once a step, as FSDP does where it is used.
+
+    Inside `with` the module has the rounded copies, 2 bytes a parameter that stay allocated;
+    autograd adds their gradients up in fp32, and at the end they are the fp32 parameters' own.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, _ in owner.named_parameters(recurse=False)
+        ]
+        self.parameters = [getattr(owner, name) for owner, name in self.places]
+        self.copies = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
+        for copy in self.copies:
+            copy.grad_dtype = torch.float32  # what accumulates into .grad
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        foreach_copy_(
+            [local_part(copy) for copy in self.copies],
+            [local_part(parameter) for parameter in self.parameters],
+        )
+        for copy, parameter in zip(self.copies, self.parameters, strict=True):
+            copy.grad, parameter.grad = parameter.grad, None
+        self._put(self.copies)
+
+    def __exit__(self, *_error: object) -> None:
+        self._put(self.parameters)
+        for copy, parameter in zip(self.copies, self.parameters, strict=True):
+            copy.grad, parameter.grad = None, copy.grad
+
+    def _put(self, parameters: list[nn.Parameter]) -> None:
+        for (owner, name), parameter in zip(self.places, parameters, strict=True):
+            setattr(owner, name, parameter)

@@ -29,18 +29,13 @@ ATTENTION_OPS = [
 ]
 # An all-reduce that torch.compile can hold in a graph: (tensor, "sum" or "max", group).
 all_reduce_functional = functional_collectives.all_reduce
-
-
-def resolve_process_group(name: Any) -> dist.ProcessGroup:
-    """The group that a functional collective carries by name."""
-    return dist.distributed_c10d._resolve_process_group(name)
+# The group that a functional collective carries by name.
+resolve_process_group = dist.distributed_c10d._resolve_process_group
 
 
 class TwoWayStage(PipelineStage):
-    """A PipelineStage whose edges use two communicators of the same processes in turns: even ones
-    `group`, odd ones `other`. Over one, NCCL would let a receive that waits for the stage before
-    hold up what is ready for the stage after, which costs interleaved schedules their gain.
-    """
+    """A PipelineStage whose edges use two communicators in turns: over one, NCCL would let a
+    receive that waits for the stage before hold up what is ready for the stage after."""
 
     other: dist.ProcessGroup
 
@@ -71,9 +66,8 @@ class CutWhereTold:
 
     parts: list[int]
 
-    def _partition_layers(self, method: str = "") -> None:
-        own: Any = self
-        own._set_bounds(self.parts[own.stage_id], self.parts[own.stage_id + 1])
+    def _partition_layers(self: Any, method: str = "") -> None:
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def drop_layer_specs(self) -> None:
         """Let go of the layers of other stages."""
@@ -81,8 +75,8 @@ class CutWhereTold:
 
 
 def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -> None:
-    """Bring a new DeepSpeedCPUAdam to the step that its loaded state is at, by repeating the steps
-    on nothing: its C++ object multiplies beta ** step up in fp32, and pow rounds otherwise."""
+    """Repeat a loaded DeepSpeedCPUAdam's steps on nothing: its C++ object multiplies beta ** step
+    up in fp32, and pow rounds otherwise."""
     last = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
     nothing = [torch.zeros(0) for _ in range(4)]
     for step in range(1, last + 1):

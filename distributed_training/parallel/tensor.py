@@ -1,12 +1,10 @@
 """Tensor parallelism: every layer's matrices split over processes (Megatron-LM, 1909.08053).
 
-Letters as in decoder.py; R is the number of processes. A `column` matrix is split by rows (each
-process has H / R heads, or 1 / R of an MLP's hidden units), the `row` matrix after it by columns
-(each product is one term of a sum), so that one exchange precedes and one follows attention and
-MLP. With sequence parallelism (2205.05198) what lies between, norms, residuals and dropout, is
-split along the tokens, and the exchanges are an all-gather and a reduce-scatter; without,
-everybody computes all of it, and the exchange is one all-reduce after each. The loss is split by
-vocabulary, too: no process ever holds all logits of its samples.
+Letters as in decoder.py; R processes. A `column` matrix is split by rows (heads, or hidden units of
+an MLP), the `row` matrix after it by columns (each product is one term of a sum). With sequence
+parallelism (2205.05198) what lies between, norms, residuals and dropout, is split along the tokens:
+an all-gather precedes attention and MLP, a reduce-scatter follows. Without, everybody computes all
+of it, and one all-reduce follows. The loss is split by vocabulary.
 """
 
 from __future__ import annotations
@@ -19,13 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
@@ -33,52 +25,46 @@ from distributed_training.parallel.private import all_reduce_functional
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> set[str]:
-    """Split a model, or a stage of one, over the one-axis `mesh`, in place.
+    """Split a model, or a stage of one, over the one-axis `mesh`, in place: parameters become
+    DTensors, and between split layers tensors are local, [B, T / R, D] with sequence parallelism.
 
-    Every parameter becomes a DTensor. Between split layers tensors are plain and local:
-    [B, T / R, D] with sequence parallelism, else [B, T, D].
-
-    Returns the names of parameters whose gradients are, on each process, one term of a sum over
-    `mesh` still to be taken (gradients.sum_gradients): those that it uses on its own tokens.
+    Returns the names of parameters that each process uses on its own tokens: their gradients are
+    still to be summed over `mesh` (gradients.sum_gradients).
     """
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    styles: dict[Role, ParallelStyle] = {
-        "column": ColwiseParallel(input_layouts=between),
-        "row": RowwiseParallel(output_layouts=between),
+    styles: dict[Role, parallel.ParallelStyle] = {
+        "column": parallel.ColwiseParallel(input_layouts=between),
+        "row": parallel.RowwiseParallel(output_layouts=between),
         "whole": _OnOwnTokens(),
         "positions": _OnOwnTokens(shift=sequence_parallel),
-        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "vocabulary": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
     }
-    split = model.split()
-    for name, role in split.roles.items():
+    roles = model.find_roles()
+    for name, role in roles.items():
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
-    parallelize_module(model, mesh, {name: styles[role] for name, role in split.roles.items()})
-    for block in split.blocks if model.dropout and not sequence_parallel else ():
-        attention = getattr(block, split.attention)
+    parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
+    for block in model.blocks.values() if model.dropout and not sequence_parallel else ():
+        attention = getattr(block, model.attention)
         with_masks = partial(_with_own_masks, attention, mesh.get_local_rank())
-        setattr(block, split.attention, with_masks)
+        setattr(block, model.attention, with_masks)
     if model.is_last:
         model.loss = partial(_split_loss, mesh, between)
         model.project = partial(_split_projection, mesh, between)
     return {
         f"{name}.{parameter}"
-        for name, role in split.roles.items()
+        for name, role in roles.items()
         if sequence_parallel and role in ("whole", "positions")
         for parameter, _ in model.get_submodule(name).named_parameters()
     }
 
 
 @dataclass
-class _OnOwnTokens(ParallelStyle):
-    """All processes hold the parameters, and each uses them on the tokens that it has.
+class _OnOwnTokens(parallel.ParallelStyle):
+    """All processes hold the parameters, and each uses them on the tokens that it has. Were DTensor
+    not told that these are all, it would sum gradients one by one, each micro-batch, in bf16."""
 
-    DTensor is told that these are all tokens, so that it exchanges nothing: else it would sum each
-    parameter's gradient by itself and, under FSDP, of each micro-batch, in bf16.
-    """
-
-    shift: bool = False
-    """The input is positions counted from the process's first token, [T / R]."""
+    shift: bool = False  # the input is positions counted from the process's first token, [T / R]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
@@ -122,7 +108,7 @@ def _split_loss(
     targets: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Summed cross entropy of hidden states against output rows that are split; fp32, [] ."""
+    """As decoder.summed_cross_entropy, with output rows that are split."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1)  # (B T, P / R)
@@ -130,12 +116,9 @@ def _split_loss(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropies of [N, V / R] logits summed over N targets, the same on every process.
-
-    The process's columns are tokens `first`, `first` + 1, ...; those from `vocab_size` on are
-    padding. Three numbers a target travel: the maximum, the sum of exponentials, the target's own
-    logit (2 all-reduces of fp32 over `group`).
-    """
+    """Cross entropies of [N, P / R] logits (tokens from `first` on) summed over N targets, the same
+    on every process. 2 all-reduces of fp32 over `group`: of each target's maximum, and of its sum
+    of exponentials and its own logit."""
 
     @staticmethod
     def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]
@@ -168,8 +151,8 @@ split_cross_entropy = _SplitCrossEntropy.apply
 
 
 def _with_own_masks(attention: Any, place: int, x: torch.Tensor) -> torch.Tensor:
-    """Attention whose dropout differs between processes, which have different heads. The seed is
-    drawn from the common generator, which recomputation restores: it finds the same masks."""
+    """Attention whose dropout differs between processes, which have different heads; recomputation
+    restores the common generator, and so the seed."""
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

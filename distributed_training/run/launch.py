@@ -20,6 +20,7 @@ from pathlib import Path
 from distributed_training.data.corpus import read_corpus
 from distributed_training.plan import plan as planning
 from distributed_training.plan.machine import Machine, detect_machine
+from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import gib

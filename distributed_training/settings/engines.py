@@ -68,7 +68,7 @@ ENGINES: dict[str, Traits] = {
     "deepspeed": _DEEPSPEED,
     "deepspeed_pipeline": replace(
         _DEEPSPEED,
-        build="distributed_training.engines.deepspeed_pipeline:DeepSpeedPipelineEngine",
+        build="distributed_training.engines.deepspeed:DeepSpeedPipelineEngine",
         axes=("pp", "dp_shard"),
         schedules=("1f1b",),
     ),

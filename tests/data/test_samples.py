@@ -189,7 +189,7 @@ def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     np.testing.assert_array_equal(all_rows(again.train)[0], expected)
     assert (folder / name).read_bytes() == content
     assert cache_folders(tmp_path) == [folder]
-    assert str(folder / name) in caplog.text
+    assert str(folder) in caplog.text
 
 
 def test_a_failed_tokenisation_leaves_no_cache(tokenizer, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
 from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import serve
 from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders

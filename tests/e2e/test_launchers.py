@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
 from tests.conftest import SMALL, assert_ok, only_record, run_command, script
 from tests.e2e.support import launcher_command, left_over, metrics
 

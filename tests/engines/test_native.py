@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines.native import NativeEngine
-from distributed_training.models.gpt2.model import build_model
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.models.gpt2 import build as build_model
 from tests.support import cpu_topology, small_plan
 
 

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from distributed_training.models.decoder import IGNORE_INDEX, parameter_groups
-from distributed_training.models.gpt2.model import GPT2, build_model
-from distributed_training.models.gpt2.sizes import gpt2_size
-from distributed_training.parallel.checkpointing import apply_checkpointing
+from distributed_training.models.gpt2 import build as build_model
+from distributed_training.models.gpt2 import gpt2_size
+from distributed_training.models.gpt2.model import GPT2
+from distributed_training.parallel.blocks import apply_checkpointing
 
 # 300 is not a multiple of 128: the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from distributed_training.models.gpt2.sizes import HUB_IDS, SIZES, gpt2_size
+from distributed_training.models.gpt2 import HUB_IDS, SIZES, gpt2_size
 
 PEAK = 989.5e12  # H200, dense bf16
 

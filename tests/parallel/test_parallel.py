@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distributed_training.models.gpt2.model import build_model
-from distributed_training.models.gpt2.sizes import SIZES
-from distributed_training.parallel.fsdp import apply_fsdp
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.models.gpt2 import build as build_model
+from distributed_training.parallel.data import apply_fsdp
 from distributed_training.plan.topology import Topology
 
 WORLD_SIZE = 4

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from distributed_training.models.gpt2.model import build_model
-from distributed_training.models.gpt2.sizes import SIZES
-from distributed_training.parallel.rounding import RoundedWeights
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.models.gpt2 import build as build_model
+from distributed_training.parallel.pipeline import RoundedWeights
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from distributed_training.engines.base import Engine
 from distributed_training.measure.harness import Run, each_run, gather, open_group
 from distributed_training.models import decoder
-from distributed_training.models.gpt2 import model
-from distributed_training.models.gpt2.sizes import SIZES, gpt2_size
+from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.run.loop import learning_rate
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four

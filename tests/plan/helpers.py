@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.batch import Batch, cut_batch
 from distributed_training.plan.layouts import Layout, build_layout
 from distributed_training.plan.machine import Machine

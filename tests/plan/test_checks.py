@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan import checks
 from distributed_training.plan.checks import (
     check_disk,

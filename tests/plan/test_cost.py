@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from distributed_training.models.gpt2.sizes import gpt2_size
+from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.plan.cost import (
     activation_share,
     estimate_activation_bytes,

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from distributed_training.models.gpt2.model import build_model
-from distributed_training.models.gpt2.sizes import SIZES, gpt2_size
+from distributed_training.models.gpt2 import SIZES, gpt2_size
+from distributed_training.models.gpt2 import build as build_model
 from distributed_training.parallel.pipeline import build_stages
 from distributed_training.plan.layouts import balanced_cut, stage_parameters
 from tests.plan.helpers import lay_out

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distributed_training.engines import deepspeed, native
-from distributed_training.models.gpt2.model import build_model
-from distributed_training.models.gpt2.sizes import SIZES
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.models.gpt2 import build as build_model
 from distributed_training.run import assemble, worker
 from distributed_training.run.launch import Process
 from distributed_training.settings.config import build_config

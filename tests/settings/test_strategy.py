@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from distributed_training.engines.base import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
+from distributed_training.engines.native import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
 from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.settings.engines import ENGINES
 from distributed_training.settings.files import ROOT

@@ -1,39 +1,178 @@
-"""GPT-2: what a model family offers (CONTRIBUTING.md), in five functions. No torch import.
+"""GPT-2: what a model family offers (CONTRIBUTING.md), and Hugging Face's format. No torch import.
 
-`load` and `save`, from and to a folder in Hugging Face's format, are in huggingface.py.
+`load` and `save` read and write a Hugging Face folder; torch comes with the model or its tensors.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from distributed_training.models.gpt2.huggingface import load as load
-from distributed_training.models.gpt2.huggingface import read_size
-from distributed_training.models.gpt2.huggingface import save as save
-from distributed_training.models.gpt2.sizes import HUB_IDS as HUB_IDS
-from distributed_training.models.gpt2.sizes import SIZES
+from pydantic import BaseModel, Field, PositiveInt
+
 from distributed_training.models.size import ModelSize
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json, parse_as
 
 if TYPE_CHECKING:
-    from distributed_training.models.decoder import Decoder, Split
+    import torch
+
+    from distributed_training.models.decoder import Decoder
+
+
+def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
+    """A GPT-2; `num_parameters` equals Hugging Face's count for `GPT2LMHeadModel`."""
+    matrices = 12 * hidden_size**2  # attention 3 d^2 + d^2, MLP 4 d^2 + 4 d^2
+    return ModelSize(
+        **shape,
+        num_positions=num_positions,
+        hidden_size=hidden_size,
+        block_matrix_parameters=matrices,
+        block_parameters=matrices + 13 * hidden_size,  # biases 9 d, two norms 4 d
+        block_parameters_split=matrices + 7 * hidden_size,
+        block_norm_parameters=4 * hidden_size,
+        final_norm_parameters=2 * hidden_size,
+        position_parameters=num_positions * hidden_size,
+    )
+
+
+SIZES = {
+    # 0.3M parameters over the vocabulary of the tokenizer in assets/: for CPUs and tests.
+    "gpt2-tiny": gpt2_size(vocab_size=2048, num_layers=2, num_heads=4, hidden_size=64),
+    "gpt2": gpt2_size(vocab_size=50257, num_layers=12, num_heads=12, hidden_size=768),
+    "gpt2-medium": gpt2_size(vocab_size=50257, num_layers=24, num_heads=16, hidden_size=1024),
+    "gpt2-large": gpt2_size(vocab_size=50257, num_layers=36, num_heads=20, hidden_size=1280),
+    "gpt2-xl": gpt2_size(vocab_size=50257, num_layers=48, num_heads=25, hidden_size=1600),
+    # Unpublished: gpt2-xl's 25 heads split over 5 or 25 processes only; the same matrices here.
+    "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
+}
+# Where the published weights and GPT-2's tokenizer live on the Hugging Face Hub.
+HUB_IDS = {
+    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+}
+# Our names -> Hugging Face's. Those called c_ are Conv1D: weights stored [in, out].
+_NAMES = {
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "blocks": "h",
+    "norm_1": "ln_1",
+    "qkv": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "norm_2": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+    "norm_out": "ln_f",
+}
+
+
+class _Config(BaseModel, strict=True, populate_by_name=True):
+    """A config.json, with GPT2Config's defaults. The same tensors can make another function: our
+    model computes the published one only."""
+
+    model_type: Literal["gpt2"]
+    vocab_size: PositiveInt = 50257
+    num_positions: PositiveInt = Field(1024, alias="n_positions")
+    num_layers: PositiveInt = Field(12, alias="n_layer")
+    num_heads: PositiveInt = Field(12, alias="n_head")
+    hidden_size: PositiveInt = Field(768, alias="n_embd")
+    n_inner: int | None = None
+    activation_function: Literal["gelu_new"] = "gelu_new"
+    layer_norm_epsilon: float = Field(1e-5, ge=1e-5, le=1e-5)
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    tie_word_embeddings: Literal[True] = True
+
+
+_SHAPE = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes; with a Hugging Face folder, the one that its config.json describes.
-
-    Raises UserError where our GPT-2 does not compute what that config.json describes.
-    """
-    return SIZES if folder is None else {folder.name: read_size(folder)}
+    """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
+    UserError where our GPT-2 does not compute what it describes."""
+    if folder is None:
+        return SIZES
+    fix = "give a GPT-2 of the published form, or set weights to random"
+    file = folder / "config.json"
+    config = parse_as(_Config, load_json(file, "model"), str(file), fix)
+    heads, width = config.num_heads, config.hidden_size
+    if width % heads:
+        raise UserError(f"{folder}: n_head={heads} does not divide n_embd={width}", fix=fix)
+    if config.n_inner not in (None, 4 * width):
+        raise UserError(f"{folder}: n_inner={config.n_inner} is not 4 n_embd={4 * width}", fix=fix)
+    return {folder.name: gpt2_size(**config.model_dump(include=_SHAPE))}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """The model on the CPU in fp32, with random weights that depend on `seed` alone."""
-    from distributed_training.models.gpt2.model import build_model
+    """The model on the CPU in fp32, initialised as in the published code from `seed` alone."""
+    from distributed_training.models.decoder import build_decoder
+    from distributed_training.models.gpt2.model import GPT2
 
-    return build_model(size, dropout=dropout, seed=seed)
+    def std(name: str) -> float:
+        residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+        return 0.02 / math.sqrt(2 * size.num_layers) if residual else 0.02
+
+    return build_decoder(lambda: GPT2(size, dropout=dropout), seed, std)
 
 
-def split(model: Decoder) -> Split:
-    """What parallelism needs to know of a model, or of a stage of one."""
-    return model.split()
+def load(model: Decoder, folder: Path) -> None:
+    """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
+    from safetensors.torch import load_file
+
+    theirs = load_file(folder / "model.safetensors")
+    theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    for ours, values in model.state_dict().items():
+        name = _hf_name(ours)
+        if name not in theirs:
+            raise UserError(f"weights {folder}: tensor {name} is missing", "not a GPT-2 checkpoint")
+        tensor, expected = theirs[name], _to_hf(name, values.to("meta"), model.size).shape
+        if tensor.shape != expected or not tensor.is_floating_point():
+            found = f"{name} ({ours} here) is {tensor.dtype} {list(tensor.shape)}"
+            why = f"{found} and should be a float {list(expected)}"
+            raise UserError(f"weights {folder}: shapes differ", why)
+        rows = _from_hf(name, tensor, model.size)
+        values[: len(rows)] = rows  # the embedding's padding stays 0
+
+
+def save(
+    state: dict[str, torch.Tensor], size: ModelSize, folder: Path, *, eos_token_id: int
+) -> None:
+    """Write full fp32 `state` (our names, on the CPU) as a folder that
+    `GPT2LMHeadModel.from_pretrained` opens."""
+    from safetensors.torch import save_file
+    from transformers import GPT2Config
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"transformer.{_hf_name(ours)}": _to_hf(_hf_name(ours), tensor, size).contiguous()
+        for ours, tensor in state.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = _Config(model_type="gpt2", **asdict(size))
+    GPT2Config(
+        **config.model_dump(by_alias=True, exclude={"model_type"}),
+        bos_token_id=eos_token_id,
+        eos_token_id=eos_token_id,
+        architectures=["GPT2LMHeadModel"],
+        dtype="float32",
+    ).save_pretrained(folder)
+
+
+def _hf_name(ours: str) -> str:
+    return ".".join(_NAMES.get(part, part) for part in ours.split("."))
+
+
+def _to_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
+    if name == "wte.weight":
+        return tensor[: size.vocab_size]
+    if ".c_attn." in name:  # rows (head, q/k/v, K) -> (q/k/v, head, K)
+        tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor.t() if ".c_" in name else tensor
+
+
+def _from_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
+    tensor = tensor.t() if ".c_" in name else tensor
+    if ".c_attn." in name:
+        tensor = tensor.unflatten(0, (3, size.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor

@@ -1,18 +1,15 @@
 """GPT-2 out of plain nn.Linear blocks. It knows nothing of parallelism.
 
-Letters as in decoder.py; H heads, K = D / H. Source: Radford et al. 2019; initialisation as in the
-published code (normal 0.02, residual projections scaled by 1 / sqrt(2 L)).
+Letters as in decoder.py; H heads, K = D / H. Source: Radford et al. 2019.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import Decoder, Linear, build_decoder
+from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.models.size import ModelSize
 
 
@@ -25,10 +22,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal attention, then a 4x MLP.
-
-    The rows of `qkv` are ordered (head, q/k/v, K), so that a split over heads is a split of rows.
-    """
+    """Pre-norm transformer block: causal attention, then a 4x MLP. The rows of `qkv` are ordered
+    (head, q/k/v, K), so that a split over heads is a split of rows."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
@@ -85,13 +80,3 @@ class GPT2(Decoder):
         """Add positions, [B, T, D] -> [B, T, D]."""
         positions = torch.arange(x.shape[1], device=x.device)
         return super().place(x + self.position_embedding(positions))
-
-
-def build_model(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """A GPT2 on the CPU in fp32 with random weights that depend on `seed` and nothing else."""
-    residual = ("attention_out.weight", "mlp_out.weight")
-
-    def std(name: str) -> float:
-        return 0.02 / math.sqrt(2 * size.num_layers) if name.endswith(residual) else 0.02
-
-    return build_decoder(lambda: GPT2(size, dropout=dropout), seed, std)

@@ -39,10 +39,6 @@ def build(size, *, dropout, seed):
     return build_decoder(lambda: Rotary(size, dropout=dropout), seed, lambda name: 0.05)
 
 
-def split(model):
-    return model.split()
-
-
 def load(model, folder):
     from safetensors.torch import load_file
 

@@ -1,0 +1,40 @@
+"""What is done to each block by itself: recomputation in backward, and torch.compile."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.private import ATTENTION_OPS
+
+# What "selective" keeps: matrix products and attention. Norms, GELU and sums are cheap.
+_KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
+
+
+def apply_checkpointing(model: Decoder, mode: str) -> None:
+    """Make every block recompute in backward, in place: "full" keeps only a block's input,
+    [batch, seq_len, hidden], "selective" also what is in `_KEPT`. Dropout masks are reproduced."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+    for block in model.blocks.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
+    """Compile every block's forward and the loss, in place. All blocks share one graph; FSDP's and
+    ZeRO-3's hooks run around it, so embedding and last norm, which they serve too, stay eager.
+
+    With `cuda_graphs` one call launches a block's kernels. It needs parameters that stay where they
+    are, gradients that nobody holds on to, and cudagraph_mark_step_begin before each step.
+    """
+    mode = "reduce-overhead" if cuda_graphs else "default"
+    for block in model.blocks.values():
+        block.forward = torch.compile(block.forward, mode=mode)
+    model.loss = torch.compile(model.loss, mode=mode)
