@@ -27,7 +27,7 @@ class Traits:
     """What an engine can do."""
 
     build: str
-    """Its class, "package.module:Class"; in a strategy's own file the name of the class."""
+    """Its class, "package.module:Class"; an engine's own file says "Class"."""
     axes: tuple[str, ...] = ALL_AXES
     """Axes of the mesh that may be larger than 1."""
     schedules: tuple[str, ...] = ()
@@ -44,12 +44,12 @@ class Traits:
     compiles_split_backward: bool = False
     """Whether it can compile blocks whose backward pass a schedule cuts in two."""
 
-    def load(self, file: Path | None = None) -> Any:
+    def load(self) -> Any:
         """The engine's class. Imports torch."""
-        if file is not None:
-            return _run_file(file)[self.build]
-        module, _, name = self.build.partition(":")
-        return getattr(importlib.import_module(module), name)
+        place, _, name = self.build.rpartition(":")
+        if place.endswith(".py"):
+            return _run_file(Path(place))[name]
+        return getattr(importlib.import_module(place), name)
 
 
 _DEEPSPEED = Traits(
@@ -75,22 +75,20 @@ ENGINES: dict[str, Traits] = {
 }
 
 
-def find_traits(engine: str, folder: Path) -> tuple[Traits, Path | None, Mapping[str, Any]]:
-    """Traits of the engine that a strategy's folder names, its own file if it has one, and the
-    options that the file adds to CONFIG.
+def find_traits(engine: str, folder: Path) -> tuple[Traits, Mapping[str, Any]]:
+    """Traits of the engine that a strategy's folder names, and the options that it adds to CONFIG.
 
     Raises UserError for an engine that is neither built in nor a file of the folder.
     """
     if engine in ENGINES:
-        return ENGINES[engine], None, {}
+        return ENGINES[engine], {}
     file = folder / engine
     if not (engine.endswith(".py") and file.is_file()):
-        raise UserError(
-            f"{folder}: engine={engine!r} is not known",
-            f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder",
-            did_you_mean(engine, ENGINES),
-        )
+        why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
+        what, fix = f"{folder}: engine={engine!r} is not known", did_you_mean(engine, ENGINES)
+        raise UserError(what, why, fix)
     names = _run_file(file)
-    if not isinstance(names.get("TRAITS"), Traits):
+    traits = names.get("TRAITS")
+    if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
-    return names["TRAITS"], file, names.get("OPTIONS", {})
+    return replace(traits, build=f"{file}:{traits.build}"), names.get("OPTIONS", {})

@@ -35,21 +35,20 @@ def key(default: Any, *, help: str, work: bool, group: str, aliases: tuple[str, 
     return Field(default=default, description=help, json_schema_extra=extra)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
+class Key(BaseModel):
     """One key as users meet it."""
 
     name: str
     default: Any
-    help: str
+    help: str = Field(alias="description")
     """One line."""
     group: str
     """Heading in --help and in the guide."""
     work: bool
     """Whether it changes what is computed, under every strategy."""
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...]
     """Names that other programs use for it."""
-    forms: tuple[Mapping[str, Any], ...]
+    forms: list[dict[str, Any]]
     """JSON schemas of what is accepted; one of them must fit."""
 
     @property
@@ -100,19 +99,12 @@ def _describe(form: Mapping[str, Any]) -> str:
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     """The keys that a model's fields declare, in their order."""
-    found = {}
-    for name, schema in model.model_json_schema()["properties"].items():
-        if "work" in schema:
-            found[name] = Key(
-                name=name,
-                default=schema["default"],
-                help=schema["description"],
-                group=schema["group"],
-                work=schema["work"],
-                aliases=tuple(schema["aliases"]),
-                forms=tuple(schema.get("anyOf", [schema])),
-            )
-    return found
+    fields = model.model_json_schema()["properties"].items()
+    return {
+        name: Key(name=name, forms=schema.get("anyOf", [schema]), **schema)
+        for name, schema in fields
+        if "work" in schema
+    }
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
@@ -120,7 +112,7 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
     try:
         return model(**values)
     except ValidationError as error:
-        name = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
+        name = str(error.errors()[0]["loc"][0])
     raise keys[name].refusal(values[name])
 
 
@@ -153,9 +145,10 @@ def options_model(options: Mapping[str, EngineOption]) -> type[BaseModel]:
 
 def by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
     """Heading -> keys."""
-    known = list(keys)
-    groups = dict.fromkeys(key.group for key in known)
-    return {group: [key for key in known if key.group == group] for group in groups}
+    groups: dict[str, list[Key]] = {}
+    for each in keys:
+        groups.setdefault(each.group, []).append(each)
+    return groups
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
@@ -163,16 +156,14 @@ def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str
 
     Raises UserError for a name that no key has and for a key given under two names.
     """
-    known = {name: key.name for key in keys.values() for name in (key.name, *key.aliases)}
+    known = _all_names(keys.values())
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in pairs:
         if name not in known:
-            hint = nearest_key(name, keys.values()) if isinstance(name, str) else None
-            raise UserError(
-                f"{where} has the unknown key {shown(name)}",
-                fix=f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}",
-            )
+            hint = nearest_key(str(name), keys.values())
+            fix = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
+            raise UserError(f"{where} has the unknown key {shown(name)}", fix=fix)
         own = known[name]
         if names.setdefault(own, name) != name:
             raise UserError(f"{where} has {own} twice, as {names[own]} and {name}", fix="give one")
@@ -182,7 +173,11 @@ def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str
 
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
     """The key (or one of `others`) of which a name is close to `word`; None for nothing close."""
-    names = {name: key.name for key in keys for name in (key.name, *key.aliases)}
-    names |= {name: name for name in others}
+    names = _all_names(keys) | {name: name for name in others}
     close = nearest(word, names)
     return names[close] if close else None
+
+
+def _all_names(keys: Iterable[Key]) -> dict[str, str]:
+    """Every name and alias -> the key's own name."""
+    return {name: key.name for key in keys for name in (key.name, *key.aliases)}

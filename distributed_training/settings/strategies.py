@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.engines import ALL_AXES as MESH_AXES
@@ -28,11 +28,7 @@ _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "def
 _OFFLOADED = {"optimizer": "optimizer state", "param": "parameters"}
 
 
-class _Json(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Folder(_Json, extra="forbid"):
+class _Folder(BaseModel, strict=True, extra="forbid"):
     """A strategy's config.json."""
 
     name: str
@@ -44,21 +40,21 @@ class _Folder(_Json, extra="forbid"):
     )
 
 
-class _Offload(_Json):
+class _Offload(BaseModel, strict=True):
     device: Literal["none", "cpu", "nvme"] = "none"
 
 
-class _Zero(_Json):
+class _Zero(BaseModel, strict=True):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
 
 
-class _Pipeline(_Json):
+class _Pipeline(BaseModel, strict=True):
     stages: int = 1
 
 
-class _DeepSpeed(_Json):
+class _DeepSpeed(BaseModel, strict=True):
     """What this package reads of a DeepSpeed JSON."""
 
     zero_optimization: _Zero = _Zero()
@@ -85,8 +81,6 @@ class Strategy:
     engine: str
     """A built-in engine, or a .py file in the strategy's folder."""
     traits: Traits
-    engine_file: Path | None = None
-    """The engine's own file, where it is not built in."""
 
     @property
     def zero_stage(self) -> int:
@@ -148,7 +142,7 @@ def strategy_defaults(name: str) -> dict[str, Any]:
 def strategy_options(name: str) -> Mapping[str, Any]:
     """Keys that a strategy's own engine adds to CONFIG."""
     path = _find(name)
-    return find_traits(_read_folder(path).engine, path.parent)[2]
+    return find_traits(_read_folder(path).engine, path.parent)[1]
 
 
 def load_strategy(config: RunConfig) -> Strategy:
@@ -159,33 +153,27 @@ def load_strategy(config: RunConfig) -> Strategy:
     """
     path = _find(config.strategy)
     folder = _read_folder(path)
-    engine = folder.engine
-    traits, engine_file, _ = find_traits(engine, path.parent)
+    traits, _ = find_traits(folder.engine, path.parent)
+    engine = f"{path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
-        raise UserError(
-            f"{path}: engine={engine!r} takes {needed!r}, not {given!r}", fix=f"write {needed!r}"
-        )
+        raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
+    source, document, mesh = path, {}, folder.mesh or {}
     if traits.takes_deepspeed_json:
         source, document, mesh = _read_deepspeed(folder.deepspeed, path)
-    else:
-        source, document, mesh = path, {}, folder.mesh or {}
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
-            raise UserError(
-                f"{path}: engine={engine!r} has no axis {axis!r}",
-                f"its axes are {', '.join(traits.axes)}",
-                f"leave it out or name another engine: {', '.join(ENGINES)}",
-            )
+            why = f"its axes are {', '.join(traits.axes)}"
+            fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
+            raise UserError(f"{engine} has no axis {axis!r}", why, fix)
     own = Strategy(
         name=config.strategy,
         source=source,
         document=document,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
-        engine=engine,
+        engine=folder.engine,
         traits=traits,
-        engine_file=engine_file,
     )
     if config.deepspeed_config is not None:
         own = _with_deepspeed_config(own, config.deepspeed_config)
@@ -195,11 +183,8 @@ def load_strategy(config: RunConfig) -> Strategy:
 def _find(name: str) -> Path:
     known = list_strategies()
     if name not in known:
-        raise UserError(
-            f"strategy={name!r} is not known",
-            f"the strategies are {', '.join(known)}",
-            did_you_mean(name, known),
-        )
+        what, why = f"strategy={name!r} is not known", f"the strategies are {', '.join(known)}"
+        raise UserError(what, why, did_you_mean(name, known))
     return known[name]
 
 
@@ -238,31 +223,23 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
 def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
     """The strategy with the user's own DeepSpeed JSON, which must mean the same strategy."""
     if not own.traits.takes_deepspeed_json:
-        names = [
-            name for name, path in list_strategies().items() if _read_folder(path).mesh is None
-        ]
-        raise UserError(
-            f"strategy={own.name!r} does not run on DeepSpeed",
-            f"deepspeed_config={given!r} would be ignored",
-            f"set deepspeed_config to None or strategy to one of {', '.join(names)}",
-        )
+        folders = {name: _read_folder(path) for name, path in list_strategies().items()}
+        names = ", ".join(name for name, folder in folders.items() if folder.deepspeed is not None)
+        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
+        raise UserError(what, fix=f"set deepspeed_config to None or strategy to one of {names}")
     path = user_path("deepspeed_config", given)
     source, document, mesh = _read_deepspeed(str(path), path)
-    mesh = {**own.mesh, "pp": 1, **mesh}
-    theirs = replace(own, source=source, document=document, mesh=mesh)
-    pairs: dict[str, tuple[object, object]] = {}
-    pairs["zero_optimization.stage"] = theirs.zero_stage, own.zero_stage
+    theirs = replace(own, source=source, document=document, mesh={**own.mesh, "pp": 1, **mesh})
+    values: dict[str, Any] = {"zero_optimization.stage": (theirs.zero_stage, own.zero_stage)}
     for part in _OFFLOADED:
-        devices = theirs.offload_device(part), own.offload_device(part)
-        pairs[f"zero_optimization.offload_{part}.device"] = devices
+        where = f"zero_optimization.offload_{part}.device"
+        values[where] = theirs.offload_device(part), own.offload_device(part)
     if theirs.pipelined != own.pipelined:
-        pairs["pipeline.stages"] = theirs.mesh["pp"], own.mesh["pp"]
-    for what, (value, wanted) in pairs.items():
+        values["pipeline.stages"] = theirs.mesh["pp"], own.mesh["pp"]
+    for what, (value, wanted) in values.items():
         if value != wanted:
-            raise UserError(
-                f"{path}: {what}={value!r} but strategy={own.name!r} means {wanted!r}",
-                fix="change one of them",
-            )
+            means = f"strategy={own.name!r} means {wanted!r}"
+            raise UserError(f"{path}: {what}={value!r} but {means}", fix="change one of them")
     return theirs
 
 
@@ -275,11 +252,8 @@ def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
     given = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
     for axis, size in given.items():
         if axis not in can:
-            raise UserError(
-                f"{axis}={size} cannot be set with strategy={strategy.name!r}",
-                why,
-                "set it to None, or strategy to 3d, whose mesh has all axes"
-                + (", or to hybrid" if axis == "pp" else ""),
-            )
+            what = f"{axis}={size} cannot be set with strategy={strategy.name!r}"
+            others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
+            raise UserError(what, why, f"set it to None, or strategy to {others}")
     named = tuple(dict.fromkeys((*strategy.named_axes, *given)))
     return replace(strategy, mesh={**strategy.mesh, **given}, named_axes=named)
