@@ -102,8 +102,6 @@ def test_config_key():
     assert run_config(field)(label_smoothing=0.1).label_smoothing == 0.1
     with pytest.raises(ValueError, match="label_smoothing"):
         run_config(field)(label_smoothing=0.7)
-    with pytest.raises(TypeError, match="work"):
-        run_config(re.sub(r"work=True,\s*", "", field))
 
 
 def test_measurement(folder):

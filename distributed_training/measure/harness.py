@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,10 +32,9 @@ from distributed_training.data.sampler import Sampler
 from distributed_training.data.samples import Data, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
-from distributed_training.plan.machine import Machine, detect_machine
-from distributed_training.plan.plan import Plan, dump_plan, load_plan_data, make_plan, parse_plan
+from distributed_training.plan.plan import Plan, load_plan_data
 from distributed_training.plan.topology import Topology, process_group
-from distributed_training.run import assemble, launch
+from distributed_training.run import assemble, launch, worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
@@ -48,7 +46,6 @@ PATIENCE = timedelta(minutes=3)  # for the other ranks, wherever all ranks meet
 class Group:
     """The processes that all runs share."""
 
-    machine: Machine
     process: launch.Process
     device: torch.device
     folder: Path
@@ -84,16 +81,13 @@ class Finished:
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher)."""
-    # Libraries that call each other's deprecated functions are not the user's business.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
-    machine = detect_machine()
     process = launch.current_process(os.environ) or launch.single_process()
     launch.prepare_environment(process.local_world_size)
-    device = torch.device("cuda", process.local_rank) if machine.num_gpus else torch.device("cpu")
+    device = worker.prepare(torch.cuda.device_count(), process)
     with process_group(device, timeout=PATIENCE):
         folder = Path(_from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
-            yield Group(machine=machine, process=process, device=device, folder=folder)
+            yield Group(process=process, device=device, folder=folder)
         finally:
             if process.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -149,10 +143,9 @@ def _build_run(values: Mapping[str, Any], group: Group) -> Run:
     Raises UserError on every rank where CONFIG `values` are refused.
     """
     process = group.process
-    answer = _from_rank_0(_make_plan(values, group) if process.rank == 0 else None)
-    if isinstance(answer, UserError):
-        raise answer
-    plan = parse_plan(answer)
+    values = {"output_dir": str(group.folder), **values}
+    config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+    plan = worker.agree_on_plan(config, process)
     place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
     topology = Topology(**place, **plan.mesh, device_type=group.device.type)
     data, _ = load_plan_data(plan)
@@ -160,19 +153,6 @@ def _build_run(values: Mapping[str, Any], group: Group) -> Run:
     engine = assemble.build_engine(plan, topology)
     assemble.seed_dropout(plan.config, topology)
     return Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-
-
-def _make_plan(values: Mapping[str, Any], group: Group) -> str | UserError:
-    """The plan as JSON text, with its data in the cache that all ranks read; or why not."""
-    everywhere, here = group.process.world_size, group.process.local_world_size
-    values = {"output_dir": str(group.folder), **values}
-    try:
-        config = build_config(values, defaults=strategy_defaults, options=strategy_options)
-        plan = make_plan(config, group.machine, num_processes=everywhere, processes_here=here)
-        load_plan_data(plan)
-        return dump_plan(plan)
-    except UserError as error:
-        return error
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -1,9 +1,8 @@
 """Many layouts in one process group, one after the other: speed, memory, bubble.
 
-    torchrun --nproc_per_node=4 real_model_example.py measure layouts PLAN.json OUT.json
-    python real_model_example.py measure runs --unpack OUT.json results/records/h200-x4-layouts
+    torchrun --nproc_per_node=4 real_model_example.py measure layouts PLAN.json FOLDER
 
-Plan and bundle are those of `measure runs`, but all runs share the processes, as starting them
+Plan and folder are those of `measure runs`, but all runs share the processes, as starting them
 takes longer than the steps that are timed. Each run leaves a record as a training does, with what
 it measured of the pipeline in "bubble": idle_share is what is left of a step's forward and backward
 phase (phase_s, the median of the timed steps) when the time in which a rank computes is taken out,
@@ -16,8 +15,7 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ import torch
 
 from distributed_training.measure import harness
 from distributed_training.measure.bubble import Spans, bubble, traced
-from distributed_training.measure.runs import Measured, bundle, name_runs, plan_parser
+from distributed_training.measure.runs import Measured, Runs, collect, read_plan
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.results import describe_run
@@ -109,9 +107,7 @@ def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[i
         memory[name] = None if peaks[0][0] is None else max(peak - left for peak, left in peaks)
 
 
-def measure_each(
-    group: harness.Group, runs: Mapping[str, Mapping[str, Any]], deadline_s: float
-) -> Iterator[Measured]:
+def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
     spans = Spans(group.device)
     spans.watch()
@@ -131,15 +127,12 @@ def _left_over() -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = plan_parser("Many layouts in one process group, one after the other.").parse_args(
-        argv
-    )
-    runs = name_runs(json.loads(arguments.plan.read_text()), arguments.first)
+    arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
     harness.share_between_runs()
     with harness.open_group() as group:
         measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
-            bundle(arguments, runs, measured, COLUMNS)
+            collect(arguments, runs, measured, COLUMNS)
         else:
             collections.deque(measured, maxlen=0)  # take part
     return 0

@@ -26,12 +26,15 @@ from distributed_training.engines.base import to_device
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 
-CONFIG = {"model": "gpt2-medium", "strategy": "dp", "precision": "bf16", "dataset": "embedded",
-          "weights": "random", "learning_rate": 1e-4}  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "model": "gpt2-medium", "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4,
+    "dataset": "embedded", "tokenizer": "embedded", "weights": "random", "batch_size": 64,
+    "max_length": 512,
+}  # fmt: skip
 WARMUP_STEPS, TIMED_STEPS, ROUNDS = 5, 10, 3
 
 
-def build_nanogpt(run: Run, file: Path) -> Callable[[], None]:
+def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
     """One training step of nanoGPT's model as its train.py composes it: autocast, compile."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
@@ -63,7 +66,7 @@ def build_nanogpt(run: Run, file: Path) -> Callable[[], None]:
 
 def compare(run: Run, file: Path) -> dict[str, list[float]]:
     """Seconds a step of both models on the run's first batch, of each round."""
-    ours = functools.partial(run.engine.train_step, run.batch(0))
+    ours: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
     steps = {"ours": ours, "nanogpt": build_nanogpt(run, file)}
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
@@ -84,25 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare with nanoGPT's model.")
     parser.add_argument("nanogpt_model", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--max_length", type=int, default=512)
     arguments = parser.parse_args(argv)
-    shape = (arguments.batch_size, arguments.max_length)
-    values = {
-        **CONFIG,
-        "batch_size": shape[0],
-        "max_length": shape[1],
-        "micro_batch_size": shape[0],
-    }
     with open_group() as group:
         use = functools.partial(compare, file=arguments.nanogpt_model)
-        (finished,) = each_run(group, {"both": values}, use)
+        (finished,) = each_run(group, {"both": CONFIG}, use)
     if finished.refused is not None:
         raise SystemExit(finished.refused)
     (times,) = finished.results
-    speeds = {
-        name: shape[0] * shape[1] / statistics.median(rounds) for name, rounds in times.items()
-    }
+    shape = [CONFIG["batch_size"], CONFIG["max_length"]]
+    tokens = shape[0] * shape[1]
+    speeds = {name: tokens / statistics.median(rounds) for name, rounds in times.items()}
     result = {
         "what": "gpt2-medium, bf16, compiled, fused AdamW, one process",
         "shape": shape,

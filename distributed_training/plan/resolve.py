@@ -132,7 +132,7 @@ def _choose_compile(
         f"strategy={config.strategy!r}, which fetches parameters from offload while a block "
         "runs": strategy.offload_device("param") != "none",
         f"pipeline_schedule={config.pipeline_schedule!r}, which computes the two halves of a "
-        "backward pass apart": splits and not strategy.traits.compiles_split_backward,
+        "backward pass apart": splits,
         "dropout under tp with sequence_parallel=False, which switches random number generators "
         "inside a block": mesh["tp"] > 1 and without_sequence,
     }

@@ -10,20 +10,11 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json, shown, user_path
-from distributed_training.settings.keys import (
-    STRICT,
-    EngineOption,
-    Key,
-    by_key,
-    key,
-    options_model,
-    read_keys,
-    validate,
-)
+from distributed_training.settings.keys import Key, Options, by_key, key, read_keys, validate
 
 AUTO = "auto"
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -41,10 +32,8 @@ CountOrAll = Annotated[int, Field(ge=1, le=2**62)] | Literal[-1]
 Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
-class RunConfig(BaseModel):
+class RunConfig(Options):
     """Everything that decides a run, validated. All fields but the last three are CONFIG's keys."""
-
-    model_config = STRICT
 
     # fmt: off
     model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
@@ -133,7 +122,7 @@ class RunConfig(BaseModel):
         help="another place for the metrics; install it first")
     # fmt: on
 
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = Field(default_factory=dict)
     """Values of the keys that the strategy's own engine adds."""
     engine_work: tuple[str, ...] = Field(default=(), strict=False)
     """Those of them that are part of the work."""
@@ -166,7 +155,7 @@ def build_config(
     preset: str | None = None,
     overrides: Iterable[str] = (),
     defaults: Callable[[str], Mapping[str, Any]] | None = None,
-    options: Callable[[str], Mapping[str, EngineOption]] | None = None,
+    options: Callable[[str], type[Options]] | None = None,
 ) -> RunConfig:
     """Merge the strategy's defaults, CONFIG, a preset and `key=value` texts, later ones winning.
 
@@ -179,7 +168,7 @@ def build_config(
     texts = [_split(text) for text in overrides]
     strategy = {"strategy": "zero2", **config, **from_preset, **dict(texts)}["strategy"]
     named = isinstance(strategy, str)
-    own_model = options_model(options(strategy) if options and named else {})
+    own_model = options(strategy) if options and named else Options
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
     given = by_key(config.items(), keys, "CONFIG")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import runpy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean
+from distributed_training.settings.keys import Options
 
 _run_file = functools.cache(lambda file: runpy.run_path(str(file)))
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
@@ -41,8 +41,6 @@ class Traits:
     master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)."""
     reduces_in_shared_memory: bool = False
     """Whether processes without GPUs reduce through files in /dev/shm."""
-    compiles_split_backward: bool = False
-    """Whether it can compile blocks whose backward pass a schedule cuts in two."""
 
     def load(self) -> Any:
         """The engine's class. Imports torch."""
@@ -75,13 +73,13 @@ ENGINES: dict[str, Traits] = {
 }
 
 
-def find_traits(engine: str, folder: Path) -> tuple[Traits, Mapping[str, Any]]:
+def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
     """Traits of the engine that a strategy's folder names, and the options that it adds to CONFIG.
 
     Raises UserError for an engine that is neither built in nor a file of the folder.
     """
     if engine in ENGINES:
-        return ENGINES[engine], {}
+        return ENGINES[engine], Options
     file = folder / engine
     if not (engine.endswith(".py") and file.is_file()):
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
@@ -91,4 +89,4 @@ def find_traits(engine: str, folder: Path) -> tuple[Traits, Mapping[str, Any]]:
     traits = names.get("TRAITS")
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
-    return replace(traits, build=f"{file}:{traits.build}"), names.get("OPTIONS", {})
+    return replace(traits, build=f"{file}:{traits.build}"), names.get("OPTIONS", Options)

@@ -1,23 +1,20 @@
 """What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help.
 
-`key()` declares a key of RunConfig, `EngineOption` one that a strategy's own engine adds. pydantic
-checks the values; everything that is said about them comes from its JSON schema. No torch import.
+`key()` declares a key of RunConfig, or one that a strategy's own engine adds. pydantic checks the
+values; everything that is said about them comes from its JSON schema. No torch import.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, did_you_mean, nearest, shown
 
-STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-ENGINE_GROUP = "Options of a strategy's own engine"
 _WORDS: dict[str, dict[str, Any]] = {
     "boolean": dict.fromkeys(("true", "yes", "on", "1"), True)
     | dict.fromkeys(("false", "no", "off", "0"), False),
@@ -29,8 +26,21 @@ _KINDS = {
 }  # fmt: skip
 
 
-def key(default: Any, *, help: str, work: bool, group: str, aliases: tuple[str, ...] = ()) -> Any:
-    """Declare a field of RunConfig; `work` says whether two runs must agree in it."""
+class Options(BaseModel):
+    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's own engine."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def key(
+    default: Any,
+    *,
+    help: str,
+    work: bool,
+    group: str = "Options of a strategy's own engine",
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """Declare such a field; `work` says whether two runs must agree in it."""
     extra: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=extra)
 
@@ -99,7 +109,7 @@ def _describe(form: Mapping[str, Any]) -> str:
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     """The keys that a model's fields declare, in their order."""
-    fields = model.model_json_schema()["properties"].items()
+    fields = model.model_json_schema().get("properties", {}).items()
     return {
         name: Key(name=name, forms=schema.get("anyOf", [schema]), **schema)
         for name, schema in fields
@@ -114,33 +124,6 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
     raise keys[name].refusal(values[name])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOption:
-    """A key that a strategy's own engine adds to CONFIG."""
-
-    kind: type
-    """int, float, bool or str."""
-    default: Any
-    help: str
-    """One line."""
-    work: bool
-    """Whether it changes what is computed."""
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()
-
-
-def options_model(options: Mapping[str, EngineOption]) -> type[BaseModel]:
-    """A model whose keys are an engine's options."""
-    fields: dict[str, Any] = {}
-    for name, option in options.items():
-        kind: Any = option.kind
-        bounded = Annotated[kind, Field(ge=option.low, le=option.high)]
-        field = key(option.default, help=option.help, work=option.work, group=ENGINE_GROUP)
-        fields[name] = Literal[option.choices] if option.choices else bounded, field
-    return create_model("Options", __config__=STRICT, **fields)
 
 
 def by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:

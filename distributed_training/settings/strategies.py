@@ -22,6 +22,7 @@ from distributed_training.settings.engines import ALL_AXES as MESH_AXES
 from distributed_training.settings.engines import ENGINES, Traits, find_traits
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json, parse_as, user_path
+from distributed_training.settings.keys import Options
 
 STRATEGIES_DIR = ROOT / "strategies"
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
@@ -136,13 +137,13 @@ def list_strategies() -> dict[str, Path]:
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """What a strategy gives CONFIG's open keys."""
-    return _read_folder(_find(name)).defaults
+    return _find(name)[1].defaults
 
 
-def strategy_options(name: str) -> Mapping[str, Any]:
+def strategy_options(name: str) -> type[Options]:
     """Keys that a strategy's own engine adds to CONFIG."""
-    path = _find(name)
-    return find_traits(_read_folder(path).engine, path.parent)[1]
+    path, folder = _find(name)
+    return find_traits(folder.engine, path.parent)[1]
 
 
 def load_strategy(config: RunConfig) -> Strategy:
@@ -151,14 +152,14 @@ def load_strategy(config: RunConfig) -> Strategy:
     Raises UserError for an unknown name, a JSON that does not parse, and a `deepspeed_config`
     that is given to a strategy without DeepSpeed or has another ZeRO stage than the strategy.
     """
-    path = _find(config.strategy)
-    folder = _read_folder(path)
+    path, folder = _find(config.strategy)
     traits, _ = find_traits(folder.engine, path.parent)
     engine = f"{path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
-    source, document, mesh = path, {}, folder.mesh or {}
+    source, mesh = path, folder.mesh or {}
+    document: dict[str, Any] = {}
     if traits.takes_deepspeed_json:
         source, document, mesh = _read_deepspeed(folder.deepspeed, path)
     for axis, size in mesh.items():
@@ -180,12 +181,12 @@ def load_strategy(config: RunConfig) -> Strategy:
     return _with_axes(own, config)
 
 
-def _find(name: str) -> Path:
+def _find(name: str) -> tuple[Path, _Folder]:
     known = list_strategies()
-    if name not in known:
-        what, why = f"strategy={name!r} is not known", f"the strategies are {', '.join(known)}"
-        raise UserError(what, why, did_you_mean(name, known))
-    return known[name]
+    if name in known:
+        return known[name], _read_folder(known[name])
+    what, why = f"strategy={name!r} is not known", f"the strategies are {', '.join(known)}"
+    raise UserError(what, why, did_you_mean(name, known))
 
 
 def _folder_number(path: Path) -> tuple[int, str]:
@@ -211,11 +212,9 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
     parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
     stage, stages = parsed.zero_optimization.stage, parsed.pipeline.stages
     if stages != 1 and stage > 1:
-        raise UserError(
-            f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}",
-            "a stage of the pipeline needs its gradients whole until its last micro-batch",
-            "set zero_optimization.stage to 1 or 0, or pipeline.stages to 1",
-        )
+        what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
+        why = "a pipeline needs its gradients whole until its last micro-batch"
+        raise UserError(what, why, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
     pp = {"pp": stages} if "pipeline" in document else {}
     return source.resolve(), document, {"dp_shard": -1, **pp}
 
