@@ -50,13 +50,10 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
 
 
 def collect(
-    arguments: argparse.Namespace,
-    names: Iterable[str],
-    measured: Iterable[Measured],
-    columns: Sequence[str],
+    arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
 ) -> None:
     """Print what came of each run as it ends, and write its record into the folder."""
-    began, left, records = time.monotonic(), list(names), []
+    began, left, records = time.monotonic(), list(runs), []
     for name, values in measured:
         left.remove(name)
         print(f"[{time.monotonic() - began:5.0f} s] {name}", flush=True)
@@ -104,7 +101,6 @@ def run_each(runs: Runs, num_gpus: int, log: Path, deadline_s: float) -> Iterato
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, plan, runs = read_plan("Run a list of trainings, collect their records.", argv)
-    log = arguments.out / "log.txt"
-    measured = run_each(runs, plan["num_gpus"], log, arguments.deadline_s)
+    measured = run_each(runs, plan["num_gpus"], arguments.out / "log.txt", arguments.deadline_s)
     collect(arguments, runs, measured, COLUMNS)
     return 0

@@ -18,7 +18,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean
 from distributed_training.settings.keys import Options
 
-_run_file = functools.cache(lambda file: runpy.run_path(str(file)))
+_run_file = functools.cache(runpy.run_path)
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 
 
@@ -46,7 +46,7 @@ class Traits:
         """The engine's class. Imports torch."""
         place, _, name = self.build.rpartition(":")
         if place.endswith(".py"):
-            return _run_file(Path(place))[name]
+            return _run_file(place)[name]
         return getattr(importlib.import_module(place), name)
 
 
@@ -85,7 +85,7 @@ def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         what, fix = f"{folder}: engine={engine!r} is not known", did_you_mean(engine, ENGINES)
         raise UserError(what, why, fix)
-    names = _run_file(file)
+    names = _run_file(str(file))
     traits = names.get("TRAITS")
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
