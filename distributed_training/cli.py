@@ -24,7 +24,7 @@ from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
-from distributed_training.settings.keys import Key, by_group, nearest_key, options_model, read_keys
+from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str], program: Program) -> argparse.Namespace:
     """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`."""
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
-        keys |= read_keys(options_model(strategies.strategy_options(strategy)))
+        keys |= read_keys(strategies.strategy_options(strategy))
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]

@@ -16,7 +16,8 @@ from distributed_training.run import launch
 from distributed_training.run.launch import Process
 from distributed_training.settings.config import KEYS, RunConfig
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.keys import EngineOption
+from distributed_training.settings.keys import Options
+from distributed_training.settings.keys import key as declare
 from distributed_training.settings.strategies import list_strategies
 from tests.settings.test_config import ALIASES, OTHER
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
@@ -71,11 +72,11 @@ def test_unknown_options_are_refused_with_the_nearest(argv, words):
 
 
 def test_a_strategys_own_engine_adds_options(monkeypatch, capsys):
-    option = EngineOption(kind=int, default=8, help="Size of a low-rank update.", work=True)
+    class LowRank(Options):
+        low_rank: int = declare(8, help="Size of a low-rank update.", work=True)
+
     monkeypatch.setattr(
-        cli.strategies,
-        "strategy_options",
-        lambda name: {"low_rank": option} if name == "dp" else {},
+        cli.strategies, "strategy_options", lambda name: LowRank if name == "dp" else Options
     )
     assert overrides("--low-rank", 4) == ["low_rank=4"]
     with pytest.raises(SystemExit):
@@ -258,7 +259,7 @@ def test_commands(monkeypatch, capsys):
     monkeypatch.setattr("distributed_training.records.report.main", lambda argv: argv)
     assert command(monkeypatch, "report", "runs/a") == ["runs/a"]
     monkeypatch.setattr("distributed_training.measure.runs.main", lambda: sys.argv[1:])
-    assert command(monkeypatch, "measure", "runs", "a", "--unpack") == ["a", "--unpack"]
+    assert command(monkeypatch, "measure", "runs", "a", "b") == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@
         for finished in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
-Starting processes takes longer than the few steps that a comparison or a test needs, so all runs
-share them.
+Starting processes takes longer than the few steps that a comparison or a test needs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +32,9 @@ from distributed_training.data.sampler import Sampler
 from distributed_training.data.samples import Data, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
-from distributed_training.plan.machine import Machine, detect_machine
-from distributed_training.plan.make import make_plan
-from distributed_training.plan.plan import Plan, dump_plan, load_plan_data, parse_plan
+from distributed_training.plan.plan import Plan, load_plan_data
 from distributed_training.plan.topology import Topology, process_group
-from distributed_training.run import assemble, launch
+from distributed_training.run import assemble, launch, worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
@@ -50,7 +46,6 @@ PATIENCE = timedelta(minutes=3)  # for the other ranks, wherever all ranks meet
 class Group:
     """The processes that all runs share."""
 
-    machine: Machine
     process: launch.Process
     device: torch.device
     folder: Path
@@ -71,11 +66,6 @@ class Run:
         """This rank's samples of one step."""
         return self.sampler.step_batch(self.data.train, step)
 
-    def rebuild_engine(self) -> None:
-        """Put a new engine with the initial weights in the place of this one. Collective."""
-        self.engine.close()
-        self.engine = assemble.build_engine(self.plan, self.topology)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
@@ -89,69 +79,18 @@ class Finished:
 
 
 @contextlib.contextmanager
-def open_group(timeout: timedelta = PATIENCE) -> Iterator[Group]:
+def open_group() -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher)."""
-    # Libraries that call each other's deprecated functions are not the user's business.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
-    machine = detect_machine()
     process = launch.current_process(os.environ) or launch.single_process()
     launch.prepare_environment(process.local_world_size)
-    device = torch.device("cuda", process.local_rank) if machine.num_gpus else torch.device("cpu")
-    with process_group(device, timeout=timeout):
-        folder = [tempfile.mkdtemp() if process.rank == 0 else None]
-        dist.broadcast_object_list(folder, device=torch.device("cpu"))
-        path = Path(str(folder[0]))
+    device = worker.prepare(torch.cuda.device_count(), process)
+    with process_group(device, timeout=PATIENCE):
+        folder = Path(_from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
-            yield Group(machine=machine, process=process, device=device, folder=path)
+            yield Group(process=process, device=device, folder=folder)
         finally:
             if process.rank == 0:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def build_run(values: Mapping[str, Any], group: Group) -> Run:
-    """Plan, data, sampler and engine of a run, as a training builds them. Collective.
-
-    Raises UserError on every rank where CONFIG `values` are refused.
-    """
-    process = group.process
-    plan = _agree_on_plan(values, group)
-    topology = Topology(
-        world_size=process.world_size,
-        rank=process.rank,
-        local_rank=process.local_rank,
-        device_type=group.device.type,
-        **plan.mesh,
-    )
-    data, _ = load_plan_data(plan)
-    sampler = assemble.build_sampler(plan, data, topology)
-    engine = assemble.build_engine(plan, topology)
-    assemble.seed_dropout(plan.config, topology)
-    return Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-
-
-def _agree_on_plan(values: Mapping[str, Any], group: Group) -> Plan:
-    """Rank 0 plans, and fills the cache of tokens; all take its plan or its error."""
-    answer: list[Any] = [None]
-    if group.process.rank == 0:
-        try:
-            plan = make_plan(
-                build_config(
-                    {"output_dir": str(group.folder), **values},
-                    defaults=strategy_defaults,
-                    options=strategy_options,
-                ),
-                group.machine,
-                num_processes=group.process.world_size,
-                processes_here=group.process.local_world_size,
-            )
-            load_plan_data(plan)
-            answer[0] = dump_plan(plan)
-        except UserError as error:
-            answer[0] = error
-    dist.broadcast_object_list(answer, device=torch.device("cpu"))
-    if isinstance(answer[0], UserError):
-        raise answer[0]
-    return parse_plan(answer[0])
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def each_run(
@@ -169,9 +108,7 @@ def each_run(
     """
     began = time.monotonic()
     for name, values in runs.items():
-        late = torch.tensor(float(time.monotonic() - began > deadline_s))
-        dist.broadcast(late, 0)  # all ranks stop at the same run
-        if late:
+        if _from_rank_0(time.monotonic() - began > deadline_s):  # all ranks stop at the same run
             return
         try:
             finished = _finish(name, values, group, use)
@@ -192,12 +129,37 @@ def _finish(
     name: str, values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]
 ) -> Finished:
     try:
-        run = build_run(values, group)
+        run = _build_run(values, group)
     except UserError as error:
         return Finished(name=name, results=[], refused=str(error))
     result = use(run)
     run.engine.close()
     return Finished(name=name, results=gather(result))
+
+
+def _build_run(values: Mapping[str, Any], group: Group) -> Run:
+    """Plan, data, sampler and engine of a run, as a training builds them. Collective.
+
+    Raises UserError on every rank where CONFIG `values` are refused.
+    """
+    process = group.process
+    values = {"output_dir": str(group.folder), **values}
+    config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+    plan = worker.agree_on_plan(config, process)
+    place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
+    topology = Topology(**place, **plan.mesh, device_type=group.device.type)
+    data, _ = load_plan_data(plan)
+    sampler = assemble.build_sampler(plan, data, topology)
+    engine = assemble.build_engine(plan, topology)
+    assemble.seed_dropout(plan.config, topology)
+    return Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
+
+
+def _from_rank_0(value: Any) -> Any:
+    """Rank 0's `value`, on all ranks. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, device=torch.device("cpu"))
+    return values[0]
 
 
 def gather(mine: Any) -> list[Any]:

@@ -1,43 +1,31 @@
 """Many layouts in one process group, one after the other: speed, memory, bubble.
 
-    torchrun --nproc_per_node=4 real_model_example.py measure layouts PLAN.json OUT.json
-    python real_model_example.py measure runs --unpack OUT.json results/records/h200-x4-layouts
+    torchrun --nproc_per_node=4 real_model_example.py measure layouts PLAN.json FOLDER
 
-A plan is JSON: {"common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Starting processes takes
-longer than the steps that are timed, so all runs share them; engines, data and clipping are those
-of real_model_example.py. Each run leaves a record as a training does, with what it measured of the
-pipeline in "bubble": idle_share is what is left of a step's forward and backward phase (phase_s,
-the median of the timed steps) when the time in which a rank computes is taken out, on GPUs that of
-the kernels in one more step under the profiler; between_operations is the same by the begin and
-end of the stages' operations, in which launching counts as computing. Exchanges of gradients and
-the optimizer follow that phase and are in the step time only.
+Plan and folder are those of `measure runs`, but all runs share the processes, as starting them
+takes longer than the steps that are timed. Each run leaves a record as a training does, with what
+it measured of the pipeline in "bubble": idle_share is what is left of a step's forward and backward
+phase (phase_s, the median of the timed steps) when the time in which a rank computes is taken out,
+on GPUs that of the kernels in one more step under the profiler; between_operations is the same by
+the begin and end of the stages' operations, in which launching counts as computing. Exchanges of
+gradients and the optimizer follow that phase and are in the step time only.
 """
 
 from __future__ import annotations
 
-import argparse
+import collections
 import functools
-import json
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from statistics import median
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from distributed_training.measure.bubble import REDUCTION, Spans, bubble, traced
-from distributed_training.measure.harness import (
-    Run,
-    each_run,
-    gather,
-    open_group,
-    share_between_runs,
-)
+from distributed_training.measure import harness
+from distributed_training.measure.bubble import Spans, bubble, traced
+from distributed_training.measure.runs import Measured, Runs, collect, read_plan
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
-from distributed_training.records.record import start_record, timestamp, write_json
-from distributed_training.records.schema import Record
-from distributed_training.records.tables import table
+from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.assemble import describe_run
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
@@ -47,7 +35,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def measure(run: Run, spans: Spans) -> dict[str, Any]:
+def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
     """Train a few steps: what was measured on this rank; on rank 0 also what a record says."""
     config, topology = run.plan.config, run.topology
     timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
@@ -59,17 +47,14 @@ def measure(run: Run, spans: Spans) -> dict[str, Any]:
         run.engine.train_step(run.batch(step))
         timer.mark()
     memory.end()
-    timed = NUM_STEPS - NUM_WARMUP
-    phases, reductions, computing = (
-        spans.seconds(kind, timed) for kind in ("Pipeline", REDUCTION, "PipelineStage")
-    )
-    durations = timer.durations_s()
+    kinds = ("phase", "reduction", "computing")
+    phases, reductions, computing = (spans.seconds(kind, NUM_STEPS - NUM_WARMUP) for kind in kinds)
     found: dict[str, Any] = {
         "rank": topology.rank,
         **memory.as_dict(),
         "peak_host_bytes": None,  # the process's, with all runs before
-        "phase_s": median(a - b for a, b in zip(phases, reductions, strict=True)),
-        "computing_s": median(computing),
+        "phase_s": float(np.median(phases - reductions)),
+        "computing_s": float(np.median(computing)),
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
@@ -77,7 +62,7 @@ def measure(run: Run, spans: Spans) -> dict[str, Any]:
         found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(
-            durations,
+            timer.durations_s(),
             tokens_per_step=run.sampler.global_batch_size * config.max_length,
             flops_per_token=run.plan.size.flops_per_token(config.max_length),
             world_size=topology.world_size,
@@ -87,14 +72,12 @@ def measure(run: Run, spans: Spans) -> dict[str, Any]:
 
 
 def build_record(
-    ranks: list[dict[str, Any]], folder: Path, before: list[int], after: list[int]
+    ranks: list[dict[str, Any]], folder: Any, before: list[int], after: list[int]
 ) -> dict[str, Any]:
     """The record of a run from what its ranks measured and what their allocators could not give
     back before and after it."""
     start, performance = ranks[0].pop("start"), ranks[0].pop("performance")
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
-    pipelined = start["mesh"]["pp"] > 1 and ranks[0]["phase_s"]
-    idle = bubble(ranks) if pipelined else None
     leave_out_left_over(memory, before, after)
     record = start_record(folder, **start)
     record.update(
@@ -104,14 +87,9 @@ def build_record(
         run_dir="",
         performance=performance,
         memory=memory,
-        bubble=idle,
+        bubble=bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None,
     )
     return record.values
-
-
-def left_over() -> list[int]:
-    """Bytes that each rank's allocator cannot give back between two runs."""
-    return gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
 
 
 def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[int]) -> None:
@@ -129,43 +107,32 @@ def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[i
         memory[name] = None if peaks[0][0] is None else max(peak - left for peak, left in peaks)
 
 
+def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
+    """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
+    spans = Spans(group.device)
+    spans.watch()
+    use, before = functools.partial(measure, spans=spans), _left_over()
+    for finished in harness.each_run(group, runs, use, deadline_s=deadline_s):
+        after = _left_over()
+        if finished.refused is not None or group.process.rank > 0:
+            yield finished.name, f"refused: {finished.refused}"
+        else:
+            yield finished.name, build_record(finished.results, group.folder, before, after)
+        before = after
+
+
+def _left_over() -> list[int]:
+    """Bytes that each rank's allocator cannot give back between two runs."""
+    return harness.gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--deadline_s", type=float, default=float("inf"))
-    parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
-    parser.add_argument("--git_commit", help="of this tree, where it has no .git")
-    arguments = parser.parse_args(argv)
-    plan = json.loads(arguments.plan.read_text())
-    runs = {
-        f"{index} {run}": {**plan["common"], **run}
-        for index, run in enumerate(plan["runs"])
-        if index >= arguments.first
-    }
-    records: list[Any] = []
-    if arguments.first and arguments.out.exists():  # goes on where an earlier start ended
-        records = json.loads(arguments.out.read_text())["records"]
-    share_between_runs()
-    began = time.monotonic()
-    with open_group() as group:
-        spans = Spans(group.device)
-        spans.watch()
-        use = functools.partial(measure, spans=spans)
-        before = left_over()
-        for finished in each_run(group, runs, use, deadline_s=arguments.deadline_s):
-            after = left_over()
-            if group.process.rank == 0:
-                print(f"[{time.monotonic() - began:5.0f} s] {finished.name}", flush=True)
-                if finished.refused is not None:
-                    print(f"refused: {finished.refused}", flush=True)
-                else:
-                    record = build_record(finished.results, group.folder, before, after)
-                    record["git_commit"] = record["git_commit"] or arguments.git_commit
-                    records.append(record)
-                    print(table([Record.model_validate(record)], COLUMNS).splitlines()[-1])
-                write_json(arguments.out, {"records": records})
-            before = after
+    arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
+    harness.share_between_runs()
+    with harness.open_group() as group:
+        measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
-            print(table([Record.model_validate(record) for record in records], COLUMNS), flush=True)
+            collect(arguments, runs, measured, COLUMNS)
+        else:
+            collections.deque(measured, maxlen=0)  # take part
     return 0

@@ -3,14 +3,15 @@
     python real_model_example.py measure nanogpt path/to/nanoGPT/model.py OUT.json
 
 nanoGPT is not part of this repository; give a checkout's model.py. Both train gpt2-medium in bf16
-with fused AdamW and clipping at 1.0 on the same random tokens; the two are timed in turns, several
+with fused AdamW and clipping at 1.0 on the same tokens; the two are timed in turns, several
 rounds, and the medians are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import functools
+import importlib
 import json
 import statistics
 import sys
@@ -21,34 +22,23 @@ from typing import Any
 
 import torch
 
-from distributed_training.models.decoder import parameter_groups
-from distributed_training.models.gpt2 import SIZES
-from distributed_training.models.gpt2 import build as build_model
-from distributed_training.parallel.blocks import apply_compile
+from distributed_training.engines.base import to_device
+from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 
-MODEL = "gpt2-medium"
+CONFIG: dict[str, Any] = {
+    "model": "gpt2-medium", "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4,
+    "dataset": "embedded", "tokenizer": "embedded", "weights": "random", "batch_size": 64,
+    "max_length": 512,
+}  # fmt: skip
 WARMUP_STEPS, TIMED_STEPS, ROUNDS = 5, 10, 3
 
 
-def build_ours(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
-    """One training step of this suite's model, as the dp strategy composes it."""
-    model = build_model(SIZES[MODEL], dropout=0.0, seed=0).cuda()
-    model.compute_dtype = torch.bfloat16
-    apply_compile(model)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4, fused=True)
-    return _step(model, optimizer, lambda: model(inputs, targets) / targets.numel())
-
-
-def build_nanogpt(file: Path, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
     """One training step of nanoGPT's model as its train.py composes it: autocast, compile."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
-    size = SIZES[MODEL]
+    sys.path.insert(0, str(file.resolve().parent))
+    module = importlib.import_module(file.stem)
+    size, device = run.plan.size, run.topology.device
     settings = module.GPTConfig(
         n_layer=size.num_layers,
         n_head=size.num_heads,
@@ -58,20 +48,15 @@ def build_nanogpt(file: Path, inputs: torch.Tensor, targets: torch.Tensor) -> Ca
         dropout=0.0,
         bias=True,
     )
-    model: Any = module.GPT(settings).cuda()
-    optimizer = model.configure_optimizers(0.01, 1e-4, (0.9, 0.999), "cuda")
-    model = torch.compile(model)
+    eager = module.GPT(settings).to(device)
+    optimizer = eager.configure_optimizers(0.01, 1e-4, (0.9, 0.999), device.type)
+    model: Any = torch.compile(eager)
+    inputs, targets = to_device(device, *run.batch(0).micro_batches[0])
 
-    def loss() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            return model(inputs, targets)[1]
-
-    return _step(model, optimizer, loss)
-
-
-def _step(model: Any, optimizer: Any, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
     def step() -> None:
-        loss().backward()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(inputs, targets)[1]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -79,38 +64,39 @@ def _step(model: Any, optimizer: Any, loss: Callable[[], torch.Tensor]) -> Calla
     return step
 
 
-def time_steps(step: Callable[[], None]) -> float:
-    """Seconds a step over TIMED_STEPS in a row."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / TIMED_STEPS
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare with nanoGPT's model.")
-    parser.add_argument("nanogpt_model", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--max_length", type=int, default=512)
-    arguments = parser.parse_args(argv)
-    shape = (arguments.batch_size, arguments.max_length)
-    inputs, targets = (torch.randint(0, 50257, shape, device="cuda") for _ in range(2))
-    steps = {
-        "ours": build_ours(inputs, targets),
-        "nanogpt": build_nanogpt(arguments.nanogpt_model, inputs, targets),
-    }
+def compare(run: Run, file: Path) -> dict[str, list[float]]:
+    """Seconds a step of both models on the run's first batch, of each round."""
+    ours: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
+    steps = {"ours": ours, "nanogpt": build_nanogpt(run, file)}
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            times[name].append(time_steps(step))
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(TIMED_STEPS):
+                step()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - began) / TIMED_STEPS)
+    return times
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare with nanoGPT's model.")
+    parser.add_argument("nanogpt_model", type=Path)
+    parser.add_argument("output", type=Path)
+    arguments = parser.parse_args(argv)
+    with open_group() as group:
+        use = functools.partial(compare, file=arguments.nanogpt_model)
+        (finished,) = each_run(group, {"both": CONFIG}, use)
+    if finished.refused is not None:
+        raise SystemExit(finished.refused)
+    (times,) = finished.results
+    shape = [CONFIG["batch_size"], CONFIG["max_length"]]
     tokens = shape[0] * shape[1]
-    speeds = {name: tokens / statistics.median(values) for name, values in times.items()}
+    speeds = {name: tokens / statistics.median(rounds) for name, rounds in times.items()}
     result = {
         "what": "gpt2-medium, bf16, compiled, fused AdamW, one process",
         "shape": shape,

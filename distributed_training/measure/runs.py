@@ -1,22 +1,21 @@
-"""Run a list of trainings one after the other and bundle their records.
+"""Run a list of trainings one after the other and collect their records in a folder.
 
-    python real_model_example.py measure runs results/plans/h200-x1.json OUT_DIR
-    python real_model_example.py measure runs --unpack OUT_DIR/records.json FOLDER
+    python real_model_example.py measure runs results/plans/h200-x1.json results/records/h200-x1
 
 A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Every run is
-the command a user would type. Runs that would start after the deadline are not started; which
-ones is printed and can be read from the bundle.
+the command a user would type; what it prints goes to log.txt in the folder. Runs that would start
+after the deadline are listed instead; `--first` goes on with them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,93 +28,79 @@ COLUMNS = (
     "strategy", "processes", "batch", "precision", "tokens/s", "ms a step", "timed steps", "MFU",
     "peak GPU memory", "peak host memory", "disk a step", "perplexity", "steps", "status",
 )  # fmt: skip
+OUTPUT_DIR = Path("/tmp/plan-runs")
+Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
+# Name of a run, and its record or why there is none.
+Measured = tuple[str, dict[str, Any] | str]
 
 
-def run_plan(plan: dict[str, Any], out: Path, deadline_s: float, git_commit: str | None) -> None:
-    """Run what fits before the deadline; write records.json after every run.
+def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
+    """The command line of what goes through a plan, the plan, and its runs by name."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("plan", type=Path, help="a JSON file of results/plans/, for example")
+    parser.add_argument("out", type=Path, help="a folder for the records")
+    parser.add_argument("--deadline_s", type=float, default=float("inf"))
+    parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
+    parser.add_argument("--git_commit", help="of this tree, where it has no .git")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    plan = json.loads(arguments.plan.read_text())
+    runs = list(enumerate(plan["runs"]))[arguments.first :]
+    return arguments, plan, {f"{i} {run}": {**plan["common"], **run} for i, run in runs}
 
-    `git_commit` is for a copy of the tree without its .git, where a run cannot know it.
-    """
-    began = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    records, skipped = [], []
-    for run in plan["runs"]:
-        settings = {**plan["common"], **run}
-        name = " ".join(f"{key}={value}" for key, value in run.items())
-        if time.monotonic() - began > deadline_s:
-            skipped.append(name)
+
+def collect(
+    arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
+) -> None:
+    """Print what came of each run as it ends, and write its record into the folder."""
+    began, left, records = time.monotonic(), list(runs), []
+    for name, values in measured:
+        left.remove(name)
+        print(f"[{time.monotonic() - began:5.0f} s] {name}", flush=True)
+        if isinstance(values, str):
+            print(values, flush=True)
             continue
-        run_began = time.monotonic()
-        record = run_once(settings, plan["num_gpus"], Path("/tmp/plan-runs"), out)
-        print(f"[{time.monotonic() - began:5.0f} s] {name}: {time.monotonic() - run_began:.0f} s")
-        if record is not None:
-            record["git_commit"] = record["git_commit"] or git_commit
-            records.append(record)
-            print(table([Record.model_validate(record)], COLUMNS).splitlines()[-1], flush=True)
-        write_json(out / "records.json", {"records": records, "not_started": skipped})
-    print(table([Record.model_validate(record) for record in records], COLUMNS))
-    for name in skipped:
-        print(f"not started: {name}")
-
-
-def run_once(
-    settings: dict[str, Any], num_gpus: int, output_dir: Path, out: Path
-) -> dict[str, Any] | None:
-    """One training; its record, or None when it wrote none (its output is then in log.txt)."""
-    command = [sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", str(num_gpus)]
-    for key, value in {**settings, "output_dir": str(output_dir)}.items():
-        command += ["--set", f"{key}={value}"]
-    before = set(output_dir.glob(f"*/{RECORD_FILE}"))
-    result = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with open(out / "log.txt", "a") as log:
-        log.write(f"\n$ {' '.join(command)}\n{result.stdout}")
-    new = set(output_dir.glob(f"*/{RECORD_FILE}")) - before
-    if result.returncode != 0:
-        print(f"exit code {result.returncode}\n{result.stdout[-1500:]}")
-    return json.loads(new.pop().read_text()) if new else None
-
-
-def unpack(bundle: Path, folder: Path) -> None:
-    """One file a record, named by what distinguishes it; a run that the bundle holds again gets a
-    number. Files of earlier bundles are replaced.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    seen: Counter[str] = Counter()
-    for values in json.loads(bundle.read_text())["records"]:
+        values["git_commit"] = values["git_commit"] or arguments.git_commit
         record = Record.model_validate(values)
-        parts = (
-            record.config["model"],
-            record.strategy.name,
-            *layout_words(record),
-            record.config["precision"],
-            f"b{record.batch.micro_batch_size}",
-            f"x{record.world_size}",
-        )
-        name = "-".join(parts)
-        seen[name] += 1
-        again = f"-{seen[name]}" if seen[name] > 1 else ""
-        write_json(folder / f"{name}{again}.json", values)
+        records.append(record)
+        print(table([record], columns).splitlines()[-1], flush=True)
+        write_json(arguments.out / _free_name(record, arguments.out), values)
+    print(table(records, columns), flush=True)
+    for name in left:
+        print(f"not started: {name}", flush=True)
+
+
+def _free_name(record: Record, folder: Path) -> str:
+    """What distinguishes the record; the same run again gets a number."""
+    model, precision = record.config["model"], record.config["precision"]
+    words = [model, record.strategy.name, *layout_words(record), precision]
+    name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
+    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
+    return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())
+
+
+def run_each(runs: Runs, num_gpus: int, log: Path, deadline_s: float) -> Iterator[Measured]:
+    """Train as each run says, in processes of its own; what they print is added to `log`."""
+    began = time.monotonic()
+    for name, values in runs.items():
+        if time.monotonic() - began > deadline_s:
+            return
+        command = [sys.executable, str(ROOT / "real_model_example.py"), f"--num_gpus={num_gpus}"]
+        settings = {**values, "output_dir": OUTPUT_DIR}
+        command += ["--set", *(f"{key}={value}" for key, value in settings.items())]
+        before = set(OUTPUT_DIR.glob(f"*/{RECORD_FILE}"))
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, **pipes)
+        with open(log, "a") as file:
+            file.write(f"\n$ {' '.join(command)}\n{result.stdout}")
+        if result.returncode != 0:
+            print(f"exit code {result.returncode}\n{result.stdout[-1500:]}")
+        new = set(OUTPUT_DIR.glob(f"*/{RECORD_FILE}")) - before
+        yield name, json.loads(new.pop().read_text()) if new else "it left no record"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Run a list of trainings, bundle their records.")
-    parser.add_argument("source", type=Path, help="plan, or bundle with --unpack")
-    parser.add_argument("target", type=Path, help="folder for the results")
-    parser.add_argument("--deadline_s", type=float, default=float("inf"))
-    parser.add_argument("--git_commit", help="of this tree, where it has no .git")
-    parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
-    parser.add_argument("--unpack", action="store_true")
-    arguments = parser.parse_args(argv)
-    if arguments.unpack:
-        unpack(arguments.source, arguments.target)
-        return 0
-    plan = json.loads(arguments.source.read_text())
-    plan["runs"] = plan["runs"][arguments.first :]
-    run_plan(plan, arguments.target, arguments.deadline_s, arguments.git_commit)
+    arguments, plan, runs = read_plan("Run a list of trainings, collect their records.", argv)
+    measured = run_each(runs, plan["num_gpus"], arguments.out / "log.txt", arguments.deadline_s)
+    collect(arguments, runs, measured, COLUMNS)
     return 0

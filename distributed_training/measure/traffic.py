@@ -12,50 +12,114 @@ count and its formula differ.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
 from distributed_training.measure.harness import Run, each_run, open_group
-from distributed_training.measure.traffic_counter import Traffic
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.plan.topology import fill_mesh
+from distributed_training.parallel.private import TorchDispatchMode, resolve_process_group
+from distributed_training.plan.topology import Topology
 from distributed_training.plan.traffic import Formulas, sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run import launch
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.strategies import load_strategy
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
-MODELS = {name: gpt2_size(**shape) for name, shape in PLAN["models"].items()}
-SIZES.update(MODELS)
-BASE, IN_DEPTH = PLAN["common"], PLAN["in_depth"]
-SCRIPT, COMMAND = ROOT / "real_model_example.py", ("measure", "traffic")
-# Processes -> row of the table -> CONFIG; "zero_optimization" changes the strategy's JSON.
-CASES: dict[int, dict[str, Any]] = {int(n): cases for n, cases in PLAN["cases"].items()}
-DEEPER = {f"{name}, 12 blocks": {**CASES[4][name], "model": "twelve-blocks"} for name in IN_DEPTH}
-CASES[4] |= DEEPER  # the difference is what blocks send
+DEEPER = ", 12 blocks"  # ends the name of a case's second row: the difference is what blocks send
+SMALL_BYTES = 8
+# Operation -> (kind, its argument that is counted, whether the argument is one process's part).
+COUNTED = {
+    "c10d.allreduce_": ("all_reduce", 0, False),
+    "c10d._allgather_base_": ("all_gather", 0, False),
+    "c10d._reduce_scatter_base_": ("reduce_scatter", 1, False),
+    "c10d.broadcast_": ("broadcast", 0, False),
+    "c10d.send": ("send", 0, False),
+    "_c10d_functional.all_reduce": ("all_reduce", 0, False),
+    "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
+    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
+}
+# The other end of a send; waiting, and marks for autograd.
+PASSED_OVER = {
+    "c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd",
+}  # fmt: skip
 
 
-def with_batch(values: dict[str, Any], count: int) -> dict[str, Any]:
-    """A case's CONFIG with the batch_size that its micro-batches make on `count` processes."""
-    whole = {**BASE, **values}
-    known = {key: value for key, value in whole.items() if key != "zero_optimization"}
-    config = build_config(known)
-    mesh = fill_mesh(load_strategy(config), count, config)
-    sequences = whole["micro_batch_size"] * whole["num_microbatches"]
-    return {**values, "batch_size": sequences // (mesh["pp"] * mesh["tp"])}
+class Traffic(TorchDispatchMode):
+    """Counts what is handed to torch.distributed while it is entered, on this thread."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self.topology = topology
+        self.large: dict[str, Counter[str]] = {}
+        """ "axis kind" -> calls, tensor_bytes, sent_bytes."""
+        self.small: Counter[str] = Counter()
+        """ "axis kind" -> calls."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if DTensor in types:
+            return NotImplemented  # DTensor takes the operation apart and comes here again
+        namespace = getattr(func, "namespace", "")  # operators of higher order have none
+        name = f"{namespace}.{func.__name__.split('.')[0]}"
+        if name in COUNTED:
+            self._count(name, args)
+        elif "c10d" in namespace and name not in PASSED_OVER:
+            raise NotImplementedError(f"{name} is not known here: add it to COUNTED")
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        kind, place, is_part = COUNTED[name]
+        members = dist.get_process_group_ranks(_group_of(args))
+        if kind == "send":
+            members = [self.topology.rank, members[args[2]]]
+        size = _num_bytes(args[place]) * (len(members) if is_part else 1)
+        key = f"{self._axis(members)} {kind}"
+        if size <= SMALL_BYTES:
+            self.small[key] += 1
+            return
+        sent = sent_bytes(kind, size, len(members))
+        self.large.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
+
+    def _axis(self, members: list[int]) -> str:
+        """The axes along which these ranks differ."""
+        places = [dataclasses.replace(self.topology, rank=rank) for rank in members]
+        shards = self.topology.dp_shard
+        coordinates = {
+            "pp": {p.pp_rank for p in places},
+            "dp_replicate": {p.dp_rank // shards for p in places},
+            "dp_shard": {p.dp_rank % shards for p in places},
+            "tp": {p.tp_rank for p in places},
+        }
+        return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)
 
 
-def config_of(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """c10d's operations carry their group as an object, functional ones its name, last."""
+    if isinstance(args[-1], str):
+        return resolve_process_group(args[-1])
+    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+
+
+def _num_bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_num_bytes, tensors))
+
+
+def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """All CONFIG values of a case; a JSON of its own is written to `folder`."""
-    values = {**BASE, **values}
+    values = {**PLAN["common"], **case}
     changes = values.pop("zero_optimization", None)
     if changes is not None:
         document = load_json(ROOT / f"configs/ds_config_{values['strategy']}.json", "JSON")
@@ -74,30 +138,31 @@ def count_step(run: Run) -> dict[str, Any]:
     with Traffic(topology) as traffic:
         run.engine.train_step(run.batch(2))
     formulas: dict[str, float] = {}
-    for (axis, kind), size in Formulas(run.plan, topology).total().items():
+    for (axis, kind), size in sorted(Formulas(run.plan, topology).total().items()):
         members = 2 if axis == "pp" else topology.axes[axis]
-        formulas[f"{axis} {kind}"] = sent_bytes(kind, size, members)
+        if size:
+            formulas[f"{axis} {kind}"] = sent_bytes(kind, size, members)
     return {
         "rank": topology.rank,
         "counted": {key: dict(value) for key, value in sorted(traffic.large.items())},
-        "formula_sent_bytes": {key: size for key, size in sorted(formulas.items()) if size},
+        "formula_sent_bytes": formulas,
         "small": dict(sorted(traffic.small.items())),
     }
 
 
 def work(out: Path) -> None:
     """All cases of this number of processes, in one process group."""
+    SIZES.update({name: gpt2_size(**shape) for name, shape in PLAN["models"].items()})
     found = {}
     with open_group() as group:
         count = group.process.world_size
-        cases = {name: with_batch(values, count) for name, values in CASES[count].items()}
+        cases = PLAN["cases"][str(count)]
         runs = {name: config_of(values, group.folder) for name, values in cases.items()}
         for finished in each_run(group, runs, count_step):
             if finished.refused is not None:
                 raise SystemExit(f"{finished.name}: {finished.refused}")
-            found[finished.name] = {
-                "config": cases[finished.name], "processes": count, "ranks": finished.results,
-            }  # fmt: skip
+            case = {"config": cases[finished.name], "processes": count}
+            found[finished.name] = {**case, "ranks": finished.results}
         if group.process.rank == 0:
             out.write_text(json.dumps(found))
 
@@ -116,7 +181,8 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
 
 def block_row(deeper: dict[str, float], row: dict[str, float]) -> dict[str, float]:
     """What one block adds to a step."""
-    blocks = MODELS["twelve-blocks"].num_layers - MODELS["eight-blocks"].num_layers
+    twelve, eight = (PLAN["models"][f"{name}-blocks"] for name in ("twelve", "eight"))
+    blocks = twelve["num_layers"] - eight["num_layers"]
     return {name: (deeper[name] - row[name]) / blocks for name in ("in all", "by formula")}
 
 
@@ -126,9 +192,8 @@ def differences(cases: dict[str, Any]) -> list[str]:
     for name, case in cases.items():
         for rank in case["ranks"]:
             counted = {key: value["sent_bytes"] for key, value in rank["counted"].items()}
-            if counted != rank["formula_sent_bytes"]:
-                found.append(f"{name}, rank {rank['rank']}: counted {counted}, formula "
-                             f"{rank['formula_sent_bytes']}")  # fmt: skip
+            if counted != (formula := rank["formula_sent_bytes"]):
+                found.append(f"{name}, rank {rank['rank']}: counted {counted}, formula {formula}")
     return found
 
 
@@ -142,13 +207,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for count in CASES:
+        for count in PLAN["cases"]:
             part = Path(folder) / f"{count}.json"
-            run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            subprocess.run([*run, f"--nproc_per_node={count}", SCRIPT, *COMMAND, part], check=True)
+            command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+            command += [str(ROOT / "real_model_example.py"), "measure", "traffic", str(part)]
+            subprocess.run([sys.executable, "-m", *command], check=True)
             cases.update(json.loads(part.read_text()))
     rows = {name: table_row(case) for name, case in cases.items()}
-    deeper = {name: rows.pop(f"{name}, 12 blocks") for name in IN_DEPTH}
+    deeper = {name.removesuffix(DEEPER): rows.pop(name) for name in cases if DEEPER in name}
     record = {
         "what": "one training step on CPU processes over gloo: bytes given to each operation of "
         "torch.distributed, and what a process sends for them in a ring",
@@ -157,9 +223,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "git_commit": git_commit(),
         "versions": versions(),
         "models": PLAN["models"],
-        "base": BASE,
+        "base": PLAN["common"],
         "bytes_sent": rows,
-        "bytes_sent_for_a_block": {name: block_row(deeper[name], rows[name]) for name in IN_DEPTH},
+        "bytes_sent_for_a_block": {
+            name: block_row(row, rows[name]) for name, row in deeper.items()
+        },
         "cases": cases,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

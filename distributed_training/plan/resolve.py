@@ -87,7 +87,7 @@ def _choose_compile(
     # Where compiled blocks would be wrong or fail.
     if strategy.offload_device("param") != "none":
         obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
-    elif schedule.splits_backward and not strategy.traits.compiles_split_backward:
+    elif schedule.splits_backward:
         obstacle = f"pipeline_schedule={config.pipeline_schedule!r}, which computes the two halves "
         obstacle += "of a backward pass apart"
     elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:

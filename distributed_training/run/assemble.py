@@ -63,7 +63,7 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.compute_dtype).float()
-    engine_class = plan.strategy.traits.load(plan.strategy.engine_file)
+    engine_class = plan.strategy.traits.load()
     return engine_class(model, plan, topology)
 
 

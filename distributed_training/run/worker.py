@@ -47,15 +47,11 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
-    device = _prepare(num_gpus, process)
+    device = prepare(num_gpus, process)
     with process_group(device):
         if isinstance(given, RunConfig):
-            answer: list[Any] = [_make_plan(given, process) if process.rank == 0 else None]
-            dist.broadcast_object_list(answer, device=torch.device("cpu"))
-            if isinstance(answer[0], UserError):
-                raise answer[0]
-            given = planning.parse_plan(answer[0])
-            _prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
+            given = agree_on_plan(given, process)
+            prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
         topology = Topology(**place, **given.mesh, device_type=device.type)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
@@ -66,7 +62,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
             end_failed(given, topology, error)
 
 
-def _prepare(num_gpus: int, process: Process) -> torch.device:
+def prepare(num_gpus: int, process: Process) -> torch.device:
     """Settings of libraries, and the device of this process.
 
     Raises UserError where torch cannot use the machine's GPUs or there are too few.
@@ -87,6 +83,15 @@ def _prepare(num_gpus: int, process: Process) -> torch.device:
     major, minor = torch.cuda.get_device_capability(process.local_rank)
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     return torch.device("cuda", process.local_rank)
+
+
+def agree_on_plan(config: RunConfig, process: Process) -> Plan:
+    """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
+    answer: list[Any] = [_make_plan(config, process) if process.rank == 0 else None]
+    dist.broadcast_object_list(answer, device=torch.device("cpu"))
+    if isinstance(answer[0], UserError):
+        raise answer[0]
+    return planning.parse_plan(answer[0])
 
 
 def _make_plan(config: RunConfig, process: Process) -> str | UserError:

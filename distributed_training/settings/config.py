@@ -1,34 +1,27 @@
-"""CONFIG, presets and the command line merged into one validated, immutable RunConfig.
+"""CONFIG, presets and the command line merged into one validated, immutable RunConfig. No torch.
 
 A field of RunConfig is all there is to a key: its type, default, help, other names, and whether it
 is part of the work. Errors, `--help`, `--key value` and the guide's reference follow from it.
-No torch import.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json, shown, user_path
-from distributed_training.settings.keys import (
-    STRICT,
-    EngineOption,
-    Key,
-    by_key,
-    key,
-    options_model,
-    read_keys,
-    validate,
-)
+from distributed_training.settings.keys import Key, Options, by_key, key, read_keys, validate
 
 AUTO = "auto"
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 PRESETS_DIR = ROOT / "configs" / "presets"
-WORK, SPREAD, KEPT = "The work", "How it is spread", "What is looked at and kept"
+work = functools.partial(key, work=True, group="The work")
+spread = functools.partial(key, work=False, group="How it is spread")
+kept = functools.partial(key, work=False, group="What is looked at and kept")
 
 Auto = Literal["auto"]
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -39,10 +32,95 @@ CountOrAll = Annotated[int, Field(ge=1, le=2**62)] | Literal[-1]
 Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
-class _Keys(BaseModel):
-    """What RunConfig holds besides its keys, and the check that every other field is one."""
+class RunConfig(Options):
+    """Everything that decides a run, validated. All fields but the last three are CONFIG's keys."""
 
-    model_config = STRICT
+    # fmt: off
+    model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
+        help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
+        "gpt2-tiny without a GPU, gpt2 on a GPU below 12 GiB, else gpt2-medium")
+    strategy: Text = spread("zero2", help="where state lives and who computes what")
+    batch_size: Count = spread(4, aliases=("per_device_train_batch_size",),
+        help="sequences per GPU and accumulation step")
+    epochs: Count = work(2, aliases=("num_epochs", "num_train_epochs"),
+        help="passes over the training samples, each in another order")
+    max_length: Annotated[int, Field(ge=2, le=2**20)] = work(512,
+        aliases=("seq_len", "max_seq_length", "block_size"),
+        help="tokens per sample, up to the model's positions (1024)")
+    num_samples: CountOrAll = work(1000,
+        help="training samples per epoch, the first so many; -1: all")
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = work(42,
+        help="initial weights, order of the data, dropout, the generated sample")
+    deepspeed_config: Text | None = spread(None,
+        help="path of a DeepSpeed JSON; None: the strategy's own")
+    dataset: Text = work(AUTO, aliases=("data", "train_file"),
+        help="wikitext-2, embedded, a .txt or .jsonl file or a folder of them; auto: wikitext-2 "
+        "where it is available, else embedded")
+    tokenizer: Text = work(AUTO,
+        help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
+    weights: Text = work(AUTO,
+        help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where that "
+        "is possible")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = work(AUTO,
+        help="dtype of the arithmetic; master weights are fp32 in every case")
+    grad_accum_steps: Count = spread(1, aliases=("gradient_accumulation_steps",),
+        help="accumulation steps per optimizer step; multiplies batch_size")
+    learning_rate: Rate | Auto = work(AUTO, aliases=("lr",),
+        help="peak of the schedule; auto: 5e-5 for pretrained weights, 3e-4 for random ones, 3e-3 "
+        "for gpt2-tiny")
+    lr_schedule: Literal["constant", "linear", "cosine"] = work("cosine",
+        aliases=("lr_scheduler_type",),
+        help="shape after the warm-up; linear and cosine end at 0 with the last step")
+    warmup_steps: CountOrZero = work(10, aliases=("warmup", "num_warmup_steps"),
+        help="optimizer steps over which the rate rises linearly")
+    weight_decay: Rate = work(0.01, help="AdamW's, on matrices; not on biases and norms")
+    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = work(
+        1.0, aliases=("gradient_clipping",),
+        help="scale the gradient of all parameters together down to this norm; None: never")
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = work(0.0,
+        help="on embeddings, attention and residuals")
+    pack: bool = work(True,
+        help="True: full blocks of running text; False: one padded line a sample")
+    max_steps: Count | Literal[-1] = work(-1,
+        help="stop after so many optimizer steps, where the schedule ends too; -1: whole epochs")
+    micro_batch_size: Count | Auto = spread(AUTO,
+        help="sequences that pass through the model at a time; auto: by layout")
+    num_microbatches: Count | Auto = spread(AUTO,
+        help="micro-batches of a replica in one optimizer step; auto: by layout")
+    dp_replicate: Axis = spread(None,
+        help="copies of the model; for each axis None: as the strategy says, -1: what is left")
+    dp_shard: Axis = spread(None, help="processes that a copy's state is divided over")
+    tp: Axis = spread(None, help="processes that every layer is split over")
+    pp: Axis = spread(None, help="processes that the layers are dealt out to")
+    sequence_parallel: bool = spread(True,
+        help="with tp: split the tokens between the split layers, too")
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = spread(
+        AUTO, help="with pp: in which order stages work on the micro-batches; auto: 1f1b")
+    pipeline_cut: Text | None = spread(None,
+        help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
+    activation_checkpointing: Literal["none", "full", "selective"] = spread("none",
+        help="what the backward pass computes again instead of keeping it")
+    compile: bool | Auto = spread(AUTO,
+        help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
+    eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
+        help="steps between evaluations, besides each epoch's end; 0: none")
+    eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
+    generate: Text | None = kept("The ",
+        help="prompt of the sample that is printed at the end; None: no sample")
+    output_dir: Text = kept("runs", aliases=("out_dir",),
+        help="each run gets a folder in here; in CONFIG relative to the script")
+    offload_dir: Text | None = kept(None,
+        help="where infinity keeps its files; None: output_dir/.offload")
+    checkpoint_every: CountOrZero | None = kept(None, aliases=("save_steps",),
+        help="steps between checkpoints; None: at each epoch's end, 0: never")
+    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = kept(1, aliases=("save_total_limit",),
+        help="older ones are deleted")
+    export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
+    resume: Text | None = kept(None, aliases=("resume_from_checkpoint",),
+        help="auto: the newest unfinished run of the same work; or a run's folder")
+    log_to: Literal["tensorboard", "wandb"] | None = kept(None, aliases=("report_to",),
+        help="another place for the metrics; install it first")
+    # fmt: on
 
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Values of the keys that the strategy's own engine adds."""
@@ -50,113 +128,6 @@ class _Keys(BaseModel):
     """Those of them that are part of the work."""
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
     """Keys that CONFIG left open and the strategy's defaults decided."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for name, spec in cls.model_fields.items():
-            if name not in _Keys.model_fields and not spec.json_schema_extra:
-                raise TypeError(f"{cls.__name__}.{name}: declare it with key(..., work=...)")
-
-
-class RunConfig(_Keys):
-    """Everything that decides a run, validated. The fields are CONFIG's keys."""
-
-    # fmt: off
-    model: Text = key(AUTO, work=True, group=WORK, aliases=("model_name", "model_name_or_path"),
-        help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: gpt2-tiny "
-        "without a GPU, gpt2 on a GPU below 12 GiB, else gpt2-medium")
-    strategy: Text = key("zero2", work=False, group=SPREAD,
-        help="where state lives and who computes what")
-    batch_size: Count = key(4, work=False, group=SPREAD, aliases=("per_device_train_batch_size",),
-        help="sequences per GPU and accumulation step")
-    epochs: Count = key(2, work=True, group=WORK, aliases=("num_epochs", "num_train_epochs"),
-        help="passes over the training samples, each in another order")
-    max_length: Annotated[int, Field(ge=2, le=2**20)] = key(512, work=True, group=WORK,
-        aliases=("seq_len", "max_seq_length", "block_size"),
-        help="tokens per sample, up to the model's positions (1024)")
-    num_samples: CountOrAll = key(1000, work=True, group=WORK,
-        help="training samples per epoch, the first so many; -1: all")
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = key(42, work=True, group=WORK,
-        help="initial weights, order of the data, dropout, the generated sample")
-    deepspeed_config: Text | None = key(None, work=False, group=SPREAD,
-        help="path of a DeepSpeed JSON; None: the strategy's own")
-    dataset: Text = key(AUTO, work=True, group=WORK, aliases=("data", "train_file"),
-        help="wikitext-2, embedded, a .txt or .jsonl file or a folder of them; auto: wikitext-2 "
-        "where it is available, else embedded")
-    tokenizer: Text = key(AUTO, work=True, group=WORK,
-        help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
-    weights: Text = key(AUTO, work=True, group=WORK,
-        help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where that "
-        "is possible")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = key(AUTO, work=True, group=WORK,
-        help="dtype of the arithmetic; master weights are fp32 in every case")
-    grad_accum_steps: Count = key(1, work=False, group=SPREAD,
-        aliases=("gradient_accumulation_steps",),
-        help="accumulation steps per optimizer step; multiplies batch_size")
-    learning_rate: Rate | Auto = key(AUTO, work=True, group=WORK, aliases=("lr",),
-        help="peak of the schedule; auto: 5e-5 for pretrained weights, 3e-4 for random ones, "
-        "3e-3 for gpt2-tiny")
-    lr_schedule: Literal["constant", "linear", "cosine"] = key("cosine", work=True, group=WORK,
-        aliases=("lr_scheduler_type",),
-        help="shape after the warm-up; linear and cosine end at 0 with the last step")
-    warmup_steps: CountOrZero = key(10, work=True, group=WORK,
-        aliases=("warmup", "num_warmup_steps"),
-        help="optimizer steps over which the rate rises linearly")
-    weight_decay: Rate = key(0.01, work=True, group=WORK,
-        help="AdamW's, on matrices; not on biases and norms")
-    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = key(1.0, work=True,
-        group=WORK, aliases=("gradient_clipping",),
-        help="scale the gradient of all parameters together down to this norm; None: never")
-    dropout: Annotated[float, Field(ge=0, le=0.99)] = key(0.0, work=True, group=WORK,
-        help="on embeddings, attention and residuals")
-    pack: bool = key(True, work=True, group=WORK,
-        help="True: full blocks of running text; False: one padded line a sample")
-    max_steps: Count | Literal[-1] = key(-1, work=True, group=WORK,
-        help="stop after so many optimizer steps, where the schedule ends too; -1: whole epochs")
-    micro_batch_size: Count | Auto = key(AUTO, work=False, group=SPREAD,
-        help="sequences that pass through the model at a time; auto: by layout")
-    num_microbatches: Count | Auto = key(AUTO, work=False, group=SPREAD,
-        help="micro-batches of a replica in one optimizer step; auto: by layout")
-    dp_replicate: Axis = key(None, work=False, group=SPREAD,
-        help="copies of the model; for each axis None: as the strategy says, -1: what is left")
-    dp_shard: Axis = key(None, work=False, group=SPREAD,
-        help="processes that a copy's state is divided over")
-    tp: Axis = key(None, work=False, group=SPREAD, help="processes that every layer is split over")
-    pp: Axis = key(None, work=False, group=SPREAD,
-        help="processes that the layers are dealt out to")
-    sequence_parallel: bool = key(True, work=False, group=SPREAD,
-        help="with tp: split the tokens between the split layers, too")
-    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = key(
-        AUTO, work=False, group=SPREAD,
-        help="with pp: in which order stages work on the micro-batches; auto: 1f1b")
-    pipeline_cut: Text | None = key(None, work=False, group=SPREAD,
-        help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
-    activation_checkpointing: Literal["none", "full", "selective"] = key("none", work=False,
-        group=SPREAD, help="what the backward pass computes again instead of keeping it")
-    compile: bool | Auto = key(AUTO, work=False, group=SPREAD,
-        help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
-    eval_every: CountOrZero = key(0, work=False, group=KEPT, aliases=("eval_steps",),
-        help="steps between evaluations, besides each epoch's end; 0: none")
-    eval_samples: CountOrAll = key(200, work=False, group=KEPT,
-        help="validation samples used, the first so many; -1: all")
-    generate: Text | None = key("The ", work=False, group=KEPT,
-        help="prompt of the sample that is printed at the end; None: no sample")
-    output_dir: Text = key("runs", work=False, group=KEPT, aliases=("out_dir",),
-        help="each run gets a folder in here; in CONFIG relative to the script")
-    offload_dir: Text | None = key(None, work=False, group=KEPT,
-        help="where infinity keeps its files; None: output_dir/.offload")
-    checkpoint_every: CountOrZero | None = key(None, work=False, group=KEPT,
-        aliases=("save_steps",),
-        help="steps between checkpoints; None: at each epoch's end, 0: never")
-    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = key(1, work=False, group=KEPT,
-        aliases=("save_total_limit",), help="older ones are deleted")
-    export: bool = key(True, work=False, group=KEPT,
-        help="write hf/ in Hugging Face's format at the end")
-    resume: Text | None = key(None, work=False, group=KEPT, aliases=("resume_from_checkpoint",),
-        help="auto: the newest unfinished run of the same work; or a run's folder")
-    log_to: Literal["tensorboard", "wandb"] | None = key(None, work=False, group=KEPT,
-        aliases=("report_to",), help="another place for the metrics; install it first")
-    # fmt: on
 
     def to_user_words(self) -> dict[str, Any]:
         """The values under CONFIG's keys, in CONFIG's order, then the engine's own options."""
@@ -184,7 +155,7 @@ def build_config(
     preset: str | None = None,
     overrides: Iterable[str] = (),
     defaults: Callable[[str], Mapping[str, Any]] | None = None,
-    options: Callable[[str], Mapping[str, EngineOption]] | None = None,
+    options: Callable[[str], type[Options]] | None = None,
 ) -> RunConfig:
     """Merge the strategy's defaults, CONFIG, a preset and `key=value` texts, later ones winning.
 
@@ -194,33 +165,34 @@ def build_config(
     or is not a JSON object.
     """
     from_preset = {} if preset is None else _load_preset(preset)
-    texts = []
-    for text in overrides:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
-        texts.append((name.strip(), value))
+    texts = [_split(text) for text in overrides]
     strategy = {"strategy": "zero2", **config, **from_preset, **dict(texts)}["strategy"]
-    own = options(strategy) if options and isinstance(strategy, str) else {}
-    own_model = options_model(own)
+    named = isinstance(strategy, str)
+    own_model = options(strategy) if options and named else Options
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
     given = by_key(config.items(), keys, "CONFIG")
     over = by_key(from_preset.items(), keys, str(preset))
     over |= {name: keys[name].parse(text) for name, text in by_key(texts, keys, "--set").items()}
-    open_to_defaults = {}
-    if defaults and isinstance(strategy, str):
-        where = f"strategy {strategy}'s defaults"
-        for name, value in by_key(defaults(strategy).items(), keys, where).items():
-            if keys[name].work:
-                raise UserError(f"{where} have {name}", "it would change the work", "remove it")
-            if name not in over and (given.get(name) is None or given[name] == AUTO):
-                open_to_defaults[name] = value
-    values = {**given, **over, **open_to_defaults}
-    given_own = {name: values.pop(name) for name in own if name in values}
-    values["engine_options"] = validate(own_model, given_own, keys).model_dump()
+    where = f"strategy {strategy}'s defaults"
+    open_to = by_key((defaults(strategy) if defaults and named else {}).items(), keys, where)
+    for name in open_to:
+        if keys[name].work:
+            raise UserError(f"{where} have {name}", "it would change the work", "remove it")
+    closed = {*over, *(name for name, value in given.items() if value not in (None, AUTO))}
+    decided = {name: value for name, value in open_to.items() if name not in closed}
+    values = {**given, **over, **decided}
+    own = {name: values.pop(name) for name in own_keys if name in values}
+    values["engine_options"] = validate(own_model, own, keys).model_dump()
     values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
-    return validate(RunConfig, {**values, "from_defaults": tuple(open_to_defaults)}, KEYS)
+    return validate(RunConfig, {**values, "from_defaults": tuple(decided)}, KEYS)
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
+    return name.strip(), value
 
 
 def _load_preset(given: str) -> dict[str, Any]:
@@ -228,11 +200,9 @@ def _load_preset(given: str) -> dict[str, Any]:
     if not path.exists() and not path.parent.name:  # a bare word: one of ours
         presets = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.json"))}
         if path.stem not in presets:
-            raise UserError(
-                f"preset {given} does not exist",
-                f"the presets are {', '.join(presets)}",
-                did_you_mean(path.stem, presets, "name one of them or give a path"),
-            )
+            what, why = f"preset {given} does not exist", f"the presets are {', '.join(presets)}"
+            fix = did_you_mean(path.stem, presets, "name one of them or give a path")
+            raise UserError(what, why, fix)
         path = presets[path.stem]
     document = load_json(path, "preset")
     if not isinstance(document, dict):

@@ -10,15 +10,15 @@ from __future__ import annotations
 import functools
 import importlib
 import runpy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean
+from distributed_training.settings.keys import Options
 
-_run_file = functools.cache(lambda file: runpy.run_path(str(file)))
+_run_file = functools.cache(runpy.run_path)
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 
 
@@ -27,7 +27,7 @@ class Traits:
     """What an engine can do."""
 
     build: str
-    """Its class, "package.module:Class"; in a strategy's own file the name of the class."""
+    """Its class, "package.module:Class"; an engine's own file says "Class"."""
     axes: tuple[str, ...] = ALL_AXES
     """Axes of the mesh that may be larger than 1."""
     schedules: tuple[str, ...] = ()
@@ -41,15 +41,13 @@ class Traits:
     master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)."""
     reduces_in_shared_memory: bool = False
     """Whether processes without GPUs reduce through files in /dev/shm."""
-    compiles_split_backward: bool = False
-    """Whether it can compile blocks whose backward pass a schedule cuts in two."""
 
-    def load(self, file: Path | None = None) -> Any:
+    def load(self) -> Any:
         """The engine's class. Imports torch."""
-        if file is not None:
-            return _run_file(file)[self.build]
-        module, _, name = self.build.partition(":")
-        return getattr(importlib.import_module(module), name)
+        place, _, name = self.build.rpartition(":")
+        if place.endswith(".py"):
+            return _run_file(place)[name]
+        return getattr(importlib.import_module(place), name)
 
 
 _DEEPSPEED = Traits(
@@ -75,22 +73,20 @@ ENGINES: dict[str, Traits] = {
 }
 
 
-def find_traits(engine: str, folder: Path) -> tuple[Traits, Path | None, Mapping[str, Any]]:
-    """Traits of the engine that a strategy's folder names, its own file if it has one, and the
-    options that the file adds to CONFIG.
+def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
+    """Traits of the engine that a strategy's folder names, and the options that it adds to CONFIG.
 
     Raises UserError for an engine that is neither built in nor a file of the folder.
     """
     if engine in ENGINES:
-        return ENGINES[engine], None, {}
+        return ENGINES[engine], Options
     file = folder / engine
     if not (engine.endswith(".py") and file.is_file()):
-        raise UserError(
-            f"{folder}: engine={engine!r} is not known",
-            f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder",
-            did_you_mean(engine, ENGINES),
-        )
-    names = _run_file(file)
-    if not isinstance(names.get("TRAITS"), Traits):
+        why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
+        what, fix = f"{folder}: engine={engine!r} is not known", did_you_mean(engine, ENGINES)
+        raise UserError(what, why, fix)
+    names = _run_file(str(file))
+    traits = names.get("TRAITS")
+    if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
-    return names["TRAITS"], file, names.get("OPTIONS", {})
+    return replace(traits, build=f"{file}:{traits.build}"), names.get("OPTIONS", Options)

@@ -36,9 +36,8 @@ def user_path(key: str, text: str) -> Path:
             os.stat(path / _INSIDE)
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"{key}={shown(text)} cannot be used as a path", why, "give another path"
-        ) from None
+        what = f"{key}={shown(text)} cannot be used as a path"
+        raise UserError(what, why, "give another path") from None
     return path
 
 
@@ -57,12 +56,12 @@ def load_json(path: Path, what: str) -> Any:
         raise UserError(f"{what} {path} cannot be read", str(error)) from None
 
 
-def parse_as(model: type[Model], document: Any, source: str, fix: str = "") -> Model:
+def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
     """A JSON document as `model`; raise UserError that begins with `source` and names the key."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "it"
     if first["type"] in _WRONG:
         raise UserError(f"{source}: {name} {_WRONG[first['type']]}", fix=fix)

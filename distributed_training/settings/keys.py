@@ -1,23 +1,20 @@
 """What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help.
 
-`key()` declares a key of RunConfig, `EngineOption` one that a strategy's own engine adds. pydantic
-checks the values; everything that is said about them comes from its JSON schema. No torch import.
+`key()` declares a key of RunConfig, or one that a strategy's own engine adds. pydantic checks the
+values; everything that is said about them comes from its JSON schema. No torch import.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, did_you_mean, nearest, shown
 
-STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-ENGINE_GROUP = "Options of a strategy's own engine"
 _WORDS: dict[str, dict[str, Any]] = {
     "boolean": dict.fromkeys(("true", "yes", "on", "1"), True)
     | dict.fromkeys(("false", "no", "off", "0"), False),
@@ -29,27 +26,39 @@ _KINDS = {
 }  # fmt: skip
 
 
-def key(default: Any, *, help: str, work: bool, group: str, aliases: tuple[str, ...] = ()) -> Any:
-    """Declare a field of RunConfig; `work` says whether two runs must agree in it."""
+class Options(BaseModel):
+    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's own engine."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def key(
+    default: Any,
+    *,
+    help: str,
+    work: bool,
+    group: str = "Options of a strategy's own engine",
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """Declare such a field; `work` says whether two runs must agree in it."""
     extra: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=extra)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
+class Key(BaseModel):
     """One key as users meet it."""
 
     name: str
     default: Any
-    help: str
+    help: str = Field(alias="description")
     """One line."""
     group: str
     """Heading in --help and in the guide."""
     work: bool
     """Whether it changes what is computed, under every strategy."""
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...]
     """Names that other programs use for it."""
-    forms: tuple[Mapping[str, Any], ...]
+    forms: list[dict[str, Any]]
     """JSON schemas of what is accepted; one of them must fit."""
 
     @property
@@ -100,19 +109,12 @@ def _describe(form: Mapping[str, Any]) -> str:
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     """The keys that a model's fields declare, in their order."""
-    found = {}
-    for name, schema in model.model_json_schema()["properties"].items():
-        if "work" in schema:
-            found[name] = Key(
-                name=name,
-                default=schema["default"],
-                help=schema["description"],
-                group=schema["group"],
-                work=schema["work"],
-                aliases=tuple(schema["aliases"]),
-                forms=tuple(schema.get("anyOf", [schema])),
-            )
-    return found
+    fields = model.model_json_schema().get("properties", {}).items()
+    return {
+        name: Key(name=name, forms=schema.get("anyOf", [schema]), **schema)
+        for name, schema in fields
+        if "work" in schema
+    }
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
@@ -120,42 +122,16 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
     try:
         return model(**values)
     except ValidationError as error:
-        name = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
+        name = str(error.errors()[0]["loc"][0])
     raise keys[name].refusal(values[name])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOption:
-    """A key that a strategy's own engine adds to CONFIG."""
-
-    kind: type
-    """int, float, bool or str."""
-    default: Any
-    help: str
-    """One line."""
-    work: bool
-    """Whether it changes what is computed."""
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()
-
-
-def options_model(options: Mapping[str, EngineOption]) -> type[BaseModel]:
-    """A model whose keys are an engine's options."""
-    fields: dict[str, Any] = {}
-    for name, option in options.items():
-        kind: Any = option.kind
-        bounded = Annotated[kind, Field(ge=option.low, le=option.high)]
-        field = key(option.default, help=option.help, work=option.work, group=ENGINE_GROUP)
-        fields[name] = Literal[option.choices] if option.choices else bounded, field
-    return create_model("Options", __config__=STRICT, **fields)
 
 
 def by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
     """Heading -> keys."""
-    known = list(keys)
-    groups = dict.fromkeys(key.group for key in known)
-    return {group: [key for key in known if key.group == group] for group in groups}
+    groups: dict[str, list[Key]] = {}
+    for each in keys:
+        groups.setdefault(each.group, []).append(each)
+    return groups
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
@@ -163,16 +139,14 @@ def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str
 
     Raises UserError for a name that no key has and for a key given under two names.
     """
-    known = {name: key.name for key in keys.values() for name in (key.name, *key.aliases)}
+    known = _all_names(keys.values())
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in pairs:
         if name not in known:
-            hint = nearest_key(name, keys.values()) if isinstance(name, str) else None
-            raise UserError(
-                f"{where} has the unknown key {shown(name)}",
-                fix=f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}",
-            )
+            hint = nearest_key(str(name), keys.values())
+            fix = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
+            raise UserError(f"{where} has the unknown key {shown(name)}", fix=fix)
         own = known[name]
         if names.setdefault(own, name) != name:
             raise UserError(f"{where} has {own} twice, as {names[own]} and {name}", fix="give one")
@@ -182,7 +156,11 @@ def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str
 
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
     """The key (or one of `others`) of which a name is close to `word`; None for nothing close."""
-    names = {name: key.name for key in keys for name in (key.name, *key.aliases)}
-    names |= {name: name for name in others}
+    names = _all_names(keys) | {name: name for name in others}
     close = nearest(word, names)
     return names[close] if close else None
+
+
+def _all_names(keys: Iterable[Key]) -> dict[str, str]:
+    """Every name and alias -> the key's own name."""
+    return {name: key.name for key in keys for name in (key.name, *key.aliases)}

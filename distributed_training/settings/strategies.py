@@ -15,24 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.engines import ALL_AXES as MESH_AXES
 from distributed_training.settings.engines import ENGINES, Traits, find_traits
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json, parse_as, user_path
+from distributed_training.settings.keys import Options
 
 STRATEGIES_DIR = ROOT / "strategies"
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
 _OFFLOADED = {"optimizer": "optimizer state", "param": "parameters"}
 
 
-class _Json(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Folder(_Json, extra="forbid"):
+class _Folder(BaseModel, strict=True, extra="forbid"):
     """A strategy's config.json."""
 
     name: str
@@ -44,21 +41,21 @@ class _Folder(_Json, extra="forbid"):
     )
 
 
-class _Offload(_Json):
+class _Offload(BaseModel, strict=True):
     device: Literal["none", "cpu", "nvme"] = "none"
 
 
-class _Zero(_Json):
+class _Zero(BaseModel, strict=True):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
 
 
-class _Pipeline(_Json):
+class _Pipeline(BaseModel, strict=True):
     stages: int = 1
 
 
-class _DeepSpeed(_Json):
+class _DeepSpeed(BaseModel, strict=True):
     """What this package reads of a DeepSpeed JSON."""
 
     zero_optimization: _Zero = _Zero()
@@ -85,8 +82,6 @@ class Strategy:
     engine: str
     """A built-in engine, or a .py file in the strategy's folder."""
     traits: Traits
-    engine_file: Path | None = None
-    """The engine's own file, where it is not built in."""
 
     @property
     def zero_stage(self) -> int:
@@ -142,13 +137,13 @@ def list_strategies() -> dict[str, Path]:
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """What a strategy gives CONFIG's open keys."""
-    return _read_folder(_find(name)).defaults
+    return _find(name)[1].defaults
 
 
-def strategy_options(name: str) -> Mapping[str, Any]:
+def strategy_options(name: str) -> type[Options]:
     """Keys that a strategy's own engine adds to CONFIG."""
-    path = _find(name)
-    return find_traits(_read_folder(path).engine, path.parent)[2]
+    path, folder = _find(name)
+    return find_traits(folder.engine, path.parent)[1]
 
 
 def load_strategy(config: RunConfig) -> Strategy:
@@ -157,50 +152,41 @@ def load_strategy(config: RunConfig) -> Strategy:
     Raises UserError for an unknown name, a JSON that does not parse, and a `deepspeed_config`
     that is given to a strategy without DeepSpeed or has another ZeRO stage than the strategy.
     """
-    path = _find(config.strategy)
-    folder = _read_folder(path)
-    engine = folder.engine
-    traits, engine_file, _ = find_traits(engine, path.parent)
+    path, folder = _find(config.strategy)
+    traits, _ = find_traits(folder.engine, path.parent)
+    engine = f"{path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
-        raise UserError(
-            f"{path}: engine={engine!r} takes {needed!r}, not {given!r}", fix=f"write {needed!r}"
-        )
+        raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
+    source, mesh = path, folder.mesh or {}
+    document: dict[str, Any] = {}
     if traits.takes_deepspeed_json:
         source, document, mesh = _read_deepspeed(folder.deepspeed, path)
-    else:
-        source, document, mesh = path, {}, folder.mesh or {}
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
-            raise UserError(
-                f"{path}: engine={engine!r} has no axis {axis!r}",
-                f"its axes are {', '.join(traits.axes)}",
-                f"leave it out or name another engine: {', '.join(ENGINES)}",
-            )
+            why = f"its axes are {', '.join(traits.axes)}"
+            fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
+            raise UserError(f"{engine} has no axis {axis!r}", why, fix)
     own = Strategy(
         name=config.strategy,
         source=source,
         document=document,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
-        engine=engine,
+        engine=folder.engine,
         traits=traits,
-        engine_file=engine_file,
     )
     if config.deepspeed_config is not None:
         own = _with_deepspeed_config(own, config.deepspeed_config)
     return _with_axes(own, config)
 
 
-def _find(name: str) -> Path:
+def _find(name: str) -> tuple[Path, _Folder]:
     known = list_strategies()
-    if name not in known:
-        raise UserError(
-            f"strategy={name!r} is not known",
-            f"the strategies are {', '.join(known)}",
-            did_you_mean(name, known),
-        )
-    return known[name]
+    if name in known:
+        return known[name], _read_folder(known[name])
+    what, why = f"strategy={name!r} is not known", f"the strategies are {', '.join(known)}"
+    raise UserError(what, why, did_you_mean(name, known))
 
 
 def _folder_number(path: Path) -> tuple[int, str]:
@@ -226,11 +212,9 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
     parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
     stage, stages = parsed.zero_optimization.stage, parsed.pipeline.stages
     if stages != 1 and stage > 1:
-        raise UserError(
-            f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}",
-            "a stage of the pipeline needs its gradients whole until its last micro-batch",
-            "set zero_optimization.stage to 1 or 0, or pipeline.stages to 1",
-        )
+        what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
+        why = "a pipeline needs its gradients whole until its last micro-batch"
+        raise UserError(what, why, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
     pp = {"pp": stages} if "pipeline" in document else {}
     return source.resolve(), document, {"dp_shard": -1, **pp}
 
@@ -238,31 +222,23 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
 def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
     """The strategy with the user's own DeepSpeed JSON, which must mean the same strategy."""
     if not own.traits.takes_deepspeed_json:
-        names = [
-            name for name, path in list_strategies().items() if _read_folder(path).mesh is None
-        ]
-        raise UserError(
-            f"strategy={own.name!r} does not run on DeepSpeed",
-            f"deepspeed_config={given!r} would be ignored",
-            f"set deepspeed_config to None or strategy to one of {', '.join(names)}",
-        )
+        folders = {name: _read_folder(path) for name, path in list_strategies().items()}
+        names = ", ".join(name for name, folder in folders.items() if folder.deepspeed is not None)
+        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
+        raise UserError(what, fix=f"set deepspeed_config to None or strategy to one of {names}")
     path = user_path("deepspeed_config", given)
     source, document, mesh = _read_deepspeed(str(path), path)
-    mesh = {**own.mesh, "pp": 1, **mesh}
-    theirs = replace(own, source=source, document=document, mesh=mesh)
-    pairs: dict[str, tuple[object, object]] = {}
-    pairs["zero_optimization.stage"] = theirs.zero_stage, own.zero_stage
+    theirs = replace(own, source=source, document=document, mesh={**own.mesh, "pp": 1, **mesh})
+    values: dict[str, Any] = {"zero_optimization.stage": (theirs.zero_stage, own.zero_stage)}
     for part in _OFFLOADED:
-        devices = theirs.offload_device(part), own.offload_device(part)
-        pairs[f"zero_optimization.offload_{part}.device"] = devices
+        where = f"zero_optimization.offload_{part}.device"
+        values[where] = theirs.offload_device(part), own.offload_device(part)
     if theirs.pipelined != own.pipelined:
-        pairs["pipeline.stages"] = theirs.mesh["pp"], own.mesh["pp"]
-    for what, (value, wanted) in pairs.items():
+        values["pipeline.stages"] = theirs.mesh["pp"], own.mesh["pp"]
+    for what, (value, wanted) in values.items():
         if value != wanted:
-            raise UserError(
-                f"{path}: {what}={value!r} but strategy={own.name!r} means {wanted!r}",
-                fix="change one of them",
-            )
+            means = f"strategy={own.name!r} means {wanted!r}"
+            raise UserError(f"{path}: {what}={value!r} but {means}", fix="change one of them")
     return theirs
 
 
@@ -275,11 +251,8 @@ def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
     given = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
     for axis, size in given.items():
         if axis not in can:
-            raise UserError(
-                f"{axis}={size} cannot be set with strategy={strategy.name!r}",
-                why,
-                "set it to None, or strategy to 3d, whose mesh has all axes"
-                + (", or to hybrid" if axis == "pp" else ""),
-            )
+            what = f"{axis}={size} cannot be set with strategy={strategy.name!r}"
+            others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
+            raise UserError(what, why, f"set it to None, or strategy to {others}")
     named = tuple(dict.fromkeys((*strategy.named_axes, *given)))
     return replace(strategy, mesh={**strategy.mesh, **given}, named_axes=named)

@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from distributed_training.measure.bubble import bubble
-from distributed_training.measure.kernels import busy_seconds, union
+from distributed_training.measure.bubble import bubble, busy_seconds, union
 from distributed_training.measure.layouts import leave_out_left_over
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distributed_training.measure.traffic_counter import Traffic
+from distributed_training.measure.traffic import Traffic
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.plan.make import draft_plan
 from distributed_training.plan.topology import Topology, fill_mesh

@@ -18,6 +18,7 @@ from distributed_training.engines.base import Engine
 from distributed_training.measure.harness import Run, each_run, gather, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
+from distributed_training.run import assemble
 from distributed_training.run.loop import learning_rate
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four
@@ -103,7 +104,8 @@ def _resume(run: Run) -> dict[str, Any]:
     dist.barrier()
     take(second_half)
     straight = run.engine.full_state()
-    run.rebuild_engine()
+    run.engine.close()
+    run.engine = assemble.build_engine(run.plan, run.topology)
     run.engine.load(path)
     take(second_half)
     return {"straight": straight, "resumed": run.engine.full_state()}

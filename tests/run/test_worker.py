@@ -89,19 +89,19 @@ def see_gpus(monkeypatch, count):
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """What _prepare sets is undone afterwards."""
+    """What prepare sets is undone afterwards."""
     for name in ("DS_ACCELERATOR", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.setenv(name, "8.0 9.0a")
 
 
 def test_each_process_gets_a_device(monkeypatch):
     see_gpus(monkeypatch, 8)
-    assert worker._prepare(8, PROCESS) == torch.device("cuda", 4)
+    assert worker.prepare(8, PROCESS) == torch.device("cuda", 4)
     # DeepSpeed's builder cannot read 9.0a.
     assert worker.os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
     see_gpus(monkeypatch, 0)
     monkeypatch.delenv("DS_ACCELERATOR")
-    assert worker._prepare(0, PROCESS) == torch.device("cpu")
+    assert worker.prepare(0, PROCESS) == torch.device("cpu")
     assert worker.os.environ["DS_ACCELERATOR"] == "cpu"
 
 
@@ -112,7 +112,7 @@ def test_each_process_gets_a_device(monkeypatch):
 def test_gpus_that_are_missing_are_named(seen, words, monkeypatch):
     see_gpus(monkeypatch, seen)
     with refused(*words):
-        worker._prepare(5, PROCESS)
+        worker.prepare(5, PROCESS)
 
 
 def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch):

@@ -2,11 +2,12 @@
 
 import json
 import math
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from distributed_training.settings.config import (
     KEYS,
@@ -17,7 +18,7 @@ from distributed_training.settings.config import (
     replace,
 )
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.keys import EngineOption, key
+from distributed_training.settings.keys import Options, key
 from real_model_example import CONFIG
 from tests.support import refused
 
@@ -80,13 +81,11 @@ def test_the_work_holds_the_global_batch_size():
     assert describe_work(RunConfig(), 8)["global_batch_size"] == 8
 
 
-def test_a_key_that_does_not_say_whether_it_is_work_does_not_import():
+def test_every_field_says_whether_it_is_work():
     with pytest.raises(TypeError, match="work"):
         key(1, help="new", group="")
-    with pytest.raises(TypeError, match=r"new: declare it with key\(\.\.\., work=\.\.\.\)"):
-        type("More", (RunConfig,), {"__annotations__": {"new": int}, "new": 1})
-    fields = {"__annotations__": {"new": int}, "new": key(1, help="new", group="", work=True)}
-    assert type("More", (RunConfig,), fields)().new == 1
+    about_the_engine = {"engine_options", "engine_work", "from_defaults"}
+    assert set(RunConfig.model_fields) - about_the_engine == set(KEYS)
 
 
 def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):
@@ -129,15 +128,16 @@ def test_a_strategys_defaults_may_not_change_the_work():
         build_config({}, defaults=lambda _: {"epoch": 1})
 
 
-OPTIONS = {
-    "rank": EngineOption(kind=int, default=8, help="", work=True, low=1, high=64),
-    "mode": EngineOption(kind=str, default="a", help="", work=False, choices=("a", "Bb")),
-}
+class OwnOptions(Options):
+    rank: Annotated[int, Field(ge=1, le=64)] = key(8, help="", work=True)
+    mode: Literal["a", "Bb"] = key("a", help="", work=False)
 
 
 def test_an_engine_adds_keys_of_its_own(tmp_path):
     def build(config, **more):
-        return build_config(config, options=lambda name: OPTIONS if name == "dp" else {}, **more)
+        return build_config(
+            config, options=lambda name: OwnOptions if name == "dp" else Options, **more
+        )
 
     preset = write(tmp_path / "p.json", {"rank": 4})
     built = build({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])

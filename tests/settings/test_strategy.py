@@ -9,6 +9,7 @@ from distributed_training.engines.native import INITIAL_LOSS_SCALE, LOSS_SCALE_W
 from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.settings.engines import ENGINES
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.keys import Options, read_keys
 from distributed_training.settings.strategies import (
     MESH_AXES,
     list_strategies,
@@ -62,14 +63,13 @@ def test_engine_follows_from_the_folder(name):
     on_deepspeed = "deepspeed_pipeline" if name == "hybrid" else "deepspeed"
     assert strategy.engine == (on_deepspeed if name in DEEPSPEED else "native")
     assert strategy.traits == ENGINES[strategy.engine]
-    assert strategy.engine_file is None
     assert strategy.zero_stage == STAGES.get(name, 0)
     devices = (strategy.offload_device("optimizer"), strategy.offload_device("param"))
     assert devices == DEVICES.get(name, ("none", "none"))
     assert strategy.steps_on_host == (name in ("offload", "infinity"))
     assert strategy.swaps_to_disk == (name == "infinity")
     assert strategy_defaults(name) == ({"checkpoint_every": 0} if name == "infinity" else {})
-    assert strategy_options(name) == {}
+    assert strategy_options(name) is Options
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -175,10 +175,14 @@ def test_aio_is_at_the_top_level():
         (
             "zero2",
             own_json("zero2", pipeline={"stages": 2}),
-            ("pipeline.stages=2 with zero_optimization.stage=2", "stage to 1 or 0"),
+            ("pipeline.stages=2 with zero_optimization.stage=2", "ZeRO stage to 1 or 0"),
         ),
-        ("dp", own_json(), ("strategy='dp'", "deepspeed_config=", "zero1, zero2, zero3, offload")),
-        ("fsdp", own_json(), ("strategy='fsdp' does not run on DeepSpeed",)),
+        (
+            "dp",
+            own_json(),
+            ("strategy='dp' would ignore", "deepspeed_config=", "zero1, zero2, zero3, offload"),
+        ),
+        ("fsdp", own_json(), ("strategy='fsdp' would ignore deepspeed_config=",)),
     ],
 )
 def test_json_of_another_strategy(strategy, document, words, tmp_path):
@@ -305,9 +309,13 @@ def test_a_folder_that_is_not_understood(document, words, folders):
 
 ENGINE = """
 from distributed_training.settings.engines import Traits
+from distributed_training.settings.keys import Options, key
 
 TRAITS = Traits(build="MyEngine", axes=("dp_replicate",))
-OPTIONS = {"local_steps": 4}
+
+
+class OPTIONS(Options):
+    local_steps: int = key(4, help="", work=True)
 
 
 class MyEngine:
@@ -320,12 +328,12 @@ def test_an_engine_in_a_strategys_own_folder(folders):
     file = root / "own" / "engine.py"
     file.write_text(ENGINE)
     strategy = load_own()
-    assert (strategy.engine, strategy.engine_file) == ("engine.py", file)
+    assert (strategy.engine, strategy.traits.build) == ("engine.py", f"{file}:MyEngine")
     assert strategy.traits.axes == ("dp_replicate",)
-    assert strategy_options("own") == {"local_steps": 4}
-    engine = strategy.traits.load(strategy.engine_file)
+    assert list(read_keys(strategy_options("own"))) == ["local_steps"]
+    engine = strategy.traits.load()
     assert engine.__name__ == "MyEngine"
-    assert engine is strategy.traits.load(file), "the file is run once"
+    assert engine is strategy.traits.load(), "the file is run once"
     with refused("tp=2 cannot be set with strategy='own'", "it has the axes dp_replicate"):
         load_own(tp=2)
 
