@@ -1,6 +1,7 @@
 """The command line: one parser, from the same description of every key as CONFIG itself.
 
     python real_model_example.py [train] [--KEY VALUE ...]
+    python real_model_example.py generate RUN [--prompt TEXT]
     python real_model_example.py report runs/*
     python real_model_example.py measure NAME ...
 
@@ -138,6 +139,28 @@ def report(argv: Sequence[str], _: Program) -> int:
     return importlib.import_module("distributed_training.records.report").main(argv)
 
 
+def generate(argv: Sequence[str], program: Program) -> int:
+    """Text from the model of a run."""
+    parser = _Parser(
+        prog=f"{program.script.name} generate", description="Text from a trained model."
+    )
+    add = parser.add_argument
+    add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
+    add("--prompt", help="what the text begins with; without it, each line that you type")
+    add("--num_tokens", type=int, default=100, help="length of the text (default 100)")
+    add("--temperature", type=float, default=1.0, help="0: always the likeliest (default 1.0)")
+    add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
+    add("--seed", type=int, default=42, help="another seed, another text (default 42)")
+    a = parser.parse_args(argv)
+    if min(a.num_tokens, a.top_k) < 1 or a.temperature < 0:
+        raise UserError("--num_tokens and --top_k are at least 1, --temperature at least 0")
+    module = importlib.import_module("distributed_training.run.generate")
+    return module.generate(
+        a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
+        seed=a.seed,
+    )  # fmt: skip
+
+
 def measure(argv: Sequence[str], _: Program) -> int:
     """One of the programs of distributed_training/measure/."""
     files = Path(__file__).with_name("measure").glob("*.py")
@@ -151,7 +174,9 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 
 Command = Callable[[Sequence[str], Program], int]
-COMMANDS: dict[str, Command] = {"train": train, "report": report, "measure": measure}
+COMMANDS: dict[str, Command] = {
+    "train": train, "generate": generate, "report": report, "measure": measure,
+}  # fmt: skip
 
 
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
@@ -171,5 +196,8 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
-        print("interrupted before training began", file=sys.stderr)
+        print(
+            "interrupted" if name != "train" else "interrupted before training began",
+            file=sys.stderr,
+        )
         return 130

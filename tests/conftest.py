@@ -101,7 +101,7 @@ def train(
 
 def only_record(output_dir: Path) -> dict:
     """The record of the one run in a folder."""
-    files = sorted(output_dir.glob("*/record.json"))
+    files = sorted(output_dir.glob("*-*/record.json"))  # not through the link "latest"
     assert len(files) == 1, f"expected one run in {output_dir}, found {files}"
     return json.loads(files[0].read_text())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.files import user_path
 from distributed_training.settings.strategies import load_strategy
+
+LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
 
 def make_plan(
@@ -113,8 +116,8 @@ def _with_deepspeed_json(plan: Plan) -> Plan:
 
 
 def reserve_run_dir(plan: Plan) -> Plan:
-    """Make the run's folder, under the next free name where another run was quicker, and write
-    the plan into it.
+    """Make the run's folder, under the next free name where another run was quicker, write the plan
+    into it, and let <output_dir>/latest point to it.
     """
     while plan.checkpoint is None:
         try:
@@ -126,4 +129,8 @@ def reserve_run_dir(plan: Plan) -> Plan:
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
     (plan.run_dir / PLAN_FILE).write_text(dump_plan(plan), encoding="utf-8")
+    with contextlib.suppress(OSError):  # a file system without links
+        latest = plan.output_dir / f".latest-{plan.run_dir.name}"
+        latest.symlink_to(plan.run_dir.name)
+        latest.replace(plan.output_dir / LATEST)
     return plan

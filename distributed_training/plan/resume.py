@@ -6,7 +6,6 @@ A checkpoint's files are described in run/checkpoint.py, which writes them.
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,6 +92,8 @@ def find_resume(
     if resume != "auto":
         return _named_resume(resume, identity)
     for run_dir in sorted(output_dir.glob("*/"), reverse=True):
+        if run_dir.is_symlink():  # latest
+            continue
         try:
             checkpoints = list_checkpoints(run_dir)
             if not checkpoints or not (run_dir / RECORD_FILE).is_file():
@@ -114,7 +115,7 @@ def find_resume(
 
 def _named_resume(resume: str, identity: Mapping[str, Any]) -> tuple[Path, Path]:
     # Absolute, so that a checkpoint named from where one stands has the folders above it.
-    folder = Path(os.path.abspath(user_path("resume", resume)))
+    folder = user_path("resume", resume).resolve()
     checkpoint = [folder, *list_checkpoints(folder)][-1]
     if not (checkpoint / META_FILE).is_file():
         fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"

@@ -36,7 +36,8 @@ def load_records(paths: Sequence[Path]) -> list[Record]:
     """Records of run folders or files. A folder without one, as of a run that failed before its
     first step, is named on stderr and left out."""
     found = []
-    for path in paths:
+    once = {path.resolve(): path for path in reversed(paths)}  # latest is in runs/*, too
+    for path in reversed(once.values()):
         if path.is_dir() and not (path / RECORD_FILE).is_file():
             print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
         else:

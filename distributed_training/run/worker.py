@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.data.samples import Data
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.engines.base import Engine
 from distributed_training.plan import plan as planning
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
@@ -30,6 +29,7 @@ from distributed_training.records.metrics import disk_bytes, summarise_performan
 from distributed_training.records.trackers import build_tracker
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
+from distributed_training.run.generate import continuation
 from distributed_training.run.launch import Process, threads_per_process
 from distributed_training.run.loop import History, Journal, Trainer
 from distributed_training.settings.config import RunConfig
@@ -214,9 +214,12 @@ def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
         prompt = tokenizer.encode_batch([config.generate])[0].tolist() or [eos_id]
         # The split of a window over tp may append tokens, which need positions, too.
         context = plan.size.num_positions // tp * tp
-        ids = generate(engine, prompt, num_tokens=60, context=context, eos_id=eos_id,
-                       seed=config.seed)  # fmt: skip
-        sample = tokenizer.decode(ids)
+        # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
+        ids = continuation(
+            engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
+            seed=config.seed, agree=lambda choice: dist.broadcast(choice, src=0),
+        )  # fmt: skip
+        sample = tokenizer.decode([*prompt, *ids])
         display.say(f"sample: {sample!r}")
     if config.export:
         state = engine.full_state()
@@ -227,28 +230,6 @@ def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
             display.say(f"exported {folder} (Hugging Face format)")
         dist.barrier()
     return sample
-
-
-@torch.no_grad()
-def generate(
-    engine: Engine, prompt_ids: list[int], *, num_tokens: int, context: int, eos_id: int, seed: int
-) -> list[int]:
-    """Continue `prompt_ids` by sampling from the 40 likeliest tokens. Collective.
-
-    Rank 0 chooses: sharded engines gather parameters at each step, so all must take one path.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt_ids)
-    for _ in range(num_tokens):
-        window = torch.tensor([ids[-context:]])
-        logits = engine.logits(window)[0, -1].float().cpu()
-        values, candidates = torch.topk(logits, min(40, len(logits)))
-        choice = candidates[torch.multinomial(values.softmax(0), 1, generator=generator)]
-        dist.broadcast(choice, src=0)
-        ids.append(int(choice))
-        if ids[-1] == eos_id:
-            break
-    return ids
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:

@@ -66,7 +66,8 @@ def run_folders(output_dir: Path) -> list[Path]:
     """Folders of runs, not of caches."""
     if not output_dir.is_dir():
         return []
-    return sorted(path for path in output_dir.iterdir() if not path.name.startswith("."))
+    kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # "latest" is one
+    return sorted(path for path in kept if not path.name.startswith("."))
 
 
 def our_errors(text: str) -> list[str]:

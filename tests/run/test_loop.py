@@ -1,4 +1,3 @@
-import itertools
 import math
 import os
 import signal
@@ -18,7 +17,6 @@ from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run import checkpoint, loop
 from distributed_training.run.loop import PATIENCE_S, History, Journal, Trainer, learning_rate
-from distributed_training.run.worker import generate
 from distributed_training.settings.config import build_config
 
 
@@ -61,64 +59,6 @@ def test_cosine_is_half_a_wave_to_zero():
 def test_rate_never_falls_below_zero(schedule):
     config = build_config({"learning_rate": 1.0, "lr_schedule": schedule, "warmup_steps": 2})
     assert learning_rate(config, 500, 10) == pytest.approx(0, abs=1e-12)
-
-
-class FakeEngine:
-    """Logits from a fixed table of one row per last token; remembers the windows it was given."""
-
-    def __init__(self, num_tokens=100, seed=0):
-        self.table = torch.randn(
-            num_tokens, num_tokens, generator=torch.Generator().manual_seed(seed)
-        )
-        self.windows = []
-
-    def logits(self, window):
-        self.windows.append(window[0].tolist())
-        return self.table[window]
-
-
-def sample(engine, prompt=(5,), **changes):
-    settings = {"num_tokens": 30, "context": 8, "eos_id": -1, "seed": 3, **changes}
-    return generate(engine, list(prompt), **settings)
-
-
-def test_generation_depends_on_the_seed_and_not_on_the_global_generator():
-    torch.manual_seed(1)
-    first = sample(FakeEngine())
-    torch.manual_seed(2)
-    assert sample(FakeEngine()) == first
-    assert sample(FakeEngine(), seed=4) != first
-    assert len(first) == 31
-
-
-def test_generation_takes_one_of_the_forty_likeliest():
-    engine = FakeEngine()
-    ids = sample(engine, num_tokens=200)
-    ranks = [
-        int((engine.table[last] > engine.table[last, new]).sum())
-        for last, new in itertools.pairwise(ids)
-    ]
-    assert max(ranks) < 40
-    assert max(ranks) > 20
-
-
-def test_generation_sees_no_more_than_the_context():
-    engine = FakeEngine()
-    ids = sample(engine, prompt=range(6))
-    assert engine.windows == [ids[:end][-8:] for end in range(6, 36)]
-
-
-def test_generation_ends_at_end_of_text():
-    engine = FakeEngine()
-    ids = sample(engine)
-    eos = ids[10]
-    again = sample(engine, eos_id=eos)
-    assert again == ids[: ids.index(eos, 1) + 1]
-
-
-def test_generation_copes_with_a_small_vocabulary():
-    engine = SimpleNamespace(logits=lambda window: torch.zeros(1, window.shape[1], 3))
-    assert set(sample(engine, prompt=(0,), num_tokens=60)) == {0, 1, 2}
 
 
 NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12

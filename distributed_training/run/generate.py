@@ -1,0 +1,122 @@
+"""Text from a trained model: the sample at a run's end, and the command `generate`.
+
+python real_model_example.py generate runs/latest --prompt "Once upon a time"
+python real_model_example.py generate runs/latest                  line by line, until Ctrl-D
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.models import ModelSpec, find_model
+from distributed_training.plan.plan import PLAN_FILE, load_plan
+from distributed_training.settings.errors import UserError
+
+REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
+
+
+def continuation(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    prompt_ids: list[int],
+    *,
+    num_tokens: int,
+    context: int,
+    eos_id: int,
+    seed: int,
+    top_k: int = 40,
+    temperature: float = 1.0,
+    agree: Callable[[torch.Tensor], None] = lambda choice: None,
+) -> Iterator[int]:
+    """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.
+
+    `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]. `agree` makes a choice,
+    int64 [1], the same on every rank. A temperature of 0 takes the likeliest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = prompt_ids or [eos_id]
+    for _ in range(num_tokens):
+        last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
+        values, candidates = torch.topk(last, min(top_k, len(last)))
+        weights = (
+            (values / temperature).softmax(0) if temperature else (values == values[0]).float()
+        )
+        choice = candidates[torch.multinomial(weights, 1, generator=generator)]
+        agree(choice)
+        if int(choice) == eos_id:
+            return
+        ids = [*ids, int(choice)]
+        yield ids[-1]
+
+
+def find_weights(given: str) -> tuple[ModelSpec, Path]:
+    """(the model, the folder with its weights and tokenizer) of a run or of an hf/ folder."""
+    folder = Path(given).expanduser().resolve()
+    run = folder.parent if folder.name == "hf" else folder
+    if not (run / PLAN_FILE).is_file():
+        if (folder / "config.json").is_file():
+            return find_model(str(folder)), folder
+        what = "is neither a run nor a model" if folder.exists() else "does not exist"
+        fix = "give a run's folder, such as runs/latest, or its hf/"
+        raise UserError(f"{given} {what}", fix=fix)
+    if not (run / "hf").is_dir():
+        fix = "finish the run: --resume auto, with export=True"
+        raise UserError(f"{given} has no hf/", "a run exports its model at its end", fix)
+    return load_plan(run).model, run / "hf"
+
+
+def generate(
+    given: str, prompt: str | None, *, num_tokens: int, temperature: float, top_k: int, seed: int
+) -> int:
+    """Print what the model of a run makes of `prompt`, or of each line of standard input."""
+    spec, folder = find_weights(given)
+    tokenizer = Tokenizer(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = spec.build(dropout=0.0, seed=0)
+    spec.load(model, folder)
+    model = model.eval().to(device)
+
+    @torch.inference_mode()
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids.to(device))
+
+    for text in _lines() if prompt is None else [prompt]:
+        ids = continuation(
+            logits, tokenizer.encode_batch([text])[0].tolist(), num_tokens=num_tokens,
+            context=spec.size.num_positions, eos_id=tokenizer.eos_id, seed=seed, top_k=top_k,
+            temperature=temperature,
+        )  # fmt: skip
+        sys.stdout.write(text)
+        for part in _decoded(tokenizer, ids):
+            sys.stdout.write(part)
+            sys.stdout.flush()
+        print()
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    asks = sys.stdin.isatty()
+    if asks:
+        print("Type the beginning of a text; Ctrl-D ends.")
+    while True:
+        try:
+            yield input("> " if asks else "")
+        except EOFError:
+            return
+
+
+def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of the ids, piece by piece, each as soon as its characters are whole."""
+    known: list[int] = []
+    said = ""
+    for token in ids:
+        known.append(token)
+        text = tokenizer.decode(known)
+        if not text.endswith(REPLACEMENT):
+            yield text[len(said) :]
+            said = text
+    yield tokenizer.decode(known)[len(said) :]
