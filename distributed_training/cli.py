@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -186,6 +187,9 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
     try:
+        if sys.platform != "linux":
+            fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
+            raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")

@@ -21,15 +21,31 @@ _find_python() {
     return 2
 }
 
+# Where there is no NVIDIA GPU torch's CPU build does: some 200 MB instead of 5 GB. Used where it can
+# be reached; PYTORCH_CPU_INDEX names a mirror.
+_cpu_index=${PYTORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+
+_wants_cpu_build() {
+    [ "$(uname -s)" = Linux ] || return 1
+    ! { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1 || return 1
+    "$1" -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)" \
+        "$_cpu_index/torch/" 2>/dev/null
+}
+
 _make_venv() {
     local python
     python=$(_find_python) || return 2
     echo "Setting up $_root/.venv (once; a few minutes, most of it downloading PyTorch) ..." >&2
     local arguments=() file
     for file in "${_files[@]}"; do arguments+=(-r "$file"); done
+    if _wants_cpu_build "$python"; then
+        echo "No NVIDIA GPU found: taking the CPU build of PyTorch." >&2
+        arguments+=(--extra-index-url "$_cpu_index")
+    fi
     if command -v uv >/dev/null; then
         uv venv --quiet --allow-existing --python "$python" "$_root/.venv" || return 2
-        uv pip install --python "$_root/.venv/bin/python" "${arguments[@]}" || return 2
+        uv pip install --python "$_root/.venv/bin/python" --index-strategy unsafe-best-match \
+            "${arguments[@]}" || return 2
     else
         if ! "$python" -m venv "$_root/.venv"; then
             echo "error: $python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)" >&2

@@ -276,3 +276,12 @@ def test_commands_that_do_not_exist(argv, words, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert [word for word in words if word not in err] == []
+
+
+@pytest.mark.parametrize(("platform", "fix"), [("win32", "use WSL 2"), ("darwin", "a container")])
+def test_other_systems_are_answered_in_one_line(platform, fix, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert command(monkeypatch, "train") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: this suite runs on Linux")
+    assert fix in err
