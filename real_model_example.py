@@ -16,7 +16,7 @@ CONFIG = {
     "batch_size": 4,  # sequences per GPU and accumulation step
     "epochs": 2,  # passes over the training samples
     "max_length": 512,  # tokens per sample
-    "num_samples": 1000,  # training samples an epoch; -1: all
+    "num_samples": "auto",  # training samples an epoch; auto: up to 1000, -1: all
     "seed": 42,  # initial weights, order of the data, dropout
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
     "dataset": "auto",  # wikitext-2, embedded, a .txt or .jsonl file or a folder of them

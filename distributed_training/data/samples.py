@@ -21,6 +21,7 @@ from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
 EMPTY = -1  # index of "no sample": fills up a step that the data do not
+AUTO_SAMPLES = 1000
 HELD_OUT = 0.05  # share kept for validation where the source has no split of its own
 _CACHE_VERSION = 1
 _PARTS = ("tokens", "starts")
@@ -103,11 +104,13 @@ def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_
     if len(train) == 0 or len(validation) == 0:
         what = f"dataset={corpus.name!r} is too short"
         raise UserError(what, why, "use a longer text or a smaller max_length")
-    if config.num_samples > len(train):
-        what = f"num_samples={config.num_samples} is more than the dataset has"
-        raise UserError(what, why, f"set num_samples to at most {len(train)}, or to -1 for all")
-    if config.num_samples != -1:
-        train = train.take(0, config.num_samples)
+    asked = config.num_samples
+    wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
+    if wanted > len(train):
+        what, fix = f"num_samples={wanted} is more than the dataset has", f"at most {len(train)}"
+        raise UserError(what, why, f"set num_samples to {fix}, or to auto or -1 for all")
+    if wanted != -1:
+        train = train.take(0, wanted)
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
     fingerprint = hashlib.sha256(f"{folder.name} {seq_len} {len(train)}".encode()).hexdigest()[:16]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from distributed_training.data.samples import AUTO_SAMPLES, Data
 from distributed_training.models import find_model
 from distributed_training.plan.batch import cut_batch
 from distributed_training.plan.checks import run_checks
@@ -19,7 +22,7 @@ from distributed_training.plan.resume import find_resume
 from distributed_training.plan.schedules import schedule_of
 from distributed_training.plan.topology import fill_mesh
 from distributed_training.records.record import new_run_dir
-from distributed_training.settings.config import RunConfig, describe_work
+from distributed_training.settings.config import AUTO, RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.files import user_path
 from distributed_training.settings.strategies import load_strategy
@@ -34,11 +37,12 @@ def make_plan(
     num_processes: int,
     processes_here: int,
     run_dir: Path | None = None,
+    cut: Callable[[Plan], Data | None] = lambda plan: None,
 ) -> Plan:
     """Decide and check everything about a run; raise UserError at the first obstacle.
 
     What may have to be downloaded comes last. `run_dir` fixes the run's folder; None picks a new
-    one (or, resuming, the old one).
+    one (or, resuming, the old one). `cut` gives the run's samples, where it is known what they are.
     """
     plan = draft_plan(config, machine, num_processes, processes_here, run_dir)
     run_checks(plan)
@@ -52,10 +56,30 @@ def make_plan(
         weights_dir=weights_dir,
         work=describe_work(config, plan.batch.global_batch_size),
     )
+    if data := cut(plan):
+        plan = _fit_to_data(plan, data)
     found = find_resume(config.resume, plan.output_dir, plan.identity)
     if found is not None:
         plan = replace(plan, run_dir=found[0], checkpoint=found[1])
     return _with_deepspeed_json(plan)
+
+
+def _fit_to_data(plan: Plan, data: Data) -> Plan:
+    """The number of samples and of steps, and no more warm-up than there are."""
+    config, notes, there = plan.config, list(plan.notes), len(data.train)
+    if config.num_samples == AUTO:
+        if there < AUTO_SAMPLES:
+            notes.append(f"the text has {there} samples to train on, not {AUTO_SAMPLES}")
+        config = with_values(config, num_samples=there)
+    num_steps = config.epochs * math.ceil(there / plan.batch.global_batch_size)
+    if config.max_steps != -1:
+        num_steps = min(num_steps, config.max_steps)
+    if config.warmup_steps >= num_steps:
+        warmup = num_steps // 2
+        notes.append(f"warm-up is {warmup} of {num_steps} steps, not {config.warmup_steps}")
+        config = with_values(config, warmup_steps=warmup)
+    work = describe_work(config, plan.batch.global_batch_size)
+    return replace(plan, config=config, work=work, num_steps=num_steps, notes=notes)
 
 
 def draft_plan(

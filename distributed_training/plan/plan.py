@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -27,6 +28,7 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
+QUICKLY_CUT = 4_000_000  # characters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,8 @@ class Plan:
     """Hugging Face folder with the initial weights; None for random ones."""
     checkpoint: Path | None = None
     """Where to resume from; None to start afresh."""
+    num_steps: int | None = None
+    """Optimizer steps of the whole run; None where the text was not cut for the plan."""
 
     @property
     def model(self) -> ModelSpec:
@@ -102,6 +106,20 @@ def parse_plan(text: str) -> Plan:
 def load_plan(run_dir: Path) -> Plan:
     """The plan that the launching process wrote for this run."""
     return parse_plan((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+
+
+def peek_data(plan: Plan) -> Data | None:
+    """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
+    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
+    if sum(map(len, corpus.train)) > QUICKLY_CUT:
+        return None
+    with TemporaryDirectory() as folder:
+        return prepare_data(corpus, tokenizer, plan.config, Path(folder))
+
+
+def cut_data(plan: Plan) -> Data:
+    """The samples; tokenised once, into the cache that all processes read."""
+    return load_plan_data(plan)[0]
 
 
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from distributed_training.data.corpus import read_corpus
 from distributed_training.plan import plan as planning
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
@@ -87,15 +86,14 @@ def start(
         count, here = process.world_size, process.local_world_size
     else:
         count = here = requested_processes(num_gpus, machine, load_strategy(config).mesh)
-    plan = make_plan(config, machine, num_processes=count, processes_here=here)
+    cut = planning.peek_data if dry_run else planning.cut_data
+    plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
     if dry_run:
-        read_corpus(plan.config.dataset)  # fails where it cannot be read
         typed = "(this one)" if process else typed_command(plan, str(script), arguments)
         print(describe_plan(plan, typed))
         return 0
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
-    planning.load_plan_data(plan)  # too little text is found before processes start
     plan = reserve_run_dir(plan)
     return _work(plan, single_process()) if count == 1 else spawn(plan, str(script))
 
@@ -209,6 +207,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         lines.append(f"  {key:<24} {value!r}{was}")
     lines += [
         f"  batch: {plan.batch.describe()}",
+        f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
         f"  expected per process: {gib(plan.state.on_device)} of state, "
         f"{gib(plan.activation_bytes)} of activations",
         *(f"  note: {note}" for note in plan.notes),

@@ -99,8 +99,8 @@ def _make_plan(config: RunConfig, process: Process) -> str | UserError:
     count, here = process.world_size, process.local_world_size
     try:
         machine = detect_machine()
-        plan = make_plan(config, machine, num_processes=count, processes_here=here)
-        planning.load_plan_data(plan)
+        cut = planning.cut_data
+        plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
         return planning.dump_plan(reserve_run_dir(plan))
     except UserError as error:
         return error
@@ -141,9 +141,8 @@ def _train(plan: Plan, topology: Topology) -> int:
 def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
     """Record and engine of a run, brought to where it starts or goes on. Collective."""
     config, sampler = plan.config, assemble.build_sampler(plan, data, topology)
-    num_steps = config.epochs * sampler.steps_per_epoch
-    if config.max_steps != -1:
-        num_steps = min(num_steps, config.max_steps)
+    num_steps = plan.num_steps
+    assert num_steps is not None, "the launching process cut the data"
     history = History()
     if plan.checkpoint is not None:
         state = records.load_state(plan.run_dir)

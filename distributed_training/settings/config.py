@@ -47,8 +47,9 @@ class RunConfig(Options):
     max_length: Annotated[int, Field(ge=2, le=2**20)] = work(512,
         aliases=("seq_len", "max_seq_length", "block_size"),
         help="tokens per sample, up to the model's positions (1024)")
-    num_samples: CountOrAll = work(1000,
-        help="training samples per epoch, the first so many; -1: all")
+    num_samples: CountOrAll | Auto = work(AUTO,
+        help="training samples per epoch, the first so many; -1: all; auto: 1000, or as many as "
+        "the text has")
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = work(42,
         help="initial weights, order of the data, dropout, the generated sample")
     deepspeed_config: Text | None = spread(None,

@@ -126,7 +126,7 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
     config = {**SMALL, "dataset": str(text), "max_steps": 9}
     plan = reserve_run_dir(small_plan(tmp_path / "runs", **config))
     values = json.loads((plan.run_dir / "plan.json").read_text())
-    values["config"]["max_steps"] = 1
+    values["num_steps"] = 1
     (plan.run_dir / "plan.json").write_text(json.dumps(values))
     heavy_pool().call("tests.run.test_start:run_without_planning", plan.run_dir, num_processes=1)
     assert only_record(tmp_path / "runs")["num_steps"] == 1
