@@ -1,4 +1,4 @@
-"""What is done to each block by itself: recomputation in backward, and torch.compile."""
+"""What is done block by block: recomputation in backward, torch.compile, FSDP2's shards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distributed_training.models.decoder import Decoder
@@ -38,3 +40,19 @@ def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
     for block in model.blocks.values():
         block.forward = torch.compile(block.forward, mode=mode)
     model.loss = torch.compile(model.loss, mode=mode)
+
+
+def apply_fsdp(
+    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool = False
+) -> None:
+    """Shard each block, then the rest, in place, over one axis, or two: copies of shards (HSDP).
+
+    Forward all-gathers a block's parameters (in `dtype`; None: fp32) and drops them after
+    use; backward gathers them again and reduce-scatters gradients in fp32 (and all-reduces the
+    shards between copies). The root holds the tied embedding, needed first and last, so it stays
+    gathered; with `keep_gathered` so does every block, for pipeline stages, which run many times.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as
 
@@ -85,9 +85,6 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     tie_word_embeddings: Literal[True] = True
 
 
-_SHAPE = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
-
-
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
     UserError where our GPT-2 does not compute what it describes."""
@@ -101,7 +98,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         raise UserError(f"{folder}: n_head={heads} does not divide n_embd={width}", fix=fix)
     if config.n_inner not in (None, 4 * width):
         raise UserError(f"{folder}: n_inner={config.n_inner} is not 4 n_embd={4 * width}", fix=fix)
-    return {folder.name: gpt2_size(**config.model_dump(include=_SHAPE))}
+    shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
+    return {folder.name: gpt2_size(**config.model_dump(include=shape))}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
@@ -120,16 +118,14 @@ def load(model: Decoder, folder: Path) -> None:
     """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
     from safetensors.torch import load_file
 
-    theirs = load_file(folder / "model.safetensors")
-    theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    stored = load_file(folder / "model.safetensors").items()
+    theirs = {name.removeprefix("transformer."): tensor for name, tensor in stored}
     for ours, values in model.state_dict().items():
         name = _hf_name(ours)
-        if name not in theirs:
-            raise UserError(f"weights {folder}: tensor {name} is missing", "not a GPT-2 checkpoint")
-        tensor, expected = theirs[name], _to_hf(name, values.to("meta"), model.size).shape
-        if tensor.shape != expected or not tensor.is_floating_point():
-            found = f"{name} ({ours} here) is {tensor.dtype} {list(tensor.shape)}"
-            why = f"{found} and should be a float {list(expected)}"
+        tensor, expected = theirs.get(name), _to_hf(name, values.to("meta"), model.size).shape
+        if tensor is None or tensor.shape != expected or not tensor.is_floating_point():
+            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            why = f"{name} ({ours} here) is {found} and should be a float {list(expected)}"
             raise UserError(f"weights {folder}: shapes differ", why)
         rows = _from_hf(name, tensor, model.size)
         values[: len(rows)] = rows  # the embedding's padding stays 0
