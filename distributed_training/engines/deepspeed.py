@@ -1,8 +1,7 @@
 """DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity; and its pipeline with ZeRO-1.
 
-The pipeline runs 1F1B. Between neighbouring stages travel activations and their gradients,
-[B, T, D] each way and micro-batch, in the dtype of the weights; the embedding, which first and last
-stage hold both, has its gradients summed over the two once a step.
+The pipeline runs 1F1B. Activations and their gradients, [B, T, D] a micro-batch in the dtype of the
+weights, travel between neighbours; first and last stage sum the embedding's gradients once a step.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class DeepSpeedEngine(base.Engine):
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
-        skipped_before = self.engine.skipped_steps
         loss_sum = self._run(batch, scale)
-        skipped = self.engine.skipped_steps > skipped_before
+        skipped = not self.engine.was_step_applied()
         norm = None if skipped else self.engine.get_global_grad_norm()
         return base.StepResult(loss_sum, batch.num_targets, norm, skipped)
 

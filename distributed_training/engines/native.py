@@ -69,8 +69,8 @@ class NativeEngine(base.Engine):
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         groups = parameter_groups(self.parts, config.weight_decay)
-        settings = {"lr": float(config.learning_rate), **base.ADAM}
-        self.optimizer = torch.optim.AdamW(groups, fused=on_gpu, **settings)
+        rate = float(config.learning_rate)
+        self.optimizer = torch.optim.AdamW(groups, rate, fused=on_gpu, **base.ADAM)
         # Replayed graphs return gradients in the same memory each time: we add them up elsewhere.
         self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0

@@ -1,8 +1,8 @@
 """Which models there are: one folder a family, found by name or by path. No torch import.
 
-A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and
-imports torch only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size,
-the path of a Hugging Face folder, or the path of a family, with `:size` for other than its first.
+A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and imports torch
+only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size, the path of a
+Hugging Face folder, or the path of a family, with `:size` for other than its first.
 """
 
 from __future__ import annotations
@@ -157,8 +157,7 @@ def _load(family: str) -> Any:
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
     name = f"{Path(family).name}_{zlib.crc32(family.encode()):08x}"
-    file = Path(family, "__init__.py")
-    spec: Any = spec_from_file_location(name, file, submodule_search_locations=[family])
+    spec: Any = spec_from_file_location(name, Path(family, "__init__.py"))
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils import checkpoint
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.private import ATTENTION_OPS
 
-# What "selective" keeps: matrix products and attention. Norms, GELU and sums are cheap.
-_KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
-
 
 def apply_checkpointing(model: Decoder, mode: str) -> None:
     """Make every block recompute in backward, in place: "full" keeps only a block's input,
-    [batch, seq_len, hidden], "selective" also what is in `_KEPT`. Dropout masks are reproduced."""
+    [batch, seq_len, hidden], "selective" also what matrix products and attention return: norms,
+    GELU and sums are cheap. Dropout masks are reproduced."""
     if mode == "none":
         return
-    options: dict[str, Any] = {}
+    again = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
+        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, kept)
+        again = functools.partial(again, context_fn=context)
     for block in model.blocks.values():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = functools.partial(again, block.forward)
 
 
 def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:

@@ -29,8 +29,7 @@ def match_layouts(parameters: list[Any]) -> None:
 
 @torch.no_grad()
 def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient, or this process's part of it, by the sum over `group`: one
-    all-reduce of all of them."""
+    """Replace this process's part of each gradient by the sum over `group`, in one all-reduce."""
     parts = [local_part(parameter.grad) for parameter in parameters]
     flat = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(flat, group=group)
@@ -52,7 +51,8 @@ def global_norm(
     alike: dict[int, list[torch.Tensor]] = {}
     for gradient in held:
         alike.setdefault(_num_parts(gradient), []).append(local_part(gradient))
-    per_stage, total = topology.world_size // topology.pp, torch.zeros((), device=topology.device)
+    total = torch.zeros((), device=topology.device)
+    per_stage = topology.world_size // topology.pp
     for num_parts, parts in alike.items():
         total += nn.utils.get_total_norm(parts).square() / (per_stage // num_parts)
     dist.all_reduce(total)

@@ -121,8 +121,7 @@ def _split_loss(
     mine = (targets >= first) & (targets < first + rows.shape[0])
     every = torch.arange(len(targets), device=x.device)
     own = torch.where(mine, logits[every, torch.where(mine, targets - first, 0)], 0.0)
-    sums = torch.stack([logits.exp().sum(dim=1), own])
-    total, own = _reduce(sums, mesh, "sum").unbind(0)
+    total, own = _reduce(torch.stack([logits.exp().sum(dim=1), own]), mesh, "sum").unbind(0)
     return torch.where(targets == IGNORE_INDEX, 0.0, total.log() - own).sum()
 
 

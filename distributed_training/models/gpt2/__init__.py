@@ -1,7 +1,4 @@
-"""GPT-2: what a model family offers (CONTRIBUTING.md), and Hugging Face's format. No torch import.
-
-`load` and `save` read and write a Hugging Face folder; torch comes with the model or its tensors.
-"""
+"""GPT-2 as a model family (CONTRIBUTING.md), and Hugging Face's format. No torch import."""
 
 from __future__ import annotations
 
@@ -127,15 +124,16 @@ def load(model: Decoder, folder: Path) -> None:
             found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             why = f"{name} ({ours} here) is {found} and should be a float {list(expected)}"
             raise UserError(f"weights {folder}: shapes differ", why)
-        rows = _from_hf(name, tensor, model.size)
+        rows = tensor.t() if ".c_" in name else tensor
+        if ".c_attn." in name:  # (q/k/v, head, K) -> (head, q/k/v, K)
+            rows = rows.unflatten(0, (3, model.size.num_heads, -1)).transpose(0, 1).flatten(0, 2)
         values[: len(rows)] = rows  # the embedding's padding stays 0
 
 
 def save(
     state: dict[str, torch.Tensor], size: ModelSize, folder: Path, *, eos_token_id: int
 ) -> None:
-    """Write full fp32 `state` (our names, on the CPU) as a folder that
-    `GPT2LMHeadModel.from_pretrained` opens."""
+    """Write full fp32 `state` as a folder that `GPT2LMHeadModel.from_pretrained` opens."""
     from safetensors.torch import save_file
     from transformers import GPT2Config
 
@@ -165,10 +163,3 @@ def _to_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
     if ".c_attn." in name:  # rows (head, q/k/v, K) -> (q/k/v, head, K)
         tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return tensor.t() if ".c_" in name else tensor
-
-
-def _from_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
-    tensor = tensor.t() if ".c_" in name else tensor
-    if ".c_attn." in name:
-        tensor = tensor.unflatten(0, (3, size.num_heads, -1)).transpose(0, 1).flatten(0, 2)
-    return tensor
