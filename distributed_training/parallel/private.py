@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -24,6 +25,8 @@ ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
+# An all-reduce that torch.compile can hold in a graph: (tensor, "sum" or "max", group).
+all_reduce_functional = functional_collectives.all_reduce
 # The group that a functional collective carries by name.
 resolve_process_group = dist.distributed_c10d._resolve_process_group
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
+from distributed_training.parallel.private import all_reduce_functional
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> set[str]:
@@ -107,28 +108,46 @@ def _split_loss(
     targets: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """As decoder.summed_cross_entropy, with output rows that are split, and the same on every
-    process. 2 all-reduces of fp32 over `mesh`: of each target's largest logit, and of its sum of
-    exponentials and its own logit; none in backward."""
-    rows, targets = weight.to_local(), targets.flatten()  # (P / R, D), (N = B T)
+    """As decoder.summed_cross_entropy, with output rows that are split."""
+    rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
-    logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1).float()  # (N, P / R)
-    tokens = first + torch.arange(rows.shape[0], device=x.device)
-    logits = logits + torch.where(tokens < vocab_size, 0.0, -torch.inf)
-    # A process may hold nothing but padding.
-    top = logits.detach().amax(dim=1).clamp(min=torch.finfo(torch.float32).min)
-    logits = logits - _reduce(top, mesh, "max")[:, None]
-    mine = (targets >= first) & (targets < first + rows.shape[0])
-    every = torch.arange(len(targets), device=x.device)
-    own = torch.where(mine, logits[every, torch.where(mine, targets - first, 0)], 0.0)
-    total, own = _reduce(torch.stack([logits.exp().sum(dim=1), own]), mesh, "sum").unbind(0)
-    return torch.where(targets == IGNORE_INDEX, 0.0, total.log() - own).sum()
+    logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1)  # (B T, P / R)
+    return split_cross_entropy(logits, targets.flatten(), first, vocab_size, mesh.get_group())
 
 
-def _reduce(terms: torch.Tensor, mesh: DeviceMesh, how: str) -> torch.Tensor:
-    """One all-reduce; backward hands every process the gradient of the result."""
-    whole = DTensor.from_local(terms, mesh, [Partial(how)]).redistribute(placements=[Replicate()])
-    return whole.to_local()
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Cross entropies of [N, P / R] logits (tokens from `first` on) summed over N targets, the same
+    on every process. 2 all-reduces of fp32 over `group`: of each target's maximum, and of its sum
+    of exponentials and its own logit."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        x = logits.float().masked_fill(first + columns >= vocab_size, -torch.inf)
+        # A process may hold nothing but padding.
+        top = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
+        top = all_reduce_functional(top, "max", group)
+        exponentials = (x - top[:, None]).exp()
+        local = targets - first
+        mine = (local >= 0) & (local < x.shape[1])
+        local = torch.where(mine, local, 0)
+        own = torch.where(mine, x.gather(1, local[:, None])[:, 0] - top, 0.0)
+        sums = torch.stack([exponentials.sum(dim=1), own])
+        total, own = all_reduce_functional(sums, "sum", group).unbind(0)
+        counted = targets != IGNORE_INDEX
+        ctx.save_for_backward(exponentials / total[:, None], local, mine & counted, counted)
+        ctx.dtype = logits.dtype
+        return torch.where(counted, total.log() - own, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        probabilities, local, mine, counted = ctx.saved_tensors
+        of_logits = probabilities * counted[:, None]
+        of_logits = of_logits.scatter_add(1, local[:, None], -mine[:, None].float())
+        return (of_logits * gradient).to(ctx.dtype), None, None, None, None
+
+
+split_cross_entropy = _SplitCrossEntropy.apply
 
 
 def _with_own_masks(attention: Any, place: int, x: torch.Tensor) -> torch.Tensor:
