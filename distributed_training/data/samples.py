@@ -1,7 +1,4 @@
-"""Texts -> token ids, cached on disk -> samples of equal length -> the batches of each step.
-
-No torch import.
-"""
+"""Texts -> token ids, cached on disk -> samples -> the batches of each step. No torch import."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,11 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of at most `seq_len` targets each, over one array of token ids.
-
-    Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
-    shifted by one. Packed blocks overlap by one token: each but the first is a target once.
-    """
+    """Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
+    shifted by one. Packed blocks overlap by one token: each but the first is a target once."""
 
     tokens: np.ndarray  # ids of all texts in a row
     starts: np.ndarray  # where each sample starts, [num_samples]
@@ -51,8 +45,7 @@ class Samples:
 
     def take(self, first: int, last: int) -> Samples:
         """Samples first..last-1, without copying tokens."""
-        starts, lengths = self.starts[first:last], self.lengths[first:last]
-        return Samples(self.tokens, starts, lengths, self.seq_len, self.padding_id)
+        return replace(self, starts=self.starts[first:last], lengths=self.lengths[first:last])
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each int64 [len(indices), seq_len]; padding has no target."""
@@ -136,12 +129,15 @@ def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: 
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     splits = {"train": corpus.train, "validation": corpus.validation}
     wanted = {split: texts for split, texts in splits.items() if texts is not None}
-    if _is_complete(folder, wanted):
-        return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if _is_complete(folder, wanted):
+        try:
+            for split in wanted:
+                _load_split(folder, split)
             return folder
+        except (OSError, ValueError, EOFError) as error:
+            if folder.is_dir():
+                logger.warning("rebuilding the token cache %s: %s", folder, error)
         megabytes = sum(len(text) for text in corpus.train) / 1e6
         logger.info("Tokenising %s (%.1f MB of text), once ...", corpus.name, megabytes)
         with TemporaryDirectory(dir=cache_dir, ignore_cleanup_errors=True) as building:
@@ -153,17 +149,6 @@ def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: 
             shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
             os.replace(building, folder)  # so that a cache is never half written
     return folder
-
-
-def _is_complete(folder: Path, splits: dict[str, list[str]]) -> bool:
-    try:
-        for split in splits:
-            _load_split(folder, split)
-    except (OSError, ValueError, EOFError) as error:
-        if folder.is_dir():
-            logger.warning("rebuilding the token cache %s, which cannot be read: %s", folder, error)
-        return False
-    return True
 
 
 def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -185,11 +170,8 @@ def _load_split(folder: Path, split: str) -> list[np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """The order of training samples, the same under every layout with this global batch.
-
-    Every rank computes the whole order and takes its share. To save the number of steps done is to
-    save the sampler.
-    """
+    """Which samples each step sees: a pure function of (seed, step), under every layout with this
+    global batch. Every rank computes the whole order and takes its share."""
 
     num_samples: int
     global_batch_size: int  # sequences of one optimizer step, over all replicas
@@ -234,5 +216,4 @@ class Sampler:
 
 
 def _fill(indices: np.ndarray, length: int) -> np.ndarray:
-    """`indices` extended with EMPTY to `length`."""
     return np.pad(indices, (0, length - len(indices)), constant_values=EMPTY)

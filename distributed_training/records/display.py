@@ -121,10 +121,8 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         step = f"{median_ms:.1f} ms a step (median of {timed})"
         rows.append(("throughput", f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"))
     if memory.get("peak_allocated_bytes") is not None:
-        allocated, reserved = (
-            gib(memory[f"peak_{name}_bytes"]) for name in ("allocated", "reserved")
-        )
-        rows.append(("GPU memory", f"peak {allocated} allocated, {reserved} reserved"))
+        allocated, reserved = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
+        rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients overflowed"))

@@ -98,8 +98,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
-        names = ("peak_allocated_bytes", "peak_reserved_bytes")
-        self._peaks: dict[str, int | None] = dict.fromkeys(names)
+        self._peaks = dict[str, int | None](peak_allocated_bytes=None, peak_reserved_bytes=None)
 
     def begin(self) -> None:
         """Training (re)starts."""

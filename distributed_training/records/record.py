@@ -1,7 +1,4 @@
-"""The JSON record of a run: what this code reads of it, and how it is written. No torch import.
-
-REAL_MODELS_GUIDE.md describes all of it.
-"""
+"""The JSON record of a run: what this code reads of it, and how it is written. No torch import."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from distributed_training.settings.files import ROOT, load_json, parse_as
+from distributed_training.settings.files import ROOT, Model, load_json, parse_as
 
 SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
@@ -78,7 +75,7 @@ class RunState(BaseModel):
 
 
 class Record(RunState):
-    """The whole record of a run."""
+    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
 
     run_dir: str  # empty where the run left no folder
     config: dict[str, Any]  # CONFIG as resolved: no "auto" left
@@ -104,9 +101,6 @@ class Record(RunState):
     memory: dict[str, Any] = {}
     disk: dict[str, int] | None = None  # read_bytes, write_bytes of all ranks in num_steps
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, mean over ranks
-
-
-_State = TypeVar("_State", bound=RunState)
 
 
 @dataclass
@@ -144,7 +138,7 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
     return record
 
 
-def _load(path: Path, schema: type[_State]) -> _State:
+def _load(path: Path, schema: type[Model]) -> Model:
     """Read a record from its file or its run's folder; raises UserError for what is none."""
     file = path / RECORD_FILE if path.is_dir() else path
     fix = "give a folder under runs/, or use the commit that the record names"
@@ -178,10 +172,8 @@ def claim_failure(run_dir: Path) -> bool:
 
 
 def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = False) -> None:
-    """Set a terminal status on a record that says "running"; other statuses stay.
-
-    Any rank, and the launching process, may call this: the first reason given is kept, unless it
-    only follows from another process's end (`LOST`) and the cause comes later.
+    """Set a terminal status on a record that says "running", from any rank or the launcher: the
+    first reason is kept, unless it follows from another process's end (`LOST`) and the cause comes.
     """
     file = run_dir / RECORD_FILE
     if not file.is_file():

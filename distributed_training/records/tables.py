@@ -15,6 +15,7 @@ MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 # What is known of a run before its first step.
 _START: dict[str, Callable[[Record], str]] = {
     "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
+    "model": lambda r: r.config["model"],
     "processes": lambda r: str(r.world_size),
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
