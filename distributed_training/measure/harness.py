@@ -28,8 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data, StepBatch
+from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Plan, load_plan_data

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.record import RECORD_FILE, write_json
-from distributed_training.records.schema import Record
+from distributed_training.records.record import RECORD_FILE, Record, write_json
 from distributed_training.records.tables import layout_words, table
 from distributed_training.settings.files import ROOT
 
@@ -73,7 +72,7 @@ def collect(
 def _free_name(record: Record, folder: Path) -> str:
     """What distinguishes the record; the same run again gets a number."""
     model, precision = record.config["model"], record.config["precision"]
-    words = [model, record.strategy.name, *layout_words(record), precision]
+    words = [model, record.strategy["name"], *layout_words(record), precision]
     name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
     names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
     return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data
+from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.plan.checks import needed_extensions
 from distributed_training.plan.plan import Plan
@@ -80,7 +79,7 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
 def describe_run(
     plan: Plan, sampler: Sampler, num_steps: int, data: Data, history: History | None = None
 ) -> dict[str, Any]:
-    """What the record says before the first step; records/schema.py describes it."""
+    """What the record says before the first step; records/record.py describes it."""
     config, strategy, layout, pp = plan.config, plan.strategy, plan.layout, plan.mesh["pp"]
     pipeline = {
         "schedule": config.pipeline_schedule,

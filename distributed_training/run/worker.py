@@ -26,8 +26,7 @@ from distributed_training.plan.resume import check_same_data
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, gib, header_rows, summary_rows
-from distributed_training.records.metrics import disk_bytes, summarise_performance
-from distributed_training.records.trackers import build_tracker
+from distributed_training.records.metrics import build_tracker, disk_bytes, summarise_performance
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
 from distributed_training.run.launch import Process, threads_per_process

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data, Samples
+from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
