@@ -27,11 +27,11 @@ from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, gib, header_rows, summary_rows
 from distributed_training.records.metrics import disk_bytes, summarise_performance
-from distributed_training.records.trackers import build_tracker
+from distributed_training.records.trackers import Tracker, build_tracker
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
 from distributed_training.run.launch import Process, threads_per_process
-from distributed_training.run.loop import History, Journal, Trainer
+from distributed_training.run.loop import History, Trainer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
@@ -117,19 +117,19 @@ def _train(plan: Plan, topology: Topology) -> int:
     assemble.check_ranks_agree(data, topology)
     assemble.build_extensions(plan, topology, display)
     trainer = _build_trainer(plan, topology, data, display)
-    journal, signum = trainer.journal, trainer.run()
+    signum = trainer.run()
     results = collect_results(trainer)
     if not signum:
         results["sample"] = sample_and_export(trainer, tokenizer)
-    if journal.record is not None:
+    if trainer.record is not None:
         results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
-        journal.record.update(**results)
-        display.table(summary_rows(journal.record.as_record()))
+        trainer.record.update(**results)
+        display.table(summary_rows(trainer.record.as_record()))
     if signum:
         saved = plan.config.checkpoint_every != 0
         then = "continue with --resume auto" if saved else "checkpoint_every=0: not saved"
         display.say(f"interrupted by {signal.Signals(signum).name}; {then}")
-    journal.tracker.close()
+    trainer.tracker.close()
     trainer.engine.close()
     if plan.offload_dir is not None:
         dist.barrier()
@@ -148,25 +148,27 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     if plan.checkpoint is not None:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    journal = Journal(plan.run_dir, num_steps, display, history)
+    record, tracker = None, Tracker()
     dist.barrier()  # every rank has read the old record before it is written anew
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data, history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
-        journal.record = records.start_record(plan.run_dir, **values)
-        journal.tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
+        record = records.start_record(plan.run_dir, **values)
+        tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
     engine = assemble.build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
-    if journal.record is not None:
-        journal.record.update(dtypes=dtypes)
-        display.table(header_rows(journal.record.as_record()))
-    trainer = Trainer(engine, plan, topology, data, sampler, journal)
+    if record is not None:
+        record.update(dtypes=dtypes)
+        display.table(header_rows(record.as_record()))
+    trainer = Trainer(
+        engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
+    )
     if plan.checkpoint is None:
         assemble.seed_dropout(config, topology)
         return trainer
     check_same_data(plan.checkpoint, data.fingerprint)
     history.cut(load_checkpoint(engine, plan.checkpoint, topology))
-    journal.write()  # so that a kill before the next save does not lose it
+    trainer.write_record()  # so that a kill before the next save does not lose it
     if topology.rank == 0:
         records.truncate_metrics(plan.run_dir, trainer.step)
     display.say(f"resumed from {plan.checkpoint}")
@@ -199,7 +201,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     disks = [rank["disk"] for rank in ranks]
     total = {name: sum(each[name] for each in disks) for name in disk or ()} if all(disks) else {}
     return {
-        **vars(trainer.journal.history),
+        **vars(trainer.history),
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
@@ -208,7 +210,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
 
 def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
     """Generate the sample and write <run>/hf, as far as CONFIG asks; the sample. Collective."""
-    engine, plan, display = trainer.engine, trainer.plan, trainer.journal.display
+    engine, plan, display = trainer.engine, trainer.plan, trainer.display
     config, tp, eos_id, sample = plan.config, plan.mesh["tp"], tokenizer.eos_id, None
     if config.generate is not None:
         prompt = tokenizer.encode_batch([config.generate])[0].tolist() or [eos_id]
