@@ -2,8 +2,7 @@ import random
 
 import pytest
 
-from distributed_training.measure.bubble import bubble, busy_seconds, union
-from distributed_training.measure.layouts import leave_out_left_over
+from distributed_training.measure.layouts import bubble, busy_seconds, leave_out_left_over, union
 
 
 def event(name, start, duration, kind="kernel"):
