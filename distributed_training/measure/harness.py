@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distributed_training.data.sampler import Sampler
 from distributed_training.data.samples import Data, StepBatch
@@ -75,7 +74,6 @@ class Finished:
     results: list[Any]
     """What each rank's callback returned, by rank; empty for a run that was refused."""
     refused: str | None = None
-    """Why this run could not start."""
 
 
 @contextlib.contextmanager
@@ -85,7 +83,7 @@ def open_group() -> Iterator[Group]:
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     with process_group(device, timeout=PATIENCE):
-        folder = Path(_from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
+        folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)
         finally:
@@ -108,7 +106,9 @@ def each_run(
     """
     began = time.monotonic()
     for name, values in runs.items():
-        if _from_rank_0(time.monotonic() - began > deadline_s):  # all ranks stop at the same run
+        if assemble.from_rank_0(
+            time.monotonic() - began > deadline_s
+        ):  # all ranks stop at the same run
             return
         try:
             finished = _finish(name, values, group, use)
@@ -128,45 +128,22 @@ def each_run(
 def _finish(
     name: str, values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]
 ) -> Finished:
-    try:
-        run = _build_run(values, group)
-    except UserError as error:
-        return Finished(name=name, results=[], refused=str(error))
-    result = use(run)
-    run.engine.close()
-    return Finished(name=name, results=gather(result))
-
-
-def _build_run(values: Mapping[str, Any], group: Group) -> Run:
-    """Plan, data, sampler and engine of a run, as a training builds them. Collective.
-
-    Raises UserError on every rank where CONFIG `values` are refused.
-    """
-    process = group.process
+    """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
     values = {"output_dir": str(group.folder), **values}
-    config = build_config(values, defaults=strategy_defaults, options=strategy_options)
-    plan = worker.agree_on_plan(config, process)
-    place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
-    topology = Topology(**place, **plan.mesh, device_type=group.device.type)
-    data, _ = load_plan_data(plan)
-    sampler = assemble.build_sampler(plan, data, topology)
-    engine = assemble.build_engine(plan, topology)
+    try:
+        config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+        plan = worker.agree_on_plan(config, group.process)
+        topology = assemble.build_topology(plan, group.process, group.device)
+        data, _ = load_plan_data(plan)
+        sampler = assemble.build_sampler(plan, data, topology)
+        engine = assemble.build_engine(plan, topology)
+    except UserError as error:  # on every rank
+        return Finished(name=name, results=[], refused=str(error))
     assemble.seed_dropout(plan.config, topology)
-    return Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-
-
-def _from_rank_0(value: Any) -> Any:
-    """Rank 0's `value`, on all ranks. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
-
-
-def gather(mine: Any) -> list[Any]:
-    """Every rank's object, by rank. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return ranks
+    run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
+    results = assemble.gather(use(run))
+    engine.close()
+    return Finished(name=name, results=results)
 
 
 def share_between_runs() -> None:

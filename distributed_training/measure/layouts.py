@@ -20,7 +20,7 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
-from distributed_training.run.assemble import describe_run
+from distributed_training.run.assemble import describe_run, gather
+from distributed_training.run.loop import History
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
@@ -59,11 +60,9 @@ class Spans:
     """Begin and end of calls, on the GPU's clock where there is one."""
 
     def __init__(self, device: torch.device) -> None:
+        """Every call of WATCHED is marked from now on, for the rest of the process."""
         self.device = device
         self.marks: dict[str, list[tuple[Any, Any]]] = {}
-
-    def watch(self) -> None:
-        """Mark every call of WATCHED from now on, for the rest of the process."""
         for kind, (owner, names) in WATCHED.items():
             for name in names:
                 setattr(owner, name, self._watched(kind, getattr(owner, name)))
@@ -136,7 +135,8 @@ def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def busy_seconds(trace: dict[str, Any]) -> float:
-    """Of a Chrome trace, whose times are microseconds."""
+    """Of a Chrome trace, whose times are microseconds. Streams that compute at the same time count
+    once."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
@@ -145,16 +145,11 @@ def busy_seconds(trace: dict[str, Any]) -> float:
     ]
     if not spans:
         raise ValueError("the trace shows no kernel")
-    return union(spans) / 1e6
-
-
-def union(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of what the spans cover together: streams that compute at the same time count once."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return covered
+    return covered / 1e6
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,7 +193,7 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
-        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data)
+        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data, History())
         found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(
@@ -249,9 +244,7 @@ def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[i
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
-    spans = Spans(group.device)
-    spans.watch()
-    use, before = functools.partial(measure, spans=spans), _left_over()
+    use, before = functools.partial(measure, spans=Spans(group.device)), _left_over()
     for finished in harness.each_run(group, runs, use, deadline_s=deadline_s):
         after = _left_over()
         if finished.refused is not None or group.process.rank > 0:
@@ -263,7 +256,7 @@ def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterato
 
 def _left_over() -> list[int]:
     """Bytes that each rank's allocator cannot give back between two runs."""
-    return harness.gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
+    return gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,8 +52,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
-        place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
-        topology = Topology(**place, **given.mesh, device_type=device.type)
+        topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         try:
@@ -87,11 +86,10 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
 
 def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
-    answer: list[Any] = [_make_plan(config, process) if process.rank == 0 else None]
-    dist.broadcast_object_list(answer, device=torch.device("cpu"))
-    if isinstance(answer[0], UserError):
-        raise answer[0]
-    return planning.parse_plan(answer[0])
+    answer = assemble.from_rank_0(_make_plan(config, process) if process.rank == 0 else None)
+    if isinstance(answer, UserError):
+        raise answer
+    return planning.parse_plan(answer)
 
 
 def _make_plan(config: RunConfig, process: Process) -> str | UserError:
@@ -114,7 +112,7 @@ def _train(plan: Plan, topology: Topology) -> int:
     for note in plan.notes:
         display.say(f"note: {note}")
     data, tokenizer = planning.load_plan_data(plan)
-    assemble.check_ranks_agree(data, topology)
+    assemble.check_ranks_agree(data)
     assemble.build_extensions(plan, topology, display)
     trainer = _build_trainer(plan, topology, data, display)
     signum = trainer.run()
@@ -131,10 +129,9 @@ def _train(plan: Plan, topology: Topology) -> int:
         display.say(f"interrupted by {signal.Signals(signum).name}; {then}")
     trainer.tracker.close()
     trainer.engine.close()
-    if plan.offload_dir is not None:
-        dist.barrier()
-        if topology.local_rank == 0:
-            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    dist.barrier()
+    if plan.offload_dir is not None and topology.local_rank == 0:
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
     return 128 + signum if signum else 0
 
 
@@ -192,14 +189,12 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     trainer.memory.end()
     peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, disk_bytes()
     disk = {name: after[name] - before[name] for name in after} if before and after else None
-    ranks: list[Any] = [None] * plan.num_processes
-    dist.all_gather_object(ranks, {"rank": trainer.topology.rank, **peaks, "disk": disk})
+    ranks = assemble.gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)
         for name, mine in peaks.items()
     }
-    disks = [rank["disk"] for rank in ranks]
-    total = {name: sum(each[name] for each in disks) for name in disk or ()} if all(disks) else {}
+    total = {name: sum(rank["disk"][name] for rank in ranks) for name in disk or ()}
     return {
         **vars(trainer.history),
         "performance": performance,

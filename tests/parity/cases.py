@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
-from distributed_training.measure.harness import Run, each_run, gather, open_group
+from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.run import assemble
@@ -142,6 +142,6 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     def step(run: Run) -> list[Any]:
         watched.seen = {}
         _train(run, 1)
-        return gather(watched.seen)
+        return assemble.gather(watched.seen)
 
     return _all_cases(arguments, step)
