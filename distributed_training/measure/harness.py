@@ -1,7 +1,7 @@
 """Many runs in one process group, one after the other.
 
     with open_group() as group:
-        for finished in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
+        for name, found in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
 Starting processes takes longer than the few steps that a comparison or a test needs.
@@ -66,16 +66,6 @@ class Run:
         return self.sampler.step_batch(self.data.train, step)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
-    """What came of one run."""
-
-    name: str
-    results: list[Any]
-    """What each rank's callback returned, by rank; empty for a run that was refused."""
-    refused: str | None = None
-
-
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher)."""
@@ -97,12 +87,12 @@ def each_run(
     use: Callable[[Run], Any],
     *,
     deadline_s: float = float("inf"),
-) -> Iterator[Finished]:
-    """Build each run from its CONFIG values, call `use`, free its memory, yield what came of it.
+) -> Iterator[tuple[str, list[Any] | str]]:
+    """Build each run from its CONFIG values, call `use`, free its memory; yield the name and what
+    `use` returned, by rank, or why the run was refused.
 
-    A run that is refused does not stop the next. After `deadline_s` no further run starts, on any
-    rank. A failure ends the process: other ranks wait in a collective that cannot complete, and
-    NCCL would wait for them. Collective.
+    After `deadline_s` no further run starts, on any rank. A failure ends the process: other ranks
+    wait in a collective that cannot complete, and NCCL would wait for them. Collective.
     """
     began = time.monotonic()
     for name, values in runs.items():
@@ -111,7 +101,7 @@ def each_run(
         ):  # all ranks stop at the same run
             return
         try:
-            finished = _finish(name, values, group, use)
+            found = _do_run(values, group, use)
         except BaseException:
             print(f"{name}: rank {group.process.rank} failed", file=sys.stderr)
             traceback.print_exc()
@@ -122,12 +112,10 @@ def each_run(
         gc.collect()
         if group.device.type == "cuda":
             torch.cuda.empty_cache()
-        yield finished
+        yield name, found
 
 
-def _finish(
-    name: str, values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]
-) -> Finished:
+def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) -> list[Any] | str:
     """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
     values = {"output_dir": str(group.folder), **values}
     try:
@@ -138,12 +126,12 @@ def _finish(
         sampler = assemble.build_sampler(plan, data, topology)
         engine = assemble.build_engine(plan, topology)
     except UserError as error:  # on every rank
-        return Finished(name=name, results=[], refused=str(error))
+        return str(error)
     assemble.seed_dropout(plan.config, topology)
     run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     results = assemble.gather(use(run))
     engine.close()
-    return Finished(name=name, results=results)
+    return results
 
 
 def share_between_runs() -> None:

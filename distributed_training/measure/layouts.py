@@ -214,16 +214,10 @@ def build_record(
     start, performance = ranks[0].pop("start"), ranks[0].pop("performance")
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
     leave_out_left_over(memory, before, after)
+    idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
+    ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
-    record.update(
-        status="ok",
-        finished_at=timestamp(),
-        step=NUM_STEPS,
-        run_dir="",
-        performance=performance,
-        memory=memory,
-        bubble=bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None,
-    )
+    record.update(**ended, performance=performance, memory=memory, bubble=idle)
     return record.values
 
 
@@ -245,12 +239,14 @@ def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[i
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
     use, before = functools.partial(measure, spans=Spans(group.device)), _left_over()
-    for finished in harness.each_run(group, runs, use, deadline_s=deadline_s):
+    for name, found in harness.each_run(group, runs, use, deadline_s=deadline_s):
         after = _left_over()
-        if finished.refused is not None or group.process.rank > 0:
-            yield finished.name, f"refused: {finished.refused}"
+        if isinstance(found, str):
+            yield name, f"refused: {found}"
+        elif group.process.rank > 0:
+            yield name, "rank 0 has the record"
         else:
-            yield finished.name, build_record(finished.results, group.folder, before, after)
+            yield name, build_record(found, group.folder, before, after)
         before = after
 
 
