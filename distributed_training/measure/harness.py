@@ -125,13 +125,12 @@ def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) 
         data, _ = load_plan_data(plan)
         sampler = assemble.build_sampler(plan, data, topology)
         engine = assemble.build_engine(plan, topology)
+        run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # on every rank
         return str(error)
-    assemble.seed_dropout(plan.config, topology)
-    run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-    results = assemble.gather(use(run))
-    engine.close()
-    return results
+    mine = use(run)
+    run.engine.close()  # `use` may have put another one there
+    return assemble.gather(mine)
 
 
 def share_between_runs() -> None:

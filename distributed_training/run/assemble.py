@@ -20,7 +20,6 @@ from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run.launch import Process
 from distributed_training.run.loop import History
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
 
@@ -60,19 +59,13 @@ def check_ranks_agree(data: Data) -> None:
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
     """The order in which this rank sees the training samples."""
-    place = {"replica": topology.dp_rank, "seed": plan.config.seed}
-    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **place)
-
-
-def seed_dropout(config: RunConfig, topology: Topology) -> None:
-    """Start this rank's random numbers. Ranks that compute the same draw the same masks: those
-    along tp without sequence parallelism, outside of attention."""
-    alike = 1 if config.sequence_parallel else topology.tp
-    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
+    own = {"replica": topology.dp_rank, "seed": plan.config.seed}
+    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
-    """Initial weights (equal on every rank and under every strategy) into the right engine."""
+    """Initial weights (equal on every rank and under every strategy) into the right engine; then
+    the random numbers of dropout start. Collective."""
     config = plan.config
     model = plan.model.build(dropout=config.dropout, seed=config.seed)
     model.compute_dtype = COMPUTE_DTYPES[config.precision]
@@ -82,8 +75,12 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.compute_dtype).float()
-    engine_class = plan.strategy.traits.load()
-    return engine_class(model, plan, topology)
+    engine = plan.strategy.traits.load()(model, plan, topology)
+    # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
+    # outside of attention.
+    alike = 1 if config.sequence_parallel else topology.tp
+    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
+    return engine
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:

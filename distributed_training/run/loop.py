@@ -209,7 +209,7 @@ class Trainer:
         self.write_record()
 
     def write_record(self) -> None:
-        """Bring the record up to date."""
+        """Put the history so far into the record."""
         if self.record is not None:
             self.record.update(**vars(self.history))
 
@@ -230,10 +230,8 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _agree(self) -> tuple[int, bool]:
-        """(signal to stop for, whether to flush), the same on every rank.
-
-        Signals reach ranks at different steps, and only rank 0's clock decides on output, so one
-        small all-reduce of CPU integers a step decides both. GPUs do not wait for it.
+        """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
+        rank 0's clock decides on output. GPUs do not wait for these CPU integers. Collective.
         """
         due = time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
         votes = torch.tensor([self._signum, int(due and self.topology.rank == 0)])

@@ -160,15 +160,13 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     trainer = Trainer(
         engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
     )
-    if plan.checkpoint is None:
-        assemble.seed_dropout(config, topology)
-        return trainer
-    check_same_data(plan.checkpoint, data.fingerprint)
-    history.cut(load_checkpoint(engine, plan.checkpoint, topology))
-    trainer.write_record()  # so that a kill before the next save does not lose it
-    if topology.rank == 0:
-        records.truncate_metrics(plan.run_dir, trainer.step)
-    display.say(f"resumed from {plan.checkpoint}")
+    if plan.checkpoint is not None:
+        check_same_data(plan.checkpoint, data.fingerprint)
+        history.cut(load_checkpoint(engine, plan.checkpoint, topology))
+        trainer.write_record()  # so that a kill before the next save does not lose it
+        if topology.rank == 0:
+            records.truncate_metrics(plan.run_dir, trainer.step)
+        display.say(f"resumed from {plan.checkpoint}")
     return trainer
 
 
@@ -232,7 +230,7 @@ def generate(
 ) -> list[int]:
     """Continue `prompt_ids` by sampling from the 40 likeliest tokens. Collective.
 
-    Rank 0 chooses: sharded engines gather parameters at each step, so all must take one path.
+    Rank 0 chooses: engines that gather parameters at each step must all take one path.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt_ids)
