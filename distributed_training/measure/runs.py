@@ -29,8 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 OUTPUT_DIR = Path("/tmp/plan-runs")
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
-# Name of a run, and its record or why there is none.
-Measured = tuple[str, dict[str, Any] | str]
+Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there is none
 
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
