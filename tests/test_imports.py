@@ -11,8 +11,8 @@ from distributed_training.settings.strategies import list_strategies
 # What is imported before processes start, and by --help, --dry-run and every refusal.
 TORCH_FREE = (
     "settings.config", "settings.strategies", "models", "models.gpt2",
-    "data.hub", "data.corpus", "data.tokenizer", "data.samples", "data.sampler", "records.record",
-    "records.display", "records.tables", "records.trackers", "plan.plan",
+    "data.hub", "data.corpus", "data.tokenizer", "data.samples", "records.record",
+    "records.display", "records.tables", "plan.plan",
     "plan.traffic", "run.launch",
 )  # fmt: skip
 

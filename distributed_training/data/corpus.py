@@ -108,12 +108,9 @@ def split_articles(rows: Iterable[str]) -> list[str]:
 def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        why = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        fix = f"convert it: iconv -t UTF-8 {path}"
-        raise UserError(f"dataset file {path} is not UTF-8", why, fix) from None
-    except OSError as error:
-        raise UserError(f"dataset file {path} cannot be read", str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        what, fix = f"dataset file {path} cannot be read", "give UTF-8 text; iconv converts other"
+        raise UserError(what, str(error), fix) from None
 
 
 def _read_records(path: Path) -> list[str]:

@@ -1,13 +1,15 @@
-"""Texts -> token ids, cached on disk -> samples of equal length. No torch import."""
+"""Texts -> token ids, cached on disk -> samples -> the batches of each step. No torch import."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,11 +32,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of at most `seq_len` targets each, over one array of token ids.
-
-    Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
-    shifted by one. Packed blocks overlap by one token: each but the first is a target once.
-    """
+    """Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
+    shifted by one. Packed blocks overlap by one token: each but the first is a target once."""
 
     tokens: np.ndarray  # ids of all texts in a row
     starts: np.ndarray  # where each sample starts, [num_samples]
@@ -47,8 +46,7 @@ class Samples:
 
     def take(self, first: int, last: int) -> Samples:
         """Samples first..last-1, without copying tokens."""
-        starts, lengths = self.starts[first:last], self.lengths[first:last]
-        return Samples(self.tokens, starts, lengths, self.seq_len, self.padding_id)
+        return replace(self, starts=self.starts[first:last], lengths=self.lengths[first:last])
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each int64 [len(indices), seq_len]; padding has no target."""
@@ -134,12 +132,15 @@ def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: 
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     splits = {"train": corpus.train, "validation": corpus.validation}
     wanted = {split: texts for split, texts in splits.items() if texts is not None}
-    if _is_complete(folder, wanted):
-        return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if _is_complete(folder, wanted):
+        try:
+            for split in wanted:
+                _load_split(folder, split)
             return folder
+        except (OSError, ValueError, EOFError) as error:
+            if folder.is_dir():
+                logger.warning("rebuilding the token cache %s: %s", folder, error)
         megabytes = sum(len(text) for text in corpus.train) / 1e6
         logger.info("Tokenising %s (%.1f MB of text), once ...", corpus.name, megabytes)
         with TemporaryDirectory(dir=cache_dir, ignore_cleanup_errors=True) as building:
@@ -151,17 +152,6 @@ def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: 
             shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
             os.replace(building, folder)  # so that a cache is never half written
     return folder
-
-
-def _is_complete(folder: Path, splits: dict[str, list[str]]) -> bool:
-    try:
-        for split in splits:
-            _load_split(folder, split)
-    except (OSError, ValueError, EOFError) as error:
-        if folder.is_dir():
-            logger.warning("rebuilding the token cache %s, which cannot be read: %s", folder, error)
-        return False
-    return True
 
 
 def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -179,3 +169,54 @@ def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np
 def _load_split(folder: Path, split: str) -> list[np.ndarray]:
     """[ids of all texts in a row, mapped from disk; where each text starts, and the end]."""
     return [np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in _PARTS]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """Which samples each step sees: a pure function of (seed, step), under every layout with this
+    global batch. Every rank computes the whole order and takes its share."""
+
+    num_samples: int
+    global_batch_size: int  # sequences of one optimizer step, over all replicas
+    micro_batch_size: int  # sequences in one forward pass of one replica
+    num_microbatches: int  # of one replica in one optimizer step
+    num_replicas: int
+    replica: int  # of this rank; ranks of one tensor or pipeline group share one
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The last step may be partly empty: every sample is seen once an epoch, none twice."""
+        return math.ceil(self.num_samples / self.global_batch_size)
+
+    def step_indices(self, step: int) -> np.ndarray:
+        """Samples of a step, EMPTY where an epoch's last step has none left: int64
+        [num_microbatches, num_replicas, micro_batch_size], the same on every rank."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        first = position * self.global_batch_size
+        chosen = _fill(order[first : first + self.global_batch_size], self.global_batch_size)
+        return chosen.reshape(self.num_microbatches, self.num_replicas, self.micro_batch_size)
+
+    def step_batch(self, samples: Samples, step: int) -> StepBatch:
+        """This replica's micro-batches of optimizer step `step`."""
+        indices = self.step_indices(step)
+        own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
+        return StepBatch(own, samples.count_targets(indices))
+
+    def is_full(self, step: int) -> bool:
+        """Whether the step has a sample in every place of its batch."""
+        position = step % self.steps_per_epoch
+        return (position + 1) * self.global_batch_size <= self.num_samples
+
+    def eval_indices(self, num_samples: int) -> Iterator[np.ndarray]:
+        """This replica's micro-batches over `num_samples` samples, each once and in order: int64
+        [micro_batch_size], padded with EMPTY so that every replica gets as many."""
+        per_call = self.micro_batch_size * self.num_replicas
+        for first in range(0, num_samples, per_call):
+            chosen = _fill(np.arange(first, min(first + per_call, num_samples)), per_call)
+            yield chosen.reshape(self.num_replicas, self.micro_batch_size)[self.replica]
+
+
+def _fill(indices: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(indices, (0, length - len(indices)), constant_values=EMPTY)

@@ -1,9 +1,4 @@
-"""Byte-level BPE tokenizers in GPT-2's file format. No torch or transformers import.
-
-Run as a module, this trains the small tokenizer that the repository ships:
-
-    python -m distributed_training.data.tokenizer OUTPUT_FOLDER
-"""
+"""Byte-level BPE tokenizers in GPT-2's file format. No torch or transformers import."""
 
 from __future__ import annotations
 
@@ -15,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from distributed_training.data.corpus import read_embedded
+from distributed_training.data.hub import TOKENIZER_FILES
 from distributed_training.settings.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_DIR = Path(__file__).parent / "assets" / "bpe-2048"
-FILES = ("vocab.json", "merges.txt")
 SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # for transformers; every GPT-2 tokenizer's
 
 
@@ -30,14 +25,11 @@ class Tokenizer:
         from tokenizers import ByteLevelBPETokenizer
 
         self.folder = folder
-        for name in FILES:
-            if not (folder / name).is_file():
-                why = "a GPT-2 tokenizer is a folder with vocab.json and merges.txt"
-                raise UserError(f"tokenizer {folder} has no {name}", why, "set tokenizer to auto")
         try:
-            self._bpe = ByteLevelBPETokenizer(*(str(folder / name) for name in FILES))
+            self._bpe = ByteLevelBPETokenizer(*(str(folder / name) for name in TOKENIZER_FILES))
         except Exception as error:  # the Rust library raises plain Exception
-            raise UserError(f"tokenizer {folder} cannot be read", str(error)) from None
+            fix = "give a folder with vocab.json and merges.txt, or set tokenizer to auto"
+            raise UserError(f"tokenizer {folder} cannot be read", str(error), fix) from None
         vocabulary = self._bpe.get_vocab()
         if END_OF_TEXT not in vocabulary:
             raise UserError(f"tokenizer {folder} has no {END_OF_TEXT} token")
@@ -46,7 +38,7 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the two files: equal tokenizers have equal fingerprints."""
-        contents = b"".join((self.folder / name).read_bytes() for name in FILES)
+        contents = b"".join((self.folder / name).read_bytes() for name in TOKENIZER_FILES)
         return hashlib.sha256(contents).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -60,12 +52,13 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Copy the files, so that `AutoTokenizer.from_pretrained(folder)` opens them."""
         folder.mkdir(parents=True, exist_ok=True)
-        for file in (*(self.folder / name for name in FILES), SETTINGS):
+        for file in (*(self.folder / name for name in TOKENIZER_FILES), SETTINGS):
             shutil.copyfile(file, folder / file.name)
 
 
 def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
-    """Train a byte-level BPE on the embedded corpus of this Python and save it in `folder`."""
+    """Train a byte-level BPE on the embedded corpus of this Python, as the shipped one was:
+    `python -m distributed_training.data.tokenizer FOLDER`."""
     from tokenizers import ByteLevelBPETokenizer
 
     bpe = ByteLevelBPETokenizer()

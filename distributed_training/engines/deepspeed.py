@@ -1,8 +1,7 @@
 """DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity; and its pipeline with ZeRO-1.
 
-The pipeline runs 1F1B. Between neighbouring stages travel activations and their gradients,
-[B, T, D] each way and micro-batch, in the dtype of the weights; the embedding, which first and last
-stage hold both, has its gradients summed over the two once a step.
+The pipeline runs 1F1B. Activations and their gradients, [B, T, D] a micro-batch in the dtype of the
+weights, travel between neighbours; first and last stage sum the embedding's gradients once a step.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ class DeepSpeedEngine(base.Engine):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.topology, self.plan = topology, plan
         config, strategy = plan.config, plan.strategy
+        names = {parameter: name for name, parameter in model.named_parameters()}
         apply_checkpointing(model, config.activation_checkpointing)
         if config.compile:
             apply_compile(model)
@@ -58,6 +57,7 @@ class DeepSpeedEngine(base.Engine):
             model=module, optimizer=optimizer, config=plan.deepspeed_json, dist_init_required=False
         )
         self.model = self.engine.module
+        self.named = {names[parameter]: parameter for parameter in self.model.parameters()}
         if topology.device_type == "cpu":
             # Else DeepSpeed would leave the buffer through which CPU processes reduce in memory, 66
             # MiB a process. Once every rank has mapped all, nobody opens one by name.
@@ -73,9 +73,8 @@ class DeepSpeedEngine(base.Engine):
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
-        skipped_before = self.engine.skipped_steps
         loss_sum = self._run(batch, scale)
-        skipped = self.engine.skipped_steps > skipped_before
+        skipped = not self.engine.was_step_applied()
         norm = None if skipped else self.engine.get_global_grad_norm()
         return base.StepResult(loss_sum, batch.num_targets, norm, skipped)
 
@@ -119,19 +118,16 @@ class DeepSpeedEngine(base.Engine):
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
-        for name, parameter in self._named_parameters():
+        for name, parameter in self.named.items():
             master = safe_get_full_fp32_param(parameter)  # collective along dp
             if self.topology.dp_rank == 0:
                 full = parameter.detach() if master is None else master
-                state[name] = full.float().cpu().clone().view(private.full_shape(parameter))
+                state[name] = full.float().cpu().clone()
         return base.collect_stages(state, self.topology)
-
-    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """What this process's stage gives to the whole model."""
-        return self.model.named_parameters()
 
     def close(self) -> None:
         self.engine.destroy()
+        private.forget_pipeline_grid()
         super().close()
 
 
@@ -168,9 +164,6 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         # It prints what it was given, and broadcasts the embedding, which is no part of training.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
-        self.drop_layer_specs()
-        own = set(self.parameters())
-        self.names = {p: name for name, p in model.named_parameters() if p in own}
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """`scale` times the summed loss, or logits [B, T, V]; DeepSpeed's loss function, which has
@@ -209,11 +202,8 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         logits = self._evaluate(input_ids, None)
         if logits is None:
-            shape, dtype = (
-                (*input_ids.shape, self.model.vocab_size),
-                self.engine.get_data_types()[0],
-            )
-            logits = torch.empty(shape, dtype=dtype, device=self.topology.device)
+            shape, dtypes = (*input_ids.shape, self.model.vocab_size), self.engine.get_data_types()
+            logits = torch.empty(shape, dtype=dtypes[0], device=self.topology.device)
         grid, logits = self.engine.grid, logits.contiguous()
         last = grid.stage_to_global(self.topology.pp - 1)
         dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
@@ -235,12 +225,3 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         if shape != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape
-
-    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        # But the last stage's copy of the embedding.
-        named = self.model.names.items()
-        return [(name, each) for each, name in named if not private.is_pipeline_copy(each)]
-
-    def close(self) -> None:
-        super().close()
-        private.forget_pipeline_grid()

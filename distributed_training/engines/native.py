@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
-from distributed_training.parallel.data import apply_ddp, apply_fsdp
+from distributed_training.parallel.blocks import apply_checkpointing, apply_compile, apply_fsdp
 from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
-from distributed_training.parallel.pipeline import Pipeline, RoundedWeights, build_stages
+from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 from distributed_training.parallel.private import foreach_mul_
 from distributed_training.parallel.tensor import apply_tp
 from distributed_training.plan.plan import Plan
@@ -51,7 +50,12 @@ class NativeEngine(base.Engine):
         on_gpu = topology.device_type == "cuda"
         # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
         self.cuda_graphs = bool(config.compile) and on_gpu and topology.world_size == 1
-        stages = build_stages(model, layout.stages, layout.ranks, topology.pp_rank)
+        last = len(layout.stages) - 1
+        stages = {
+            index: model.stage(blocks, is_first=index == 0, is_last=index == last)
+            for index, blocks in enumerate(layout.stages)
+            if layout.ranks[index] == topology.pp_rank
+        }
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
@@ -65,11 +69,10 @@ class NativeEngine(base.Engine):
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         groups = parameter_groups(self.parts, config.weight_decay)
-        settings = {"lr": float(config.learning_rate), **base.ADAM}
-        self.optimizer = torch.optim.AdamW(groups, fused=on_gpu, **settings)
+        rate = float(config.learning_rate)
+        self.optimizer = torch.optim.AdamW(groups, rate, fused=on_gpu, **base.ADAM)
         # Replayed graphs return gradients in the same memory each time: we add them up elsewhere.
         self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
-        self._prepare_gradients()
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
 
@@ -83,8 +86,10 @@ class NativeEngine(base.Engine):
         apply_checkpointing(part, config.activation_checkpointing)
         if config.compile:
             apply_compile(part, cuda_graphs=self.cuda_graphs)
-        if self.copies_only:
-            return apply_ddp(part, topology)
+        if self.copies_only and topology.world_size > 1:
+            # Backward all-reduces gradients: their mean over all ranks, in fp32 buckets.
+            options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+            return DistributedDataParallel(part, **options)
         if topology.dp_size > 1:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
@@ -108,14 +113,16 @@ class NativeEngine(base.Engine):
             sum_gradients(self.terms, self.tp_group)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
-        grad_norm, skipped = self._update()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return base.StepResult(own_sum, batch.num_targets, grad_norm, skipped)
+        return base.StepResult(own_sum, batch.num_targets, *self._update())
 
     def _accumulate(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
+        for parameter in self.parameters if self.keep_gradients else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for index, arrays in enumerate(batch.micro_batches, start=1):
             if self.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
@@ -190,17 +197,11 @@ class NativeEngine(base.Engine):
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.parts, self.optimizer, **states, options=_BY_NAME)
         self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
-        self._prepare_gradients()
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.parts, self.optimizer, options=_BY_NAME)
         scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
         return {"model": model, "optimizer": optimizer, **scale}
-
-    def _prepare_gradients(self) -> None:
-        if self.keep_gradients:
-            for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}

@@ -1,7 +1,7 @@
 """Many runs in one process group, one after the other.
 
     with open_group() as group:
-        for finished in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
+        for name, found in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
 Starting processes takes longer than the few steps that a comparison or a test needs.
@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data, StepBatch
+from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
 from distributed_training.plan.plan import Plan, load_plan_data
@@ -67,17 +65,6 @@ class Run:
         return self.sampler.step_batch(self.data.train, step)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
-    """What came of one run."""
-
-    name: str
-    results: list[Any]
-    """What each rank's callback returned, by rank; empty for a run that was refused."""
-    refused: str | None = None
-    """Why this run could not start."""
-
-
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher)."""
@@ -85,7 +72,7 @@ def open_group() -> Iterator[Group]:
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     with process_group(device, timeout=PATIENCE):
-        folder = Path(_from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
+        folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)
         finally:
@@ -99,19 +86,21 @@ def each_run(
     use: Callable[[Run], Any],
     *,
     deadline_s: float = float("inf"),
-) -> Iterator[Finished]:
-    """Build each run from its CONFIG values, call `use`, free its memory, yield what came of it.
+) -> Iterator[tuple[str, list[Any] | str]]:
+    """Build each run from its CONFIG values, call `use`, free its memory; yield the name and what
+    `use` returned, by rank, or why the run was refused.
 
-    A run that is refused does not stop the next. After `deadline_s` no further run starts, on any
-    rank. A failure ends the process: other ranks wait in a collective that cannot complete, and
-    NCCL would wait for them. Collective.
+    After `deadline_s` no further run starts, on any rank. A failure ends the process: other ranks
+    wait in a collective that cannot complete, and NCCL would wait for them. Collective.
     """
     began = time.monotonic()
     for name, values in runs.items():
-        if _from_rank_0(time.monotonic() - began > deadline_s):  # all ranks stop at the same run
+        if assemble.from_rank_0(
+            time.monotonic() - began > deadline_s
+        ):  # all ranks stop at the same run
             return
         try:
-            finished = _finish(name, values, group, use)
+            found = _do_run(values, group, use)
         except BaseException:
             print(f"{name}: rank {group.process.rank} failed", file=sys.stderr)
             traceback.print_exc()
@@ -122,51 +111,25 @@ def each_run(
         gc.collect()
         if group.device.type == "cuda":
             torch.cuda.empty_cache()
-        yield finished
+        yield name, found
 
 
-def _finish(
-    name: str, values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]
-) -> Finished:
-    try:
-        run = _build_run(values, group)
-    except UserError as error:
-        return Finished(name=name, results=[], refused=str(error))
-    result = use(run)
-    run.engine.close()
-    return Finished(name=name, results=gather(result))
-
-
-def _build_run(values: Mapping[str, Any], group: Group) -> Run:
-    """Plan, data, sampler and engine of a run, as a training builds them. Collective.
-
-    Raises UserError on every rank where CONFIG `values` are refused.
-    """
-    process = group.process
+def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) -> list[Any] | str:
+    """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
     values = {"output_dir": str(group.folder), **values}
-    config = build_config(values, defaults=strategy_defaults, options=strategy_options)
-    plan = worker.agree_on_plan(config, process)
-    place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
-    topology = Topology(**place, **plan.mesh, device_type=group.device.type)
-    data, _ = load_plan_data(plan)
-    sampler = assemble.build_sampler(plan, data, topology)
-    engine = assemble.build_engine(plan, topology)
-    assemble.seed_dropout(plan.config, topology)
-    return Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-
-
-def _from_rank_0(value: Any) -> Any:
-    """Rank 0's `value`, on all ranks. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
-
-
-def gather(mine: Any) -> list[Any]:
-    """Every rank's object, by rank. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return ranks
+    try:
+        config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+        plan = worker.agree_on_plan(config, group.process)
+        topology = assemble.build_topology(plan, group.process, group.device)
+        data, _ = load_plan_data(plan)
+        sampler = assemble.build_sampler(plan, data, topology)
+        engine = assemble.build_engine(plan, topology)
+        run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
+    except UserError as error:  # on every rank
+        return str(error)
+    mine = use(run)
+    run.engine.close()  # `use` may have put another one there
+    return assemble.gather(mine)
 
 
 def share_between_runs() -> None:

@@ -3,36 +3,171 @@
     torchrun --nproc_per_node=4 real_model_example.py measure layouts PLAN.json FOLDER
 
 Plan and folder are those of `measure runs`, but all runs share the processes, as starting them
-takes longer than the steps that are timed. Each run leaves a record as a training does, with what
-it measured of the pipeline in "bubble": idle_share is what is left of a step's forward and backward
-phase (phase_s, the median of the timed steps) when the time in which a rank computes is taken out,
-on GPUs that of the kernels in one more step under the profiler; between_operations is the same by
-the begin and end of the stages' operations, in which launching counts as computing. Exchanges of
-gradients and the optimizer follow that phase and are in the step time only.
+takes longer than the steps that are timed. Each run leaves a record as a training does, with the
+idle share of the pipeline's ranks in "bubble": what is left of a step's forward and backward phase
+(phase_s, the median of the timed steps) when the time in which a rank computes is taken out. On
+GPUs that is the time of the kernels in one more step under the profiler, which makes launching
+slower, but not the kernels; copies count, too, but not NCCL's kernels, which run as long as they
+wait. between_operations is the same by the begin and end of the stages' operations, in which
+launching counts as computing. Exchanges of gradients and the optimizer follow that phase and are in
+the step time only.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterator, Sequence
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.stage import PipelineStage
 
 from distributed_training.measure import harness
-from distributed_training.measure.bubble import Spans, bubble, traced
 from distributed_training.measure.runs import Measured, Runs, collect, read_plan
+from distributed_training.parallel.pipeline import Pipeline
+from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
-from distributed_training.run.assemble import describe_run
+from distributed_training.run.assemble import describe_run, gather
+from distributed_training.run.loop import History
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
+
+
+REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
+WATCHED: dict[str, tuple[Any, list[str]]] = {
+    "phase": (Pipeline, ["forward_backward"]),
+    "reduction": (PipelineStage, [REDUCTION]),
+    "computing": (
+        PipelineStage,
+        ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
+    ),
+}
+
+
+class Spans:
+    """Begin and end of calls, on the GPU's clock where there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Every call of WATCHED is marked from now on, for the rest of the process."""
+        self.device = device
+        self.marks: dict[str, list[tuple[Any, Any]]] = {}
+        for kind, (owner, names) in WATCHED.items():
+            for name in names:
+                setattr(owner, name, self._watched(kind, getattr(owner, name)))
+
+    def _watched(self, kind: str, function: Any) -> Any:
+        def call(*arguments: Any, **words: Any) -> Any:
+            begin = self._now()
+            result = function(*arguments, **words)
+            self.marks.setdefault(kind, []).append((begin, self._now()))
+            return result
+
+        return call
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, kind: str, num_steps: int) -> np.ndarray:
+        """Of each of the steps since `marks` was emptied: the durations of all calls in it."""
+        marks = self.marks.get(kind, [])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            found = [begin.elapsed_time(end) / 1000 for begin, end in marks]
+        else:
+            found = [end - begin for begin, end in marks]
+        # The same calls in every step.
+        return np.array([calls.sum() for calls in np.array_split(found, num_steps)])
+
+
+def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
+    """Seconds in which this rank's GPU computed in the forward and backward phase of one more step;
+    None without a GPU or a pipeline of ours. Collective."""
+    pipeline = getattr(engine, "pipeline", None)
+    if pipeline is None or topology.device_type != "cuda":
+        return None
+    phase, found = pipeline.forward_backward, []
+
+    def under_profiler(*arguments: Any) -> Any:
+        # What follows the phase, torch does inside of it: put off, so that the trace is without.
+        reduce, put_off = getattr(PipelineStage, REDUCTION), []
+        setattr(PipelineStage, REDUCTION, lambda *words: put_off.append(words))
+        dist.barrier()
+        try:
+            result, seconds = profiled(lambda: phase(*arguments))
+        finally:
+            setattr(PipelineStage, REDUCTION, reduce)
+        for words in put_off:
+            reduce(*words)
+        found.append(seconds)
+        return result
+
+    pipeline.forward_backward = under_profiler
+    engine.train_step(batch)
+    return found[0]
+
+
+def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What `function` returns, and for how many seconds the GPU computed for it."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        result = function()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        return result, busy_seconds(json.loads(Path(file.name).read_text()))
+
+
+def busy_seconds(trace: dict[str, Any]) -> float:
+    """Of a Chrome trace, whose times are microseconds. Streams that compute at the same time count
+    once."""
+    spans = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in trace["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        and "nccl" not in event["name"].lower()
+    ]
+    if not spans:
+        raise ValueError("the trace shows no kernel")
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered / 1e6
+
+
+def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank.
+
+    Of each rank: phase_s and computing_s of the median step, kernels_s of the profiled one or None.
+    """
+    phase = max(rank["phase_s"] for rank in ranks)
+
+    def idle(busy: str) -> dict[str, Any]:
+        shares = [1 - rank[busy] / phase for rank in ranks]
+        return {"idle_share": sum(shares) / len(shares), "by_rank": shares}
+
+    between = idle("computing_s")
+    if ranks[0]["kernels_s"] is None:
+        return {"phase_s": phase, **between, "from": "begin and end of operations"}
+    found = {"phase_s": phase, **idle("kernels_s"), "from": "kernels of one profiled step"}
+    return {**found, "between_operations": between}
 
 
 def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
@@ -58,7 +193,7 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
-        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data)
+        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data, History())
         found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(
@@ -79,16 +214,10 @@ def build_record(
     start, performance = ranks[0].pop("start"), ranks[0].pop("performance")
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
     leave_out_left_over(memory, before, after)
+    idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
+    ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
-    record.update(
-        status="ok",
-        finished_at=timestamp(),
-        step=NUM_STEPS,
-        run_dir="",
-        performance=performance,
-        memory=memory,
-        bubble=bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None,
-    )
+    record.update(**ended, performance=performance, memory=memory, bubble=idle)
     return record.values
 
 
@@ -109,21 +238,21 @@ def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[i
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
-    spans = Spans(group.device)
-    spans.watch()
-    use, before = functools.partial(measure, spans=spans), _left_over()
-    for finished in harness.each_run(group, runs, use, deadline_s=deadline_s):
+    use, before = functools.partial(measure, spans=Spans(group.device)), _left_over()
+    for name, found in harness.each_run(group, runs, use, deadline_s=deadline_s):
         after = _left_over()
-        if finished.refused is not None or group.process.rank > 0:
-            yield finished.name, f"refused: {finished.refused}"
+        if isinstance(found, str):
+            yield name, f"refused: {found}"
+        elif group.process.rank > 0:
+            yield name, "rank 0 has the record"
         else:
-            yield finished.name, build_record(finished.results, group.folder, before, after)
+            yield name, build_record(found, group.folder, before, after)
         before = after
 
 
 def _left_over() -> list[int]:
     """Bytes that each rank's allocator cannot give back between two runs."""
-    return harness.gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
+    return gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

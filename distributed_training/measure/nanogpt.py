@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with open_group() as group:
         use = functools.partial(compare, file=arguments.nanogpt_model)
-        (finished,) = each_run(group, {"both": CONFIG}, use)
-    if finished.refused is not None:
-        raise SystemExit(finished.refused)
-    (times,) = finished.results
+        ((_, found),) = each_run(group, {"both": CONFIG}, use)
+    if isinstance(found, str):
+        raise SystemExit(found)
+    (times,) = found
     shape = [CONFIG["batch_size"], CONFIG["max_length"]]
     tokens = shape[0] * shape[1]
     speeds = {name: tokens / statistics.median(rounds) for name, rounds in times.items()}

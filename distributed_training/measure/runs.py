@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.record import RECORD_FILE, write_json
-from distributed_training.records.schema import Record
+from distributed_training.records.record import RECORD_FILE, Record, write_json
 from distributed_training.records.tables import layout_words, table
 from distributed_training.settings.files import ROOT
 
@@ -30,8 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 OUTPUT_DIR = Path("/tmp/plan-runs")
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
-# Name of a run, and its record or why there is none.
-Measured = tuple[str, dict[str, Any] | str]
+Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there is none
 
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
@@ -73,7 +71,7 @@ def collect(
 def _free_name(record: Record, folder: Path) -> str:
     """What distinguishes the record; the same run again gets a number."""
     model, precision = record.config["model"], record.config["precision"]
-    words = [model, record.strategy.name, *layout_words(record), precision]
+    words = [model, record.strategy["name"], *layout_words(record), precision]
     name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
     names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
     return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())

@@ -5,7 +5,7 @@
 Trains a small GPT-2 in bf16 on CPU processes over gloo under every case of
 results/plans/cpu-traffic.json: two steps that are not looked at (DDP rearranges its buckets in the
 second), then one in which every operation of torch.distributed is counted as PyTorch dispatches it.
-Tensors of at most 8 bytes (gradient norm, overflow flags) are listed apart. Exit code 1 where a
+Tensors of at most 8 bytes (gradient norm, overflow flags) are left out. Exit code 1 where a
 count and its formula differ.
 """
 
@@ -38,6 +38,7 @@ from distributed_training.settings.files import ROOT, load_json
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
 DEEPER = ", 12 blocks"  # ends the name of a case's second row: the difference is what blocks send
+BLOCK_SENDS = ("in all", "by formula")
 SMALL_BYTES = 8
 # Operation -> (kind, its argument that is counted, whether the argument is one process's part).
 COUNTED = {
@@ -62,10 +63,8 @@ class Traffic(TorchDispatchMode):
     def __init__(self, topology: Topology) -> None:
         super().__init__()
         self.topology = topology
-        self.large: dict[str, Counter[str]] = {}
+        self.counted: dict[str, Counter[str]] = {}
         """ "axis kind" -> calls, tensor_bytes, sent_bytes."""
-        self.small: Counter[str] = Counter()
-        """ "axis kind" -> calls."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
@@ -80,16 +79,20 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         kind, place, is_part = COUNTED[name]
-        members = dist.get_process_group_ranks(_group_of(args))
+        # c10d's operations carry their group as an object, functional ones its name, last.
+        if isinstance(args[-1], str):
+            group = resolve_process_group(args[-1])
+        else:
+            boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+        members = dist.get_process_group_ranks(group)
         if kind == "send":
             members = [self.topology.rank, members[args[2]]]
         size = _num_bytes(args[place]) * (len(members) if is_part else 1)
-        key = f"{self._axis(members)} {kind}"
         if size <= SMALL_BYTES:
-            self.small[key] += 1
             return
-        sent = sent_bytes(kind, size, len(members))
-        self.large.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
+        key, sent = f"{self._axis(members)} {kind}", sent_bytes(kind, size, len(members))
+        self.counted.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
 
     def _axis(self, members: list[int]) -> str:
         """The axes along which these ranks differ."""
@@ -102,13 +105,6 @@ class Traffic(TorchDispatchMode):
             "tp": {p.tp_rank for p in places},
         }
         return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)
-
-
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """c10d's operations carry their group as an object, functional ones its name, last."""
-    if isinstance(args[-1], str):
-        return resolve_process_group(args[-1])
-    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
 
 
 def _num_bytes(tensors: Any) -> int:
@@ -144,9 +140,8 @@ def count_step(run: Run) -> dict[str, Any]:
             formulas[f"{axis} {kind}"] = sent_bytes(kind, size, members)
     return {
         "rank": topology.rank,
-        "counted": {key: dict(value) for key, value in sorted(traffic.large.items())},
+        "counted": {key: dict(value) for key, value in sorted(traffic.counted.items())},
         "formula_sent_bytes": formulas,
-        "small": dict(sorted(traffic.small.items())),
     }
 
 
@@ -158,11 +153,10 @@ def work(out: Path) -> None:
         count = group.process.world_size
         cases = PLAN["cases"][str(count)]
         runs = {name: config_of(values, group.folder) for name, values in cases.items()}
-        for finished in each_run(group, runs, count_step):
-            if finished.refused is not None:
-                raise SystemExit(f"{finished.name}: {finished.refused}")
-            case = {"config": cases[finished.name], "processes": count}
-            found[finished.name] = {**case, "ranks": finished.results}
+        for name, ranks in each_run(group, runs, count_step):
+            if isinstance(ranks, str):
+                raise SystemExit(f"{name}: {ranks}")
+            found[name] = {"config": cases[name], "processes": count, "ranks": ranks}
         if group.process.rank == 0:
             out.write_text(json.dumps(found))
 
@@ -177,13 +171,6 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
         row["in all"] = sum(row.values())
         rows.append({**row, "by formula": sum(rank["formula_sent_bytes"].values())})
     return max(rows, key=lambda row: row["in all"])
-
-
-def block_row(deeper: dict[str, float], row: dict[str, float]) -> dict[str, float]:
-    """What one block adds to a step."""
-    twelve, eight = (PLAN["models"][f"{name}-blocks"] for name in ("twelve", "eight"))
-    blocks = twelve["num_layers"] - eight["num_layers"]
-    return {name: (deeper[name] - row[name]) / blocks for name in ("in all", "by formula")}
 
 
 def differences(cases: dict[str, Any]) -> list[str]:
@@ -215,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases.update(json.loads(part.read_text()))
     rows = {name: table_row(case) for name, case in cases.items()}
     deeper = {name.removesuffix(DEEPER): rows.pop(name) for name in cases if DEEPER in name}
+    twelve, eight = (PLAN["models"][f"{name}-blocks"]["num_layers"] for name in ("twelve", "eight"))
     record = {
         "what": "one training step on CPU processes over gloo: bytes given to each operation of "
         "torch.distributed, and what a process sends for them in a ring",
@@ -226,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "base": PLAN["common"],
         "bytes_sent": rows,
         "bytes_sent_for_a_block": {
-            name: block_row(row, rows[name]) for name, row in deeper.items()
+            name: {what: (row[what] - rows[name][what]) / (twelve - eight) for what in BLOCK_SENDS}
+            for name, row in deeper.items()
         },
         "cases": cases,
     }

@@ -1,8 +1,8 @@
 """Which models there are: one folder a family, found by name or by path. No torch import.
 
-A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and
-imports torch only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size,
-the path of a Hugging Face folder, or the path of a family, with `:size` for other than its first.
+A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and imports torch
+only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size, the path of a
+Hugging Face folder, or the path of a family, with `:size` for other than its first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from distributed_training.models.size import ModelSize
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, load_json, shown, user_path
 
@@ -29,6 +28,52 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Shape of one decoder-only language model; its family fills in what its blocks hold.
+
+    Counts are exact, and of the whole model, without vocabulary padding unless it says so.
+    """
+
+    vocab_size: int
+    num_positions: int  # tokens of the longest sequence
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    block_matrix_parameters: int  # of one block, each of which multiplies every token once
+    block_parameters: int
+    block_parameters_split: int  # those that tp divides; the others every process holds whole
+    block_norm_parameters: int  # those that each process of tp uses on its own tokens
+    final_norm_parameters: int
+    position_parameters: int = 0  # of the position embedding
+    tied: bool = True  # whether the output layer has the token embedding's weights
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding as stored. Matrix units like multiples of 64; 128 leaves room for
+        splits of the vocabulary."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the token embedding, and of an output layer that is not tied to it."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact parameter count, a tied embedding counted once."""
+        ends = self.embedding_parameters * (1 if self.tied else 2)
+        ends += self.position_parameters + self.final_norm_parameters
+        return ends + self.num_layers * self.block_parameters
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward plus backward FLOPs for one token of a `seq_len` sequence: 6N + 12 L D T (PaLM,
+        appendix B), the two attention products over the full T x T square."""
+        # Looking tokens up multiplies nothing; a tied embedding's rows do so at the output.
+        used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
+        return 6 * used + 12 * self.num_layers * self.hidden_size * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,21 +106,16 @@ class ModelSpec:
 
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` holds readable weights of this size; load nothing."""
-        file = folder / "model.safetensors"
-        if not (folder / "config.json").is_file() or not file.is_file():
+        if not (folder / "config.json").is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
-            why, fix = (
-                "it needs config.json and model.safetensors",
-                "give an earlier run's hf/ folder",
-            )
-            raise UserError(what, why, fix)
+            raise UserError(what, "it has no config.json", "give an earlier run's hf/ folder")
         (found,) = _load(self.family).sizes(folder).values()
         for field, ours in asdict(self.size).items():
             if (theirs := getattr(found, field)) != ours:
                 what = f"weights {folder}: {field}={theirs} but the model has {ours}"
                 raise UserError(what, fix="set model to the size of these weights")
         try:
-            with safe_open(file, "np"):
+            with safe_open(folder / "model.safetensors", "np"):
                 pass  # opening reads the header and compares it with the file's length
         except (SafetensorError, OSError) as error:
             what = f"weights {folder}: model.safetensors cannot be read"
@@ -91,7 +131,13 @@ def find_model(name: str) -> ModelSpec:
         return ModelSpec(label=name, family=known[name], size=size, hub_id=hub_id)
     folder = user_path("model", name)
     if (folder / "config.json").is_file():
-        return _hugging_face(name, folder)
+        config = load_json(folder / "config.json", "model")
+        family = config.get("model_type") if isinstance(config, dict) else None
+        if family not in FAMILIES:
+            what = f"model={shown(name)} has model_type {shown(family)}"
+            raise UserError(what, f"this suite trains {', '.join(FAMILIES)}")
+        (size,) = _load(family).sizes(folder).values()
+        return ModelSpec(label=folder.resolve().name, family=family, size=size, weights_dir=folder)
     path, _, chosen = name.partition(":")
     folder = user_path("model", path).resolve()
     names, wanted = list(known), name
@@ -105,24 +151,13 @@ def find_model(name: str) -> ModelSpec:
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
 
 
-def _hugging_face(name: str, folder: Path) -> ModelSpec:
-    config = load_json(folder / "config.json", "model")
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family not in FAMILIES:
-        what = f"model={shown(name)} has model_type {shown(family)}"
-        raise UserError(what, f"this suite trains {', '.join(FAMILIES)}")
-    (size,) = _load(family).sizes(folder).values()
-    return ModelSpec(label=folder.resolve().name, family=family, size=size, weights_dir=folder)
-
-
 @functools.cache
 def _load(family: str) -> Any:
     """The package of a family; one outside gets a name that no other module has."""
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
     name = f"{Path(family).name}_{zlib.crc32(family.encode()):08x}"
-    file = Path(family, "__init__.py")
-    spec: Any = spec_from_file_location(name, file, submodule_search_locations=[family])
+    spec: Any = spec_from_file_location(name, Path(family, "__init__.py"))
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize
 
 IGNORE_INDEX = -100
 

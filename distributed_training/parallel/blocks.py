@@ -1,30 +1,31 @@
-"""What is done to each block by itself: recomputation in backward, and torch.compile."""
+"""What is done block by block: recomputation in backward, torch.compile, FSDP2's shards."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import checkpoint
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.private import ATTENTION_OPS
 
-# What "selective" keeps: matrix products and attention. Norms, GELU and sums are cheap.
-_KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
-
 
 def apply_checkpointing(model: Decoder, mode: str) -> None:
     """Make every block recompute in backward, in place: "full" keeps only a block's input,
-    [batch, seq_len, hidden], "selective" also what is in `_KEPT`. Dropout masks are reproduced."""
+    [batch, seq_len, hidden], "selective" also what matrix products and attention return: norms,
+    GELU and sums are cheap. Dropout masks are reproduced."""
     if mode == "none":
         return
-    options: dict[str, Any] = {}
+    again = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
+        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, kept)
+        again = functools.partial(again, context_fn=context)
     for block in model.blocks.values():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = functools.partial(again, block.forward)
 
 
 def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
@@ -38,3 +39,19 @@ def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
     for block in model.blocks.values():
         block.forward = torch.compile(block.forward, mode=mode)
     model.loss = torch.compile(model.loss, mode=mode)
+
+
+def apply_fsdp(
+    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool = False
+) -> None:
+    """Shard each block, then the rest, in place, over one axis, or two: copies of shards (HSDP).
+
+    Forward all-gathers a block's parameters (in `dtype`; None: fp32) and drops them after
+    use; backward gathers them again and reduce-scatters gradients in fp32 (and all-reduces the
+    shards between copies). The root holds the tied embedding, needed first and last, so it stays
+    gathered; with `keep_gathered` so does every block, for pipeline stages, which run many times.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

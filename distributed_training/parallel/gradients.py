@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from distributed_training.parallel.private import foreach_div_, foreach_mul_, foreach_norm
 from distributed_training.plan.topology import Topology
 
 
@@ -30,8 +29,7 @@ def match_layouts(parameters: list[Any]) -> None:
 
 @torch.no_grad()
 def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient, or this process's part of it, by the sum over `group`: one
-    all-reduce of all of them."""
+    """Replace this process's part of each gradient by the sum over `group`, in one all-reduce."""
     parts = [local_part(parameter.grad) for parameter in parameters]
     flat = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(flat, group=group)
@@ -48,14 +46,15 @@ def global_norm(
     hold the same; one all-reduce of a scalar, unless all ranks hold everything.
     """
     held = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    norms = foreach_norm([local_part(gradient) for gradient in held])
     if topology.world_size == topology.dp_replicate and not isinstance(held[0], DTensor):
-        return torch.stack(norms).norm()
+        return nn.utils.get_total_norm(held)
+    alike: dict[int, list[torch.Tensor]] = {}
+    for gradient in held:
+        alike.setdefault(_num_parts(gradient), []).append(local_part(gradient))
+    total = torch.zeros((), device=topology.device)
     per_stage = topology.world_size // topology.pp
-    # Numbers of Python: the CPU would wait for a tensor's copy to the GPU.
-    foreach_mul_(norms, norms)
-    foreach_div_(norms, [float(per_stage // _num_parts(gradient)) for gradient in held])
-    total = torch.stack(norms).sum()
+    for num_parts, parts in alike.items():
+        total += nn.utils.get_total_norm(parts).square() / (per_stage // num_parts)
     dist.all_reduce(total)
     return total.sqrt()
 

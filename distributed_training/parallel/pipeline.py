@@ -29,18 +29,6 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def build_stages(
-    model: Decoder, stages: tuple[range, ...], ranks: tuple[int, ...], rank: int
-) -> dict[int, Decoder]:
-    """Place `rank`'s stages by their index, in the model's order; they take its modules over."""
-    last = len(stages) - 1
-    return {
-        index: model.stage(blocks, is_first=index == 0, is_last=index == last)
-        for index, blocks in enumerate(stages)
-        if ranks[index] == rank
-    }
-
-
 class Pipeline:
     """This process's stages under a schedule. All methods are collective over `group`."""
 

@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
 foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
 # What scaled_dot_product_attention dispatches to.
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -69,9 +67,9 @@ class CutWhereTold:
     def _partition_layers(self: Any, method: str = "") -> None:
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    def drop_layer_specs(self) -> None:
-        """Let go of the layers of other stages."""
-        self._layer_specs: list[Any] = []
+    def __init__(self, layers: list[Any], **options: Any) -> None:
+        super().__init__(layers, **options)  # type: ignore[call-arg]
+        self._layer_specs: list[Any] = []  # let go of the layers of other stages
 
 
 def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -> None:
@@ -81,16 +79,6 @@ def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -
     nothing = [torch.zeros(0) for _ in range(4)]
     for step in range(1, last + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
-
-
-def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """A parameter's shape before ZeRO-3 took it apart."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def is_pipeline_copy(parameter: torch.Tensor) -> bool:
-    """Whether another stage of DeepSpeed's pipeline holds this parameter, too, and counts it."""
-    return getattr(parameter, "ds_pipe_replicated", False)
 
 
 def forget_pipeline_grid() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from distributed_training.plan.cost import activation_share
 from distributed_training.plan.schedules import Schedule
-from distributed_training.records.schema import Batch
+from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 

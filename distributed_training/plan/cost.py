@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize
 from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -65,7 +65,9 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
     pipedream_tutorial found these the shorter.
     """
-    head = Fraction(size.output_flops(), size.block_flops(seq_len))  # in blocks
+    # Products of a token with the output layer's matrix, in those of a block.
+    block = size.block_matrix_parameters + 2 * size.hidden_size * seq_len
+    head = Fraction(size.padded_vocab_size * size.hidden_size, block)  # in blocks
     pp = max(ranks) + 1
     each = len(ranks) // pp
     v_shaped = each > 1 and ranks[pp] == pp - 1

@@ -16,8 +16,7 @@ from pydantic import TypeAdapter
 from distributed_training.data.corpus import read_corpus
 from distributed_training.data.samples import Data, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import ModelSpec, find_model
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize, ModelSpec, find_model
 from distributed_training.plan.batch import Batch
 from distributed_training.plan.cost import StateBytes
 from distributed_training.plan.layouts import Layout

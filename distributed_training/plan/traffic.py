@@ -36,7 +36,7 @@ class Formulas:
         self.activation = (
             self.tokens * size.hidden_size * self.width
         )  # of one micro-batch, between two blocks
-        self.embedding = size.padded_embedding_parameters // tp
+        self.embedding = size.padded_vocab_size * size.hidden_size // tp
         # Parameters before dp_shard divides them: in blocks, and in what lies around them.
         whole = size.block_parameters - size.block_parameters_split
         self.in_blocks = self.num_blocks * (size.block_parameters_split // tp + whole)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.records.schema import Pipeline, Record
+from distributed_training.records.record import Record
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
@@ -67,11 +68,11 @@ def gib(num_bytes: float | None) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _cut_of_pipeline(pipeline: Pipeline) -> str:
-    blocks, bubble = ", ".join(map(str, pipeline.blocks_per_stage)), pipeline.ideal_bubble
+def _cut_of_pipeline(pipeline: dict[str, Any]) -> str:
+    blocks, bubble = ", ".join(map(str, pipeline["blocks_per_stage"])), pipeline["ideal_bubble"]
     idle = "" if bubble is None else f"; idle {100 * bubble:.0f}% if stages were equal"
-    micro = f"{pipeline.num_microbatches} micro-batches a step"
-    return f"{pipeline.schedule}, {micro}, blocks a stage {blocks}{idle}"
+    micro = f"{pipeline['num_microbatches']} micro-batches a step"
+    return f"{pipeline['schedule']}, {micro}, blocks a stage {blocks}{idle}"
 
 
 def header_rows(r: Record) -> list[tuple[str, str]]:
@@ -86,7 +87,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{config['model']}, {r.num_parameters:,} parameters, "
                   f"{config['weights']} weights"),
-        ("strategy", f"{r.strategy.name}: divides {r.strategy.sharding}"),
+        ("strategy", "{name}: divides {sharding}".format(**r.strategy)),
         ("defaults", defaults and f"the strategy sets {defaults}"),
         ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
@@ -120,10 +121,8 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         step = f"{median_ms:.1f} ms a step (median of {timed})"
         rows.append(("throughput", f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"))
     if memory.get("peak_allocated_bytes") is not None:
-        allocated, reserved = (
-            gib(memory[f"peak_{name}_bytes"]) for name in ("allocated", "reserved")
-        )
-        rows.append(("GPU memory", f"peak {allocated} allocated, {reserved} reserved"))
+        allocated, reserved = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
+        rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients overflowed"))

@@ -1,4 +1,4 @@
-"""Writing and reading the JSON record of a run, which schema.py describes. No torch import."""
+"""The JSON record of a run: what this code reads of it, and how it is written. No torch import."""
 
 from __future__ import annotations
 
@@ -15,21 +15,92 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
 
 import psutil
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from distributed_training.records.schema import SCHEMA_VERSION, Record, RunState
-from distributed_training.settings.files import ROOT, load_json, parse_as
+from distributed_training.settings.files import ROOT, Model, load_json, parse_as
 
+SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
 METRICS_FILE = "metrics.jsonl"
 FAILURE_FILE = ".failure"
 LOST = "lost another process"
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
-_State = TypeVar("_State", bound=RunState)
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+# Axis -> size. The earliest records have no tp and pp.
+Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: {**dict.fromkeys(AXES, 1), **mesh})]
+_OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
+
+
+class Batch(BaseModel):
+    """How the sequences of one optimizer step are cut. A field's other name is version 1's."""
+
+    model_config = _OPEN
+    global_batch_size: int  # sequences per step: the product of the other three
+    micro_batch_size: int  # sequences of one replica in one forward pass
+    num_microbatches: int = Field(  # micro-batches of one replica in a step
+        validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
+    )
+    num_replicas: int = Field(  # replicas that see different data: dp_replicate x dp_shard
+        validation_alias=AliasChoices("num_replicas", "dp_size")
+    )
+
+    def describe(self) -> str:
+        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
+        replicas = f"{self.num_replicas} replica" + "s" * (self.num_replicas != 1)
+        cuts = f"{self.num_microbatches} micro-batch" + "es" * (self.num_microbatches != 1)
+        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
+
+
+class RunState(BaseModel):
+    """Where a run stands: all that resuming and the launcher need of its record."""
+
+    model_config = _OPEN
+    schema_version: Literal[1, 2]
+    status: Literal["running", "ok", "oom", "failed", "interrupted"]
+    error: str | None = None  # why it failed, in a line
+    started_at: str  # UTC, ISO 8601, as is finished_at
+    finished_at: str | None = None
+    hostname: str | None = None  # of the process that writes the record
+    pid: int | None = None  # of that process
+    step: int = 0  # optimizer steps done
+    loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
+    evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
+    epochs: list[dict[str, Any]] = []  # mean and validation loss of each
+    skipped_steps: list[int] = []  # not applied, because fp16 gradients overflowed
+
+
+class Record(RunState):
+    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
+
+    run_dir: str  # empty where the run left no folder
+    config: dict[str, Any]  # CONFIG as resolved: no "auto" left
+    from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy decided
+    strategy: dict[str, Any]  # name, as in CONFIG; sharding: what it divides, in words
+    work: dict[str, Any]  # equal for runs that can be compared
+    world_size: int
+    mesh: Mesh = Field(validation_alias=AliasChoices("mesh", "topology"))
+    # schedule, num_microbatches, blocks_per_stage, and ideal_bubble, the idle share with equal
+    # stages; None: no formula is known.
+    pipeline: dict[str, Any] | None = None
+    machine: dict[str, Any]  # of rank 0: gpu_name (None: CPU only), num_gpus, num_cpus
+    num_parameters: int  # of the whole model
+    dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
+    estimated_state_bytes: dict[str, int] = {}  # part -> bytes per process
+    batch: Batch
+    data: dict[str, Any]  # numbers of samples, share of real tokens, steps an epoch
+    num_steps: int  # planned
+    # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
+    # where the run did not get so far.
+    performance: dict[str, Any] = {}
+    # Peaks while training, the highest rank's, and by_rank; None: not measured.
+    memory: dict[str, Any] = {}
+    disk: dict[str, int] | None = None  # read_bytes, write_bytes of all ranks in num_steps
+    bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, mean over ranks
 
 
 @dataclass
@@ -67,7 +138,7 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
     return record
 
 
-def _load(path: Path, schema: type[_State]) -> _State:
+def _load(path: Path, schema: type[Model]) -> Model:
     """Read a record from its file or its run's folder; raises UserError for what is none."""
     file = path / RECORD_FILE if path.is_dir() else path
     fix = "give a folder under runs/, or use the commit that the record names"
@@ -101,10 +172,8 @@ def claim_failure(run_dir: Path) -> bool:
 
 
 def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = False) -> None:
-    """Set a terminal status on a record that says "running"; other statuses stay.
-
-    Any rank, and the launching process, may call this: the first reason given is kept, unless it
-    only follows from another process's end (`LOST`) and the cause comes later.
+    """Set a terminal status on a record that says "running", from any rank or the launcher: the
+    first reason is kept, unless it follows from another process's end (`LOST`) and the cause comes.
     """
     file = run_dir / RECORD_FILE
     if not file.is_file():

@@ -4,25 +4,26 @@
     python real_model_example.py report --write TRAINING_RESULTS.md README.md
     python real_model_example.py report --check TRAINING_RESULTS.md README.md
 
-Documents hold cog blocks that call `published_table` and `published_json`: --write is `cog -r`, and
---check is `cog --check`.
+Documents hold cog blocks that call `published_table` and `published_json`; --write is `cog -r`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from cogapp import Cog
 from cogapp.cogapp import CogCheckFailed, CogError
+from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from distributed_training.records.plots import draw_plots
-from distributed_training.records.record import RECORD_FILE, load_record
-from distributed_training.records.schema import Record
+from distributed_training.records.display import GIB
+from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, comparison, table
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json
@@ -30,33 +31,9 @@ from distributed_training.settings.strategies import list_strategies
 
 RECORDS_DIR = ROOT / "results" / "records"
 COMMAND = "python real_model_example.py report"
-
-
-def load_records(paths: Sequence[Path]) -> list[Record]:
-    """Records of run folders or files. A folder without one, as of a run that failed before its
-    first step, is named on stderr and left out."""
-    found = []
-    once = {path.resolve(): path for path in reversed(paths)}  # latest is in runs/*, too
-    for path in reversed(once.values()):
-        if path.is_dir() and not (path / RECORD_FILE).is_file():
-            print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
-        else:
-            found.append(load_record(path))
-    return found
-
-
-def published(name: str) -> list[Record]:
-    """The records results/records/<name>/*.json, by model and strategy."""
-    folder, order = RECORDS_DIR / name, list(list_strategies())
-    records = load_records(sorted(folder.glob("*.json")))
-    if not records:
-        raise UserError(f"{folder} holds no records", fix=f"see {RECORDS_DIR}")
-
-    def place(r: Record) -> tuple[int, int, str, str]:
-        strategy = order.index(r.strategy.name)
-        return r.num_parameters, strategy, r.config["precision"], r.started_at
-
-    return sorted(records, key=place)
+STYLES = ("-", "--", "-.", ":")
+# Columns that tell two records of one strategy apart.
+DISTINCTIONS = ("model", "batch", "precision", "compile", "processes")
 
 
 def published_table(
@@ -65,10 +42,15 @@ def published_table(
     where: Mapping[str, Any] | None = None,
     without: Mapping[str, Any] | None = None,
 ) -> str:
-    """A document's table of `published(name)`: records whose CONFIG has all of `where` and none of
-    `without`. Raises UserError for a word that selects nothing.
+    """A document's table of results/records/<name>/*.json whose CONFIG has all of `where` and none
+    of `without`, by model and strategy. Raises UserError for a word that selects nothing.
     """
-    records, words = published(name), columns.split(", ")
+    order, words = list(list_strategies()), columns.split(", ")
+    records = [load_record(path) for path in sorted((RECORDS_DIR / name).glob("*.json"))]
+    if not records:
+        raise UserError(f"{RECORDS_DIR / name} holds no records", fix=f"see {RECORDS_DIR}")
+    records.sort(key=lambda r: (r.config["precision"], r.started_at))
+    records.sort(key=lambda r: (r.num_parameters, order.index(r.strategy["name"])))
     _check_words(name, "column", words, COLUMNS)
     for conditions, wanted in ((where or {}, True), (without or {}, False)):
         _check_words(name, "key", conditions, records[0].config)
@@ -123,18 +105,81 @@ def run_cog(option: str, documents: Sequence[Path]) -> None:
         raise UserError(f"{names} cannot be read or written", str(error)) from None
 
 
-def print_report(paths: Sequence[Path], folder: Path) -> None:
-    """Print the comparison of runs and draw their plots into a folder."""
-    records = load_records(paths)
-    if not records:
-        raise UserError("no run record in these paths", fix=f"try: {COMMAND} runs/*")
-    print(comparison(records))
-    try:
-        for path in draw_plots(records, folder):
-            print(f"wrote {path}")
-    except OSError as error:
-        what = f"plots cannot be written to {folder}"
-        raise UserError(what, str(error), "give another folder to --plots") from None
+def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
+    """loss.png, throughput.png and memory.png of records with results; the paths written.
+
+    A plot that no record has figures for is not made. Raises OSError where nothing can be written.
+    """
+    done = [record for record in records if record.performance]
+    names, gpu = labels(done), [record.memory.get("peak_reserved_bytes") for record in done]
+    host = [record.memory.get("peak_host_bytes") for record in done]
+    on_gpu = any(size is not None for size in gpu)
+    memory = "GPU memory taken by PyTorch" if on_gpu else "host memory"
+    sizes = [None if size is None else size / GIB for size in (gpu if on_gpu else host)]
+    speeds = [record.performance.get("tokens_per_s") for record in done]
+    speed = "tokens per second, all processes (median step)"
+    peak = f"peak {memory}, GiB, highest rank"
+    figures = {
+        "loss.png": _draw_losses(names, done),
+        "throughput.png": _draw_bars(names, speeds, "{:,.0f}", "#0072b2", speed),
+        "memory.png": _draw_bars(names, sizes, "{:.1f}", "#d55e00", peak),
+    }
+    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
+    for path, figure in drawn.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130, metadata={"Software": None})  # equal records, equal files
+    return list(drawn)
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    """For each record its strategy and layout, with whatever else distinguishes the records; where
+    all of that is equal, the run's folder, or its place in the list where it left none.
+    """
+    telling = [name for name in DISTINCTIONS if len({COLUMNS[name](r) for r in records}) > 1]
+    found = [
+        ", ".join([COLUMNS["strategy"](r), *(f"{name} {COLUMNS[name](r)}" for name in telling)])
+        for r in records
+    ]
+    counts = Counter(found)
+    for place, record in enumerate(records):
+        if counts[found[place]] > 1:
+            found[place] += f", {Path(record.run_dir).name or f'run {place + 1}'}"
+    return found
+
+
+def _draw_losses(names: Sequence[str], records: Sequence[Record]) -> Any:
+    """Lines; a loss that was not finite is None in a record and a gap here."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")  # needs no display, nor closing
+    axes = figure.subplots()
+    for index, (label, record) in enumerate(zip(names, records, strict=True)):
+        curve = np.array(record.loss_curve, dtype=float).reshape(-1, 2)
+        if np.isfinite(curve[:, 1]).any():
+            marker = "o" * (len(curve) == 1)
+            axes.plot(*curve.T, STYLES[index % 4], label=label, linewidth=1.4, marker=marker)
+    if not axes.lines:
+        return None
+    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    return figure
+
+
+def _draw_bars(
+    names: Sequence[str], values: Sequence[float | None], form: str, colour: str, title: str
+) -> Any:
+    """One horizontal bar a label, the first on top; labels without a value are left out."""
+    bars = [(name, x) for name, x in zip(names, values, strict=True) if x is not None]
+    if not bars:
+        return None
+    figure = Figure(figsize=(8, 1.2 + 0.34 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    labels, lengths = zip(*bars, strict=True)
+    # By number: bars with equal labels would overlap.
+    drawn = axes.barh(range(len(bars)), lengths, color=colour, tick_label=labels)
+    axes.bar_label(drawn, [form.format(x) for x in lengths], padding=3, fontsize=8)
+    axes.set(xlabel=title, xlim=(0, 1.15 * max(lengths)))
+    axes.invert_yaxis()
+    return figure
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,6 +195,20 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if (arguments.write or arguments.check) and arguments.paths:
         run_cog("-r" if arguments.write else "--check", arguments.paths)
-    else:
-        print_report(arguments.paths, arguments.plots)
+        return 0
+    records = []
+    for path in arguments.paths:
+        if path.is_dir() and not (path / RECORD_FILE).is_file():  # it failed before its first step
+            print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
+        else:
+            records.append(load_record(path))
+    if not records:
+        raise UserError("no run record in these paths", fix=f"try: {COMMAND} runs/*")
+    print(comparison(records))
+    try:
+        for path in draw_plots(records, arguments.plots):
+            print(f"wrote {path}")
+    except OSError as error:
+        what = f"plots cannot be written to {arguments.plots}"
+        raise UserError(what, str(error), "give another folder to --plots") from None
     return 0

@@ -8,13 +8,14 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.records.display import NOT_MEASURED, gib
-from distributed_training.records.schema import Record
+from distributed_training.records.record import Record
 
 PERCENT = "{:.1f}%"
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 # What is known of a run before its first step.
 _START: dict[str, Callable[[Record], str]] = {
-    "strategy": lambda r: " ".join([r.strategy.name, *layout_words(r)]),
+    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
+    "model": lambda r: r.config["model"],
     "processes": lambda r: str(r.world_size),
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
@@ -35,7 +36,7 @@ _RESULTS: dict[str, Callable[[Record], str]] = {
     "GPU memory by rank": lambda r: _by_rank(r.memory.get("by_rank", [])),
     "peak host memory": lambda r: gib(r.memory.get("peak_host_bytes")),
     "bubble": lambda r: _idle(r, (r.bubble or {}).get("idle_share")),
-    "ideal bubble": lambda r: _idle(r, getattr(r.pipeline, "ideal_bubble", None), "no formula"),
+    "ideal bubble": lambda r: _idle(r, (r.pipeline or {}).get("ideal_bubble"), "no formula"),
     "disk a step": lambda r: _disk(r.disk),
     "loss": lambda r: _last([loss for _, loss in r.loss_curve], "{:.3f}"),
     "perplexity": lambda r: _last([entry["perplexity"] for entry in r.evaluations], "{:.1f}"),
@@ -60,7 +61,7 @@ def layout_words(record: Record) -> list[str]:
     if cut := config.get("pipeline_cut"):
         words.append("cut-" + cut.replace(" ", "").replace(",", "-"))
     if pipeline := record.pipeline:
-        words.append(f"{pipeline.schedule}-m{pipeline.num_microbatches}")
+        words.append("{schedule}-m{num_microbatches}".format(**pipeline))
     return words
 
 
@@ -96,7 +97,7 @@ def _disk(disk: dict[str, int] | None) -> str:
 def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
     """A Markdown table, one row per record; a run without results shows "-" for them."""
     rows = [
-        [COLUMNS[name](r) if r.has_results or name in _START else "-" for name in columns]
+        [COLUMNS[name](r) if r.performance or name in _START else "-" for name in columns]
         for r in records
     ]
     return tabulate(rows, columns, **MARKDOWN)

@@ -11,49 +11,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data
+from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.plan.checks import needed_extensions
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
+from distributed_training.run.launch import Process
 from distributed_training.run.loop import History
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
-WHAT = ("torch", "training data")  # must be the same on all machines
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's `value`, on all ranks. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, device=torch.device("cpu"))
+    return values[0]
 
 
-def check_ranks_agree(data: Data, topology: Topology) -> None:
+def gather(mine: Any) -> list[Any]:
+    """Every rank's object, by rank. Collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
+    """This process's place in the plan's mesh."""
+    place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
+    return Topology(**place, **plan.mesh, device_type=device.type)
+
+
+def check_ranks_agree(data: Data) -> None:
     """Machines may hold other files under the same name, or another Python, whose sources are the
     embedded corpus. Raises UserError on every rank where they do. Collective.
     """
-    ranks: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(ranks, (socket.gethostname(), torch.__version__, data.fingerprint))
-    for rank, other in enumerate(ranks):
-        for what, theirs, first in zip(WHAT, other[1:], ranks[0][1:], strict=True):
-            if theirs != first:
-                who = f"rank {rank} on {other[0]} has another {what} than rank 0 on {ranks[0][0]}"
-                fix = "use one environment and a dataset that all of them see as the same file"
-                raise UserError(who, f"{theirs} and {first}", fix)
+    mine = {"torch": torch.__version__, "training data": data.fingerprint}
+    ranks = gather((socket.gethostname(), mine))
+    host_0, first = ranks[0]
+    for rank, (host, found) in enumerate(ranks):
+        for what in (what for what in first if found[what] != first[what]):
+            who = f"rank {rank} on {host} has another {what} than rank 0 on {host_0}"
+            fix = "use one environment and a dataset that all of them see as the same file"
+            raise UserError(who, f"{found[what]} and {first[what]}", fix)
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
     """The order in which this rank sees the training samples."""
-    place = {"replica": topology.dp_rank, "seed": plan.config.seed}
-    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **place)
-
-
-def seed_dropout(config: RunConfig, topology: Topology) -> None:
-    """Start this rank's random numbers. Ranks that compute the same draw the same masks: those
-    along tp without sequence parallelism, outside of attention."""
-    alike = 1 if config.sequence_parallel else topology.tp
-    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
+    own = {"replica": topology.dp_rank, "seed": plan.config.seed}
+    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
 
 
 def build_engine(plan: Plan, topology: Topology) -> Engine:
-    """Initial weights (equal on every rank and under every strategy) into the right engine."""
+    """Initial weights (equal on every rank and under every strategy) into the right engine; then
+    the random numbers of dropout start. Collective."""
     config = plan.config
     model = plan.model.build(dropout=config.dropout, seed=config.seed)
     model.compute_dtype = COMPUTE_DTYPES[config.precision]
@@ -63,8 +74,12 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.compute_dtype).float()
-    engine_class = plan.strategy.traits.load()
-    return engine_class(model, plan, topology)
+    engine = plan.strategy.traits.load()(model, plan, topology)
+    # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
+    # outside of attention.
+    alike = 1 if config.sequence_parallel else topology.tp
+    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
+    return engine
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
@@ -78,9 +93,9 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
 
 
 def describe_run(
-    plan: Plan, sampler: Sampler, num_steps: int, data: Data, history: History | None = None
+    plan: Plan, sampler: Sampler, num_steps: int, data: Data, history: History
 ) -> dict[str, Any]:
-    """What the record says before the first step; records/schema.py describes it."""
+    """What the record says before the first step; records/record.py describes it."""
     config, strategy, layout, pp = plan.config, plan.strategy, plan.layout, plan.mesh["pp"]
     pipeline = {
         "schedule": config.pipeline_schedule,
@@ -119,5 +134,5 @@ def describe_run(
             "steps_per_epoch": sampler.steps_per_epoch,
         },
         "num_steps": num_steps,
-        **vars(history or History()),
+        **vars(history),
     }

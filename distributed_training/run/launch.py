@@ -68,10 +68,7 @@ def start(
     config: RunConfig, script: Path, arguments: list[str], *, num_gpus: str | None, dry_run: bool
 ) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
-    as many processes as `num_gpus` says. Returns the exit code.
-
-    `script` and `arguments` are what a person typed.
-    """
+    as many processes as `num_gpus` says. Returns the exit code."""
     process = current_process(os.environ)
     if process is not None:
         if num_gpus not in (None, "all", str(process.world_size)):
@@ -89,8 +86,8 @@ def start(
     cut = planning.peek_data if dry_run else planning.cut_data
     plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
     if dry_run:
-        typed = "(this one)" if process else typed_command(plan, str(script), arguments)
-        print(describe_plan(plan, typed))
+        typed = [*_launcher(plan), os.path.relpath(script), *arguments]
+        print(describe_plan(plan, "(this one)" if process else shlex.join(typed)))
         return 0
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
@@ -141,8 +138,7 @@ def spawn(plan: Plan, script: str) -> int:
     """Start the plan's processes with torchrun, wait, return the run's exit code.
 
     torchrun for every strategy: unlike DeepSpeed's launcher it leaves CUDA_VISIBLE_DEVICES alone
-    and gives a process that is told to stop the time to save. A process that was killed could not
-    write its own end: it is recorded here.
+    and gives processes the time to save. The end of one that was killed is recorded here.
     """
     prepare_environment(plan.num_processes)
     from torch.distributed import run as torchrun
@@ -153,17 +149,23 @@ def spawn(plan: Plan, script: str) -> int:
     before = file.stat().st_mtime_ns if file.is_file() else None
     code, status, reason = 0, "failed", ""
     try:
-        torchrun.main([*_options(plan), script, "--run_dir", str(plan.run_dir)])
+        torchrun.main([*_launcher(plan)[1:], script, "--run_dir", str(plan.run_dir)])
     except SignalException as error:  # torchrun has passed it on and waited
         code, status, reason = 128 + error.sigval, "interrupted", error.sigval.name
     except ChildFailedError as error:
-        code, reason = 1, describe_killed({r: f.signal_name() for r, f in error.failures.items()})
+        code, names = 1, {rank: end.signal_name() for rank, end in error.failures.items()}
+        # torchrun ends the others with SIGTERM.
+        killed = {rank: name for rank, name in names.items() if name not in ("<N/A>", "SIGTERM")}
+        if killed:
+            ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
+            hint = "; most often memory ran out" if name == "SIGKILL" else ""
+            reason = f"rank {ranks}: killed by {name}{hint}"
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
         return code
-    unknown = "a process ended without a message"
-    mark_stopped(plan.run_dir, status, reason or unknown, consequence=not reason)
+    said = reason or "a process ended without a message"
+    mark_stopped(plan.run_dir, status, said, consequence=not reason)
     state = load_state(plan.run_dir)
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
@@ -172,27 +174,10 @@ def spawn(plan: Plan, script: str) -> int:
     return 128 + signal.SIGINT if interrupted else code
 
 
-def describe_killed(signals: Mapping[int, str]) -> str:
-    """Which ranks a signal ended, from torchrun's names of signals; "" where they ended otherwise.
-
-    torchrun ends the others with SIGTERM.
-    """
-    killed = {rank: name for rank, name in signals.items() if name not in ("<N/A>", "SIGTERM")}
-    if not killed:
-        return ""
-    ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
-    hint = "; most often memory ran out" if name == "SIGKILL" else ""
-    return f"rank {ranks}: killed by {name}{hint}"
-
-
-def typed_command(plan: Plan, script: str, arguments: list[str]) -> str:
-    """What a person would type to start the same processes."""
-    launcher = ["torchrun", *_options(plan)] if plan.num_processes > 1 else ["python"]
-    return shlex.join([*launcher, os.path.relpath(script), *arguments])
-
-
-def _options(plan: Plan) -> list[str]:
-    return ["--standalone", f"--nproc_per_node={plan.num_processes}"]
+def _launcher(plan: Plan) -> list[str]:
+    if plan.num_processes == 1:
+        return ["python"]
+    return ["torchrun", "--standalone", f"--nproc_per_node={plan.num_processes}"]
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

@@ -6,21 +6,18 @@ import math
 import signal
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data
+from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
-from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
+from distributed_training.records.metrics import PeakMemory, StepTimer, Tracker, disk_bytes
 from distributed_training.records.record import RunRecord, append_metrics
-from distributed_training.records.trackers import Tracker
 from distributed_training.run import checkpoint
 from distributed_training.settings.config import RunConfig
 
@@ -60,39 +57,100 @@ class History:
 
 
 @dataclass
-class Journal:
-    """Keeps the history, the same on every rank; rank 0 also writes, shows and tracks it."""
+class Trainer:
+    """One run: the engine's steps, with evaluation, logging and checkpoints around them.
 
-    run_dir: Path
+    The history is the same on every rank; rank 0 also writes, shows and tracks it.
+    """
+
+    engine: Engine
+    plan: Plan
+    topology: Topology
+    data: Data
+    sampler: Sampler
     num_steps: int
     display: Display
-    history: History
+    history: History = field(default_factory=History)
     record: RunRecord | None = None
     """On rank 0 only."""
     tracker: Tracker = field(default_factory=Tracker)
-    _pending: list[tuple[dict[str, Any], StepResult]] = field(default_factory=list)
 
-    def write(self) -> None:
-        """Bring the record up to date."""
-        if self.record is not None:
-            self.record.update(**vars(self.history))
+    def __post_init__(self) -> None:
+        self.timer = StepTimer(self.topology.device)
+        self.memory = PeakMemory(self.topology.device)
+        self.disk_before: dict[str, int] | None = None
+        self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
+        self._flushed_at = time.monotonic()
+        self._signum, self._signalled_at = 0, 0.0
 
-    def add_step(self, result: StepResult, **values: Any) -> None:
-        """One more step; its loss stays on the device until `flush`."""
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.history.step
+
+    def run(self) -> int:
+        """Train to the end, or until a signal says stop: then save and return its number, else 0.
+        Collective.
+        """
+        self.disk_before, stop = disk_bytes(), 0
+        signals = (signal.SIGINT, signal.SIGTERM)
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in signals}
+        try:
+            if self.step == 0:
+                self._evaluate()
+            self.display.start(self.step, self.num_steps)
+            self._begin_training()
+            while self.step < self.num_steps and not stop:
+                stop = self._train_one_step()
+            self._flush()
+        finally:
+            self.display.stop()
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+        return stop if self.step < self.num_steps else 0
+
+    def _train_one_step(self) -> int:
+        """One step and what is due after it; the signal to stop for, the same on every rank."""
+        config, steps_per_epoch = self.plan.config, self.sampler.steps_per_epoch
+        rate = learning_rate(config, self.step, self.num_steps)
+        row = {"epoch": self.step // steps_per_epoch, "learning_rate": rate}
+        self.engine.set_learning_rate(rate)
+        result = self.engine.train_step(self.sampler.step_batch(self.data.train, self.step))
+        self.timer.mark()
         self.history.step += 1
         if result.skipped:
-            self.history.skipped_steps.append(self.history.step)
-        self._pending.append(({"step": self.history.step, **values}, result))
+            self.history.skipped_steps.append(self.step)
+        self._pending.append(({"step": self.step, **row}, result))
+        stop, flush = self._agree()
+        last = self.step == self.num_steps
+        epoch_ends = last or self.step % steps_per_epoch == 0
+        evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
+        every = config.checkpoint_every
+        due = epoch_ends if every is None else every > 0 and (last or self.step % every == 0)
+        save = due or (bool(stop) and every != 0)
+        if flush or stop or evaluate or save:
+            self._flush()
+        if evaluate or save:
+            self.memory.end()
+            if evaluate:
+                self._evaluate()
+            if epoch_ends:
+                self._end_epoch()
+            if save:
+                self._save()
+            self._begin_training()
+        return stop
 
-    def flush(self, durations_s: list[float]) -> None:
+    def _flush(self) -> None:
         """Sum pending losses over ranks; write, show and track them. Collective."""
+        self._flushed_at = time.monotonic()
         pending, self._pending = self._pending, []
         if not pending:
             return
-        # `durations_s` ends with those of the pending steps.
+        durations_s = self.timer.durations_s()[-len(pending) :]
         sums = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
         dist.all_reduce(sums)
-        durations_s, rows = durations_s[-len(pending) :], []
+        rows = []
         for (row, result), loss_sum, seconds in zip(
             pending, sums.tolist(), durations_s, strict=True
         ):
@@ -108,118 +166,13 @@ class Journal:
             self.history.loss_curve.append([row["step"], row["loss"]])
             self.tracker.log(row, row["step"])
         if self.record is not None:
-            append_metrics(self.run_dir, rows)
+            append_metrics(self.plan.run_dir, rows)
         self.display.progress(
-            self.history.step,
+            self.step,
             loss=rows[-1]["loss"],
             tokens_per_s=sum(row["num_targets"] for row in rows) / sum(durations_s),
             step_time_s=sum(durations_s) / len(rows),
         )
-
-    def add_evaluation(self, loss: float, num_targets: int) -> None:
-        """The validation loss after the steps done so far."""
-        step, perplexity = self.history.step, math.exp(min(loss, 700.0))
-        row = {"step": step, "loss": loss, "perplexity": perplexity, "num_targets": num_targets}
-        self.history.evaluations.append(row)
-        self.say(f"validation loss {loss:.4f}  perplexity {perplexity:.2f}")
-        self.tracker.log({"validation_loss": loss}, step)
-
-    def end_epoch(self, steps_per_epoch: int) -> None:
-        """The epoch of the last step is over and has been evaluated."""
-        history = self.history
-        epoch, last = (history.step - 1) // steps_per_epoch, history.evaluations[-1]
-        own = [x for step, x in history.loss_curve if step > epoch * steps_per_epoch]
-        losses = [loss for loss in own if loss is not None]
-        history.epochs.append(
-            {
-                "epoch": epoch + 1,
-                "step": history.step,
-                "mean_step_loss": sum(losses) / len(losses) if losses else None,
-                "validation_loss": last["loss"],
-                "validation_perplexity": last["perplexity"],
-            }
-        )
-        self.write()
-
-    def say(self, text: str) -> None:
-        """Print a line about the step that has been reached."""
-        self.display.say(f"step {self.history.step:>6}/{self.num_steps}  {text}")
-
-
-@dataclass
-class Trainer:
-    """One run: the engine's steps, with evaluation, logging, checkpoints around them."""
-
-    engine: Engine
-    plan: Plan
-    topology: Topology
-    data: Data
-    sampler: Sampler
-    journal: Journal
-
-    def __post_init__(self) -> None:
-        self.config = self.plan.config
-        self.num_steps = self.journal.num_steps
-        self.timer = StepTimer(self.topology.device)
-        self.memory = PeakMemory(self.topology.device)
-        self.disk_before: dict[str, int] | None = None
-        self._flushed_at = time.monotonic()
-        self._signum, self._signalled_at = 0, 0.0
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.journal.history.step
-
-    def run(self) -> int:
-        """Train to the end, or until a signal says stop: then save and return its number, else 0.
-        Collective.
-        """
-        self.disk_before, stop = disk_bytes(), 0
-        signals = (signal.SIGINT, signal.SIGTERM)
-        handlers = {signum: signal.signal(signum, self._on_signal) for signum in signals}
-        try:
-            if self.step == 0:
-                self._evaluate()
-            self.journal.display.start(self.step, self.num_steps)
-            self._begin_training()
-            while self.step < self.num_steps and not stop:
-                stop = self._train_one_step()
-            self._flush()
-        finally:
-            self.journal.display.stop()
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
-        return stop if self.step < self.num_steps else 0
-
-    def _train_one_step(self) -> int:
-        """One step and what is due after it; the signal to stop for, the same on every rank."""
-        config, steps_per_epoch = self.config, self.sampler.steps_per_epoch
-        epoch = self.step // steps_per_epoch
-        rate = learning_rate(config, self.step, self.num_steps)
-        self.engine.set_learning_rate(rate)
-        result = self.engine.train_step(self.sampler.step_batch(self.data.train, self.step))
-        self.timer.mark()
-        self.journal.add_step(result, epoch=epoch, learning_rate=rate)
-        stop, flush = self._agree()
-        last = self.step == self.num_steps
-        epoch_ends = last or self.step % steps_per_epoch == 0
-        evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
-        every = config.checkpoint_every
-        due = epoch_ends if every is None else every > 0 and (last or self.step % every == 0)
-        save = due or (bool(stop) and every != 0)
-        if flush or stop or evaluate or save:
-            self._flush()
-        if evaluate or save:
-            self.memory.end()
-            if evaluate:
-                self._evaluate()
-            if epoch_ends:
-                self.journal.end_epoch(steps_per_epoch)
-            if save:
-                self._save()
-            self._begin_training()
-        return stop
 
     def _evaluate(self) -> None:
         """Loss and perplexity over the validation samples, normalised by real tokens."""
@@ -229,30 +182,54 @@ class Trainer:
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         num_targets = int(samples.lengths.sum())
-        self.journal.add_evaluation(float(total) / num_targets, num_targets)
+        loss = float(total) / num_targets
+        perplexity = math.exp(min(loss, 700.0))
+        row = {"step": self.step, "loss": loss, "perplexity": perplexity}
+        self.history.evaluations.append({**row, "num_targets": num_targets})
+        self._say(f"validation loss {loss:.4f}  perplexity {perplexity:.2f}")
+        self.tracker.log({"validation_loss": loss}, self.step)
+
+    def _end_epoch(self) -> None:
+        """The epoch of the last step is over and has been evaluated."""
+        steps_per_epoch, last = self.sampler.steps_per_epoch, self.history.evaluations[-1]
+        epoch = (self.step - 1) // steps_per_epoch
+        own = [x for step, x in self.history.loss_curve if step > epoch * steps_per_epoch]
+        losses = [loss for loss in own if loss is not None]
+        self.history.epochs.append(
+            {
+                "epoch": epoch + 1,
+                "step": self.step,
+                "mean_step_loss": sum(losses) / len(losses) if losses else None,
+                "validation_loss": last["loss"],
+                "validation_perplexity": last["perplexity"],
+            }
+        )
+        self.write_record()
+
+    def write_record(self) -> None:
+        """Put the history so far into the record."""
+        if self.record is not None:
+            self.record.update(**vars(self.history))
 
     def _save(self) -> None:
-        self.journal.write()  # first: what a checkpoint's record lacks, a kill loses for good
+        self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         folder = checkpoint.save_checkpoint(
             self.engine, self.plan, self.topology,
             step=self.step, data_fingerprint=self.data.fingerprint,
         )  # fmt: skip
-        self.journal.say(f"saved {folder}")
+        self._say(f"saved {folder}")
+
+    def _say(self, text: str) -> None:
+        self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
 
     def _begin_training(self) -> None:
         self.memory.begin()
         self.timer.restart()
         self._flushed_at = time.monotonic()
 
-    def _flush(self) -> None:
-        self.journal.flush(self.timer.durations_s())
-        self._flushed_at = time.monotonic()
-
     def _agree(self) -> tuple[int, bool]:
-        """(signal to stop for, whether to flush), the same on every rank.
-
-        Signals reach ranks at different steps, and only rank 0's clock decides on output, so one
-        small all-reduce of CPU integers a step decides both. GPUs do not wait for it.
+        """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
+        rank 0's clock decides on output. GPUs do not wait for these CPU integers. Collective.
         """
         due = time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
         votes = torch.tensor([self._signum, int(due and self.topology.rank == 0)])
@@ -266,7 +243,7 @@ class Trainer:
         now = time.monotonic()
         if not self._signum:
             self._signum, self._signalled_at = signum, now
-            self.journal.display.say(f"{signal.Signals(signum).name}: stopping after this step")
+            self.display.say(f"{signal.Signals(signum).name}: stopping after this step")
         elif now - self._signalled_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)

@@ -25,13 +25,17 @@ from distributed_training.plan.resume import check_same_data
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, gib, header_rows, summary_rows
-from distributed_training.records.metrics import disk_bytes, summarise_performance
-from distributed_training.records.trackers import build_tracker
+from distributed_training.records.metrics import (
+    Tracker,
+    build_tracker,
+    disk_bytes,
+    summarise_performance,
+)
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
 from distributed_training.run.generate import continuation
 from distributed_training.run.launch import Process, threads_per_process
-from distributed_training.run.loop import History, Journal, Trainer
+from distributed_training.run.loop import History, Trainer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
@@ -52,8 +56,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
-        place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
-        topology = Topology(**place, **given.mesh, device_type=device.type)
+        topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         try:
@@ -87,11 +90,10 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
 
 def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
-    answer: list[Any] = [_make_plan(config, process) if process.rank == 0 else None]
-    dist.broadcast_object_list(answer, device=torch.device("cpu"))
-    if isinstance(answer[0], UserError):
-        raise answer[0]
-    return planning.parse_plan(answer[0])
+    answer = assemble.from_rank_0(_make_plan(config, process) if process.rank == 0 else None)
+    if isinstance(answer, UserError):
+        raise answer
+    return planning.parse_plan(answer)
 
 
 def _make_plan(config: RunConfig, process: Process) -> str | UserError:
@@ -114,27 +116,26 @@ def _train(plan: Plan, topology: Topology) -> int:
     for note in plan.notes:
         display.say(f"note: {note}")
     data, tokenizer = planning.load_plan_data(plan)
-    assemble.check_ranks_agree(data, topology)
+    assemble.check_ranks_agree(data)
     assemble.build_extensions(plan, topology, display)
     trainer = _build_trainer(plan, topology, data, display)
-    journal, signum = trainer.journal, trainer.run()
+    signum = trainer.run()
     results = collect_results(trainer)
     if not signum:
         results["sample"] = sample_and_export(trainer, tokenizer)
-    if journal.record is not None:
+    if trainer.record is not None:
         results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
-        journal.record.update(**results)
-        display.table(summary_rows(journal.record.as_record()))
+        trainer.record.update(**results)
+        display.table(summary_rows(trainer.record.as_record()))
     if signum:
         saved = plan.config.checkpoint_every != 0
         then = "continue with --resume auto" if saved else "checkpoint_every=0: not saved"
         display.say(f"interrupted by {signal.Signals(signum).name}; {then}")
-    journal.tracker.close()
+    trainer.tracker.close()
     trainer.engine.close()
-    if plan.offload_dir is not None:
-        dist.barrier()
-        if topology.local_rank == 0:
-            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    dist.barrier()
+    if plan.offload_dir is not None and topology.local_rank == 0:
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
     return 128 + signum if signum else 0
 
 
@@ -147,28 +148,28 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     if plan.checkpoint is not None:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    journal = Journal(plan.run_dir, num_steps, display, history)
+    record, tracker = None, Tracker()
     dist.barrier()  # every rank has read the old record before it is written anew
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data, history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
-        journal.record = records.start_record(plan.run_dir, **values)
-        journal.tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
+        record = records.start_record(plan.run_dir, **values)
+        tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
     engine = assemble.build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
-    if journal.record is not None:
-        journal.record.update(dtypes=dtypes)
-        display.table(header_rows(journal.record.as_record()))
-    trainer = Trainer(engine, plan, topology, data, sampler, journal)
-    if plan.checkpoint is None:
-        assemble.seed_dropout(config, topology)
-        return trainer
-    check_same_data(plan.checkpoint, data.fingerprint)
-    history.cut(load_checkpoint(engine, plan.checkpoint, topology))
-    journal.write()  # so that a kill before the next save does not lose it
-    if topology.rank == 0:
-        records.truncate_metrics(plan.run_dir, trainer.step)
-    display.say(f"resumed from {plan.checkpoint}")
+    if record is not None:
+        record.update(dtypes=dtypes)
+        display.table(header_rows(record.as_record()))
+    trainer = Trainer(
+        engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
+    )
+    if plan.checkpoint is not None:
+        check_same_data(plan.checkpoint, data.fingerprint)
+        history.cut(load_checkpoint(engine, plan.checkpoint, topology))
+        trainer.write_record()  # so that a kill before the next save does not lose it
+        if topology.rank == 0:
+            records.truncate_metrics(plan.run_dir, trainer.step)
+        display.say(f"resumed from {plan.checkpoint}")
     return trainer
 
 
@@ -189,16 +190,14 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     trainer.memory.end()
     peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, disk_bytes()
     disk = {name: after[name] - before[name] for name in after} if before and after else None
-    ranks: list[Any] = [None] * plan.num_processes
-    dist.all_gather_object(ranks, {"rank": trainer.topology.rank, **peaks, "disk": disk})
+    ranks = assemble.gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)
         for name, mine in peaks.items()
     }
-    disks = [rank["disk"] for rank in ranks]
-    total = {name: sum(each[name] for each in disks) for name in disk or ()} if all(disks) else {}
+    total = {name: sum(rank["disk"][name] for rank in ranks) for name in disk or ()}
     return {
-        **vars(trainer.journal.history),
+        **vars(trainer.history),
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
@@ -207,7 +206,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
 
 def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
     """Generate the sample and write <run>/hf, as far as CONFIG asks; the sample. Collective."""
-    engine, plan, display = trainer.engine, trainer.plan, trainer.journal.display
+    engine, plan, display = trainer.engine, trainer.plan, trainer.display
     config, tp, eos_id, sample = plan.config, plan.mesh["tp"], tokenizer.eos_id, None
     if config.generate is not None:
         prompt = tokenizer.encode_batch([config.generate])[0].tolist() or [eos_id]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, did_you_mean, load_json, shown, user_path
+from distributed_training.settings.files import ROOT, load_json, shown, user_path
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys, validate
 
 AUTO = "auto"
@@ -123,12 +123,11 @@ class RunConfig(Options):
         help="another place for the metrics; install it first")
     # fmt: on
 
+    # Values of the keys that the strategy's own engine adds, and which of them are work.
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    """Values of the keys that the strategy's own engine adds."""
     engine_work: tuple[str, ...] = Field(default=(), strict=False)
-    """Those of them that are part of the work."""
+    # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
-    """Keys that CONFIG left open and the strategy's defaults decided."""
 
     def to_user_words(self) -> dict[str, Any]:
         """The values under CONFIG's keys, in CONFIG's order, then the engine's own options."""
@@ -155,28 +154,30 @@ def build_config(
     *,
     preset: str | None = None,
     overrides: Iterable[str] = (),
-    defaults: Callable[[str], Mapping[str, Any]] | None = None,
-    options: Callable[[str], type[Options]] | None = None,
+    defaults: Callable[[str], Mapping[str, Any]] = lambda _: {},
+    options: Callable[[str], type[Options]] = lambda _: Options,
 ) -> RunConfig:
-    """Merge the strategy's defaults, CONFIG, a preset and `key=value` texts, later ones winning.
+    """Merge a strategy's `defaults`, CONFIG, a preset and `key=value` texts, later ones winning.
 
-    `defaults` and `options` give a strategy's defaults and the keys that its engine adds. A key
-    that CONFIG leaves at None or "auto" is open to a default. Raises UserError for an unknown key,
-    a key given under two names, a value that its key does not accept, or a preset that is missing
-    or is not a JSON object.
+    A key that CONFIG leaves at None or "auto" is open to a default; `options` gives the keys that
+    a strategy's engine adds. Raises UserError for any key, value or preset that cannot be used.
     """
     from_preset = {} if preset is None else _load_preset(preset)
-    texts = [_split(text) for text in overrides]
+    texts = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
+        texts.append((name.strip(), value))
     strategy = {"strategy": "zero2", **config, **from_preset, **dict(texts)}["strategy"]
-    named = isinstance(strategy, str)
-    own_model = options(strategy) if options and named else Options
+    own_model = options(str(strategy))
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
     given = by_key(config.items(), keys, "CONFIG")
     over = by_key(from_preset.items(), keys, str(preset))
     over |= {name: keys[name].parse(text) for name, text in by_key(texts, keys, "--set").items()}
     where = f"strategy {strategy}'s defaults"
-    open_to = by_key((defaults(strategy) if defaults and named else {}).items(), keys, where)
+    open_to = by_key(defaults(str(strategy)).items(), keys, where)
     for name in open_to:
         if keys[name].work:
             raise UserError(f"{where} have {name}", "it would change the work", "remove it")
@@ -189,22 +190,10 @@ def build_config(
     return validate(RunConfig, {**values, "from_defaults": tuple(decided)}, KEYS)
 
 
-def _split(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
-    return name.strip(), value
-
-
 def _load_preset(given: str) -> dict[str, Any]:
     path = user_path("preset", given)
     if not path.exists() and not path.parent.name:  # a bare word: one of ours
-        presets = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.json"))}
-        if path.stem not in presets:
-            what, why = f"preset {given} does not exist", f"the presets are {', '.join(presets)}"
-            fix = did_you_mean(path.stem, presets, "name one of them or give a path")
-            raise UserError(what, why, fix)
-        path = presets[path.stem]
+        path = PRESETS_DIR / f"{path.stem}.json"
     document = load_json(path, "preset")
     if not isinstance(document, dict):
         raise UserError(f"preset {given} is not a JSON object", fix='write {"key": value, ...}')

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from distributed_training.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
-_INSIDE = "x" * 100  # stands for any file below a path that is asked for
 _WRONG = {
     **dict.fromkeys(("model_type", "dict_type"), "is not a JSON object"),
     "extra_forbidden": "is not one of its keys",
@@ -25,35 +24,29 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def user_path(key: str, text: str) -> Path:
-    """The path that `key` names, `~` expanded; whether it exists is for the caller to ask.
-
-    Raises UserError where asking would fail: no such user, a name that is too long, a folder on
-    the way, or the last one, that may not be entered.
-    """
+    """The path that `key` names, `~` expanded, there or not; UserError where asking would fail: no
+    such user, a name that is too long, a folder that may not be entered."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path / _INSIDE)
+            os.stat(path / ("x" * 100))  # stands for any file below
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        what = f"{key}={shown(text)} cannot be used as a path"
-        raise UserError(what, why, "give another path") from None
+        raise UserError(f"{key}={shown(text)} cannot be used as a path", why) from None
     return path
 
 
 def load_json(path: Path, what: str) -> Any:
-    """Parse a JSON file; raise UserError with line and column where it does not parse."""
+    """Parse a JSON file; UserError with line and column where it does not parse."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = nearest(path.name, [file.name for file in path.parent.glob("*.json")])
-        hint = f"did you mean {path.parent / near}?" if near else "check the path"
-        raise UserError(f"{what} {path} does not exist", fix=hint) from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}: {error.msg}"
-        raise UserError(f"{what} {path} is not valid JSON", where, "mend that line") from None
+        others = sorted(file.stem for file in path.parent.glob("*.json"))
+        near = nearest(path.stem, others)
+        fix = f"did you mean {near}.json?" if near else f"there are {', '.join(others) or 'none'}"
+        raise UserError(f"{what} {path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{what} {path} cannot be read", str(error)) from None
+        raise UserError(f"{what} {path} cannot be read as JSON", str(error)) from None
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:

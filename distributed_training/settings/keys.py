@@ -1,7 +1,6 @@
 """What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help.
 
-`key()` declares a key of RunConfig, or one that a strategy's own engine adds. pydantic checks the
-values; everything that is said about them comes from its JSON schema. No torch import.
+pydantic checks the values; what is said about them comes from its JSON schema. No torch import.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare such a field; `work` says whether two runs must agree in it."""
+    """Declare such a field; `work`: whether two runs must agree in it, to be compared."""
     extra: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=extra)
 
@@ -50,22 +49,17 @@ class Key(BaseModel):
 
     name: str
     default: Any
-    help: str = Field(alias="description")
-    """One line."""
-    group: str
-    """Heading in --help and in the guide."""
-    work: bool
-    """Whether it changes what is computed, under every strategy."""
-    aliases: tuple[str, ...]
-    """Names that other programs use for it."""
-    forms: list[dict[str, Any]]
-    """JSON schemas of what is accepted; one of them must fit."""
+    help: str = Field(alias="description")  # one line
+    group: str  # heading in --help and in the guide
+    work: bool  # whether it changes what is computed, under every strategy
+    aliases: tuple[str, ...]  # names that other programs use for it
+    forms: list[dict[str, Any]]  # JSON schemas of what is accepted; one of them must fit
 
     @property
-    def choices(self) -> list[Any]:
-        """Single values that are accepted."""
-        single = [form["const"] for form in self.forms if "const" in form]
-        return [value for form in self.forms for value in form.get("enum", [])] + single
+    def choices(self) -> list[str]:
+        """Words that are accepted."""
+        values = [value for form in self.forms for value in form.get("enum", [form.get("const")])]
+        return [value for value in values if isinstance(value, str)]
 
     def accepts(self) -> str:
         """What is accepted, in words."""
@@ -76,22 +70,13 @@ class Key(BaseModel):
         word = text.strip().lower()
         kinds = [form.get("type", "") for form in self.forms]
         words = {word: _WORDS[kind][word] for kind in kinds for word in _WORDS.get(kind, {})}
-        words |= {choice.lower(): choice for choice in self.choices if isinstance(choice, str)}
+        words |= {choice.lower(): choice for choice in self.choices}
         if word in words:
             return words[word]
         for convert in (int, float) if {"integer", "number"} & {*kinds} else ():
             with contextlib.suppress(ValueError):
                 return convert(word)
         return text
-
-    def refusal(self, value: object) -> UserError:
-        """The error for a `value` that is not accepted."""
-        words = [choice for choice in self.choices if isinstance(choice, str)]
-        return UserError(
-            f"{self.name}={shown(value)} is not accepted",
-            f"{self.name} is {self.accepts()}",
-            did_you_mean(value, words) if isinstance(value, str) else "",
-        )
 
 
 def _describe(form: Mapping[str, Any]) -> str:
@@ -123,7 +108,9 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
         return model(**values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-    raise keys[name].refusal(values[name])
+    key, value = keys[name], values[name]
+    fix = did_you_mean(value, key.choices) if isinstance(value, str) else ""
+    raise UserError(f"{name}={shown(value)} is not accepted", f"{name} is {key.accepts()}", fix)
 
 
 def by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
@@ -135,10 +122,8 @@ def by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """The values under their keys' own names, the last of each.
-
-    Raises UserError for a name that no key has and for a key given under two names.
-    """
+    """The values under their keys' own names, the last of each; UserError for a name that no key
+    has and for a key under two names."""
     known = _all_names(keys.values())
     found: dict[str, Any] = {}
     names: dict[str, str] = {}

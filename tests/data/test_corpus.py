@@ -93,8 +93,8 @@ LATIN = '{"text": "café"}'.encode("latin-1")
         ({"a.md": b"x"}, ["no .txt or .jsonl file"]),
         ({"a.txt": b""}, ["contains no text"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
-        ({"a.txt": LATIN}, ["a.txt is not UTF-8", "byte 13 is 0xe9", "iconv"]),
-        ({"a.jsonl": LATIN}, ["a.jsonl is not UTF-8", "byte 13 is 0xe9", "iconv"]),
+        ({"a.txt": LATIN}, ["a.txt cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
+        ({"a.jsonl": LATIN}, ["a.jsonl cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
         ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),
     ],
 )

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import EMPTY, IGNORE_INDEX, Samples
+from distributed_training.data.samples import EMPTY, IGNORE_INDEX, Sampler, Samples
 
 shapes = st.fixed_dictionaries(
     {

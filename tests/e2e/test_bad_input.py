@@ -69,7 +69,7 @@ COMMAND_LINES = {
     ),
     "dataset not UTF-8": (
         ["--set", "dataset={tmp}/latin.txt", "--num_gpus", "2"],
-        ["latin.txt", "UTF-8", "byte 3", "iconv"],
+        ["latin.txt", "UTF-8", "position 3", "iconv"],
     ),
     "dataset too short": (
         ["--set", "dataset={tmp}/short.txt", "--num_gpus", "2"],
@@ -92,7 +92,7 @@ COMMAND_LINES = {
     "weights folder missing": (
         ["--set", "weights={tmp}/none", "--dry-run"], ["weights=", "config.json", "hf/"],
     ),
-    "preset missing": (["--preset", "{tmp}/brokn.json"], ["brokn.json", "broken.json"]),
+    "preset missing": (["--preset", "{tmp}/brokn.json"], ["brokn.json", "mean broken.json?"]),
     "preset that does not parse": (
         ["--preset", "{tmp}/broken.json"], ["broken.json", "line 3 column 3"],
     ),

@@ -30,7 +30,6 @@ def build_engine(plan, keep_gradients):
     model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
     engine = NativeEngine(model, plan, cpu_topology(plan))
     engine.keep_gradients = keep_gradients
-    engine._prepare_gradients()
     return engine
 
 

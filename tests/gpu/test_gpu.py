@@ -75,7 +75,7 @@ def test_layouts_on_several_gpus_equal_one(count, data):
 
 
 def test_a_profiled_function_shows_how_long_the_gpu_computed():
-    from distributed_training.measure.bubble import profiled
+    from distributed_training.measure.layouts import profiled
 
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

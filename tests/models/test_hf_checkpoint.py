@@ -187,7 +187,7 @@ def test_truncated_weights(keep, folder):
 
 def test_a_missing_tensor_is_named(folder):
     edit_tensors(folder, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.bias"))
-    with refused("h.1.mlp.c_fc.bias is missing"):
+    with refused("h.1.mlp.c_fc.bias", "is missing"):
         load(folder)
 
 

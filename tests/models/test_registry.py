@@ -136,7 +136,7 @@ def test_what_sizes_say_is_what_modules_hold(name):
     for module, role in model.find_roles().items():
         for parameter, values in model.get_submodule(module).named_parameters():
             held["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
-    count, rows = size.num_layers, size.padded_embedding_parameters
+    count, rows = size.num_layers, size.padded_vocab_size * size.hidden_size
     assert held["column"] + held["row"] == count * size.block_parameters_split
     assert held["whole"] == count * size.block_norm_parameters + size.final_norm_parameters
     assert held["positions"] == size.position_parameters

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
-from distributed_training.parallel.data import apply_fsdp
+from distributed_training.parallel.blocks import apply_fsdp
 from distributed_training.plan.topology import Topology
 
 WORLD_SIZE = 4

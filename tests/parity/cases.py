@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
-from distributed_training.measure.harness import Run, each_run, gather, open_group
+from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.run import assemble
@@ -34,9 +34,9 @@ STEPS_BEFORE, STEPS_AFTER = 3, 3  # a resume
 def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     found = {}
     with open_group() as group:
-        for finished in each_run(group, arguments["cases"], use):
-            assert finished.refused is None, f"{finished.name}: {finished.refused}"
-            found[finished.name] = finished.results[0]
+        for name, ranks in each_run(group, arguments["cases"], use):
+            assert not isinstance(ranks, str), f"{name}: {ranks}"
+            found[name] = ranks[0]
     return found
 
 
@@ -142,6 +142,6 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     def step(run: Run) -> list[Any]:
         watched.seen = {}
         _train(run, 1)
-        return gather(watched.seen)
+        return assemble.gather(watched.seen)
 
     return _all_cases(arguments, step)

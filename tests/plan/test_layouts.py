@@ -8,7 +8,6 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.models.gpt2 import build as build_model
-from distributed_training.parallel.pipeline import build_stages
 from distributed_training.plan.layouts import balanced_cut, stage_parameters
 from tests.plan.helpers import lay_out
 from tests.support import refused
@@ -51,7 +50,8 @@ CUTS = [
 @pytest.mark.parametrize("seq_len", [32, 1024])
 def test_no_cut_has_a_cheaper_costliest_process(name, pp, held, seq_len):
     size, ranks = DEEP if name == "deep" else SIZES[name], held(pp)
-    block, head = size.block_flops(seq_len), size.output_flops()
+    block = 6 * size.block_matrix_parameters + 12 * size.hidden_size * seq_len
+    head = 6 * size.padded_vocab_size * size.hidden_size
 
     def costliest(counts):
         costs = [0] * pp
@@ -102,11 +102,10 @@ def test_where_stages_lie(schedule, ranks):
 @pytest.mark.parametrize("num_stages", [1, 2, 7])
 def test_parameters_of_a_stage_are_those_of_its_module(num_stages):
     counts = [1] * (num_stages - 1) + [DEEP.num_layers - num_stages + 1]
-    ends = list(itertools.accumulate(counts))
-    stages = tuple(range(end - n, end) for end, n in zip(ends, counts, strict=True))
-    for index in range(num_stages):
-        model = build_model(DEEP, dropout=0.0, seed=0)
-        stage = build_stages(model, stages, tuple(range(num_stages)), index)[index]
+    last = num_stages - 1
+    for index, end in enumerate(itertools.accumulate(counts)):
+        model, blocks = build_model(DEEP, dropout=0.0, seed=0), range(end - counts[index], end)
+        stage = model.stage(blocks, is_first=index == 0, is_last=index == last)
         held = sum(parameter.numel() for parameter in stage.parameters())
         assert held == stage_parameters(DEEP, counts, index)  # its vocabulary has no padding
 
@@ -131,12 +130,11 @@ def test_parameters_of_the_fullest_process(config, num_processes, expected):
 
 def test_every_name_of_the_model_is_in_a_stage():
     whole = dict(build_model(DEEP, dropout=0.0, seed=0).named_parameters())
-    layout = (range(0, 3), range(3, 7))
     found = {}
-    for place in (0, 1):
+    for is_last, blocks in enumerate((range(0, 3), range(3, 7))):
         model = build_model(DEEP, dropout=0.0, seed=0)
-        for stage in build_stages(model, layout, (0, 1), place).values():
-            found.update(stage.named_parameters())
+        stage = model.stage(blocks, is_first=not is_last, is_last=bool(is_last))
+        found.update(stage.named_parameters())
     assert found.keys() == whole.keys()
     assert all((found[name] == whole[name]).all() for name in whole)
 

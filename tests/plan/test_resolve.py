@@ -241,7 +241,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
 def test_a_tokenizer_that_is_not_there(tmp_path):
     with refused(f"tokenizer='{tmp_path / 'no'}' is not a folder", "vocab.json"):
         decide(tokenizer=str(tmp_path / "no"))
-    with refused("has no vocab.json"):
+    with refused("cannot be read", "vocab.json and merges.txt"):
         decide(tokenizer=str(tmp_path))
 
 

@@ -4,7 +4,7 @@ import warnings
 import pytest
 from matplotlib.figure import Figure
 
-from distributed_training.records.plots import draw_plots, labels
+from distributed_training.records.report import draw_plots, labels
 from tests.support import made_record
 
 GIB = 2**30
@@ -131,11 +131,11 @@ def test_runs_without_results_have_no_plots(tmp_path):
     ("changes", "first", "second"),
     [
         ({"strategy__name": "dp"}, "zero2", "dp"),
-        ({"config__model": "gpt2"}, "zero2, gpt2-medium", "zero2, gpt2"),
-        ({"batch__micro_batch_size": 8}, "zero2, 4 x 512", "zero2, 8 x 512"),
-        ({"config__precision": "fp16"}, "zero2, bf16", "zero2, fp16"),
-        ({"config__compile": False}, "zero2, compiled", "zero2, eager"),
-        ({"world_size": 2}, "zero2, 4 proc.", "zero2, 2 proc."),
+        ({"config__model": "gpt2"}, "zero2, model gpt2-medium", "zero2, model gpt2"),
+        ({"batch__micro_batch_size": 8}, "zero2, batch 4 x 512", "zero2, batch 8 x 512"),
+        ({"config__precision": "fp16"}, "zero2, precision bf16", "zero2, precision fp16"),
+        ({"config__compile": False}, "zero2, compile yes", "zero2, compile no"),
+        ({"world_size": 2}, "zero2, processes 4", "zero2, processes 2"),
         ({"run_dir": "runs/y"}, "zero2, x", "zero2, y"),
     ],
 )
@@ -153,7 +153,7 @@ def test_labels_tell_layouts_apart_and_name_or_count_equal_runs():
     ]
     without_folder = [made_record(run_dir="") for _ in range(2)]
     assert labels([*pipelines, *without_folder]) == [
-        "pp pp4 1f1b-m8", "pp pp4 gpipe-m8", "zero2, run 1", "zero2, run 2",
+        "pp pp4 1f1b-m8", "pp pp4 gpipe-m8", "zero2, run 3", "zero2, run 4",
     ]  # fmt: skip
     named = [made_record(run_dir=f"runs/{number}") for number in (1, 2)]
     assert labels([*named, pipelines[0]]) == ["zero2, 1", "zero2, 2", "pp pp4 1f1b-m8"]

@@ -14,6 +14,7 @@ from distributed_training.records.record import (
     METRICS_FILE,
     RECORD_FILE,
     ROOT,
+    SCHEMA_VERSION,
     append_metrics,
     claim_failure,
     git_commit,
@@ -27,7 +28,6 @@ from distributed_training.records.record import (
     versions,
     write_json,
 )
-from distributed_training.records.schema import SCHEMA_VERSION
 from tests.support import record_values, refused
 
 

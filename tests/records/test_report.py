@@ -78,7 +78,7 @@ def test_a_table_of_other_json():
         (lambda: published_table("h200-x4", where={"modl": "gpt2"}), ("'modl'", "'model'?")),
         (lambda: published_table("h200-x4", where={"precision": "fp32"}), ("h200-x4", "fp32")),
         (lambda: published_table("h200-x4", without={"model": "x"}), ("h200-x4", "model='x'")),
-        (lambda: published_json("partiy.json", "x", "y"), ("does not exist", "parity.json?")),
+        (lambda: published_json("partiy.json", "x", "y"), ("does not exist", "mean parity.json?")),
         (lambda: published_json("parity.json", "speed", "x"), ("'speed'", "'speeds'?")),
         (lambda: published_json("parity.json", "tokens/s", "x"), ("differences, speeds",)),
         (lambda: published_json("parity.json", "speeds", "one, two"), ("one: the column 'two'",)),

@@ -19,6 +19,7 @@ def one_row(columns=tuple(COLUMNS), **changes):
 def test_cells_are_the_records_figures():
     assert one_row() == {
         "strategy": "zero2",
+        "model": "gpt2-medium",
         "processes": "4",
         "batch": "4 x 512",
         "precision": "bf16",
@@ -74,7 +75,7 @@ def test_disk_traffic_is_a_steps():
 @pytest.mark.parametrize("status", ["oom", "failed", "running"])
 def test_a_run_without_results_shows_its_status(status):
     row = one_row(finished=False, status=status)
-    known = {"strategy", "processes", "batch", "precision", "compile", "steps", "status"}
+    known = {"strategy", "model", "processes", "batch", "precision", "compile", "steps", "status"}
     assert {column for column, text in row.items() if text != "-"} == known
     assert (row["status"], row["steps"]) == (status, "0 of 64")
 

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from distributed_training.records.trackers import build_tracker
+from distributed_training.records.metrics import build_tracker
 
 VALUES = {"loss": 2.5, "tokens": 3, "phase": "train", "norm": None}
 

@@ -1,4 +1,3 @@
-import dataclasses
 import os
 import signal
 import socket
@@ -54,18 +53,6 @@ def test_number_of_processes(text, machine, mesh, count):
 def test_a_number_of_processes_that_is_none(text):
     with refused(f"--num_gpus {text!r}", "positive number or all"):
         launch.requested_processes(text, CPU_MACHINE, {})
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-def test_the_typed_command_is_torchruns_for_every_strategy(strategy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plan = small_plan(tmp_path, num_processes=2, strategy=strategy)
-    script, arguments = str(tmp_path / "x.py"), ["--set", "generate=two words"]
-    typed = "x.py --set 'generate=two words'"
-    torchrun = f"torchrun --standalone --nproc_per_node=2 {typed}"
-    assert launch.typed_command(plan, script, arguments) == torchrun
-    plan = dataclasses.replace(plan, num_processes=1)
-    assert launch.typed_command(plan, script, arguments) == f"python {typed}"
 
 
 def test_described_plan_shows_what_was_resolved(tmp_path):

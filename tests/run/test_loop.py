@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.sampler import Sampler
-from distributed_training.data.samples import Data, Samples
+from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run import checkpoint, loop
-from distributed_training.run.loop import PATIENCE_S, History, Journal, Trainer, learning_rate
+from distributed_training.run.loop import PATIENCE_S, History, Trainer, learning_rate
 from distributed_training.settings.config import build_config
 
 
@@ -107,7 +106,7 @@ def make_trainer(engine=None, **config):
     config = build_config({"batch_size": 1, "learning_rate": 0.1, **config})
     return Trainer(
         engine=engine or CountingEngine(),
-        plan=SimpleNamespace(config=config),
+        plan=SimpleNamespace(config=config, run_dir=Path("x")),
         topology=Topology(
             world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
         ),
@@ -121,7 +120,8 @@ def make_trainer(engine=None, **config):
             replica=0,
             seed=0,
         ),
-        journal=Journal(Path("x"), NUM_STEPS, Display(enabled=True), History()),
+        num_steps=NUM_STEPS,
+        display=Display(enabled=True),
     )
 
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypat
     monkeypatch.setattr("distributed_training.run.loop.append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=4)
-    trainer.journal.record = SimpleNamespace(update=lambda **values: record.update(values))
+    trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
 
     def publish(*_, step, **__):
         curves.append((step, [row[0] for row in record["loss_curve"]], record["step"]))
@@ -212,7 +212,7 @@ def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch)
 def test_an_epochs_mean_is_of_its_own_steps():
     trainer = make_trainer(CountingEngine(losses=[*range(NUM_STEPS)]))
     trainer.run()
-    epochs = trainer.journal.history.epochs
+    epochs = trainer.history.epochs
     assert [epoch["mean_step_loss"] for epoch in epochs] == [2.0, 7.0, 10.5]
     assert [epoch["step"] for epoch in epochs] == [5, 10, 12]
 
@@ -224,21 +224,21 @@ def test_an_epochs_mean_is_of_its_own_steps():
 def test_an_epoch_that_is_resumed_after_overflow_has_a_mean(before, mean):
     """In a record, from which a run goes on, null stands for what was not finite."""
     trainer = make_trainer(CountingEngine(losses=[4.0] * NUM_STEPS))
-    history = trainer.journal.history
+    history = trainer.history
     history.step, history.loss_curve = 4, [[step, loss] for step, loss in enumerate(before, 1)]
     trainer.run()
     assert history.epochs[0]["mean_step_loss"] == pytest.approx(mean)
 
 
 def test_an_epoch_without_a_finite_loss_has_no_mean():
-    journal = make_trainer().journal
-    journal.history = History(
+    trainer = make_trainer()
+    trainer.history = History(
         step=5,
         loss_curve=[[step, None] for step in range(1, 6)],
         evaluations=[{"loss": 1.0, "perplexity": 3.0}],
     )
-    journal.end_epoch(STEPS_PER_EPOCH)
-    assert journal.history.epochs[0]["mean_step_loss"] is None
+    trainer._end_epoch()
+    assert trainer.history.epochs[0]["mean_step_loss"] is None
 
 
 def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
@@ -251,16 +251,24 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     assert history == History(4, curve[:4], rows[:2], rows[1:2], [2])
 
 
-def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch, tmp_path):
-    rows = []
+@pytest.mark.usefixtures("_group", "saved")
+def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
+    rows, batches = [], []
     monkeypatch.setattr("distributed_training.run.loop.append_metrics",
                         lambda _, new: rows.extend(new))  # fmt: skip
-    journal = Journal(tmp_path, 3, Display(enabled=False), History(step=1), record=True)
-    journal.add_step(StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False), epoch=0)
-    journal.add_step(StepResult(torch.tensor(9.0), 2, None, True), epoch=0)
-    journal.flush([9.0, 0.5, 0.25])  # the first is of a step that was flushed before
-    journal.flush([9.0, 0.5, 0.25])
+    answers = [
+        StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False),
+        StepResult(torch.tensor(9.0), 2, None, True),
+    ]
+    engine = CountingEngine()
+    engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
+    trainer = make_trainer(engine)
+    trainer.num_steps, trainer.history.step = 3, 1
+    trainer.record = SimpleNamespace(update=lambda **_: None)
+    # The first duration is of a step that was flushed before.
+    monkeypatch.setattr(trainer.timer, "durations_s", lambda: [9.0, 0.5, 0.25][: 1 + len(batches)])
+    trainer.run()
     found = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
     assert found == [(2, 1.5, 0.5, 8.0, False), (3, 4.5, None, 8.0, True)]
-    assert journal.history.loss_curve == [[2, 1.5], [3, 4.5]]
-    assert journal.history.skipped_steps == [3]
+    assert trainer.history.loss_curve == [[2, 1.5], [3, 4.5]]
+    assert trainer.history.skipped_steps == [3]

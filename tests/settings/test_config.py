@@ -315,9 +315,9 @@ def test_a_preset_by_name_by_path_and_from_home(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("preset", "words"),
     [
-        ("quik", ["preset quik does not exist", "from-scratch", "did you mean 'quick'?"]),
-        ("zzz", ["low-memory", "give a path"]),
-        ("{tmp}/larg.json", ["larg.json does not exist", "did you mean {tmp}/large.json?"]),
+        ("quik", ["quik.json does not exist", "did you mean quick.json?"]),
+        ("zzz", ["zzz.json does not exist", "low-memory"]),
+        ("{tmp}/larg.json", ["larg.json does not exist", "did you mean large.json?"]),
         ("{tmp}/large.json", ["large.json is not a JSON object"]),
         ("{tmp}", ["cannot be read"]),
         ("a" * 300, ["preset='aaa", "cannot be used as a path"]),

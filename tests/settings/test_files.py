@@ -26,7 +26,7 @@ def test_home_is_expanded(monkeypatch):
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
 def test_paths_that_the_system_refuses(text):
-    with refused("dataset=", "cannot be used as a path", "give another path"):
+    with refused("dataset=", "cannot be used as a path"):
         user_path("dataset", text)
 
 
@@ -54,7 +54,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{\n "epochs": 2,\n}', ["is not valid JSON", "line 3 column 1"]),
+        (b'{\n "epochs": 2,\n}', ["cannot be read as JSON", "line 3 column 1"]),
         (b"", ["line 1 column 1"]),
         (b"\xef\xbb\xbf{}", ["BOM"]),
         (b'{"model": "\xff"}', ["cannot be read", "0xff"]),
@@ -71,9 +71,9 @@ def test_a_folder_and_a_missing_file(tmp_path):
     assert load_json(tmp_path / "large.json", "preset") == [1]
     with refused("cannot be read"):
         load_json(tmp_path, "preset")
-    with refused("larg.json does not exist", f"did you mean {tmp_path / 'large.json'}?"):
+    with refused("larg.json does not exist", "did you mean large.json?"):
         load_json(tmp_path / "larg.json", "preset")
-    with refused("does not exist", "check the path"):
+    with refused("does not exist", "there are none"):
         load_json(tmp_path / "nowhere" / "x.json", "preset")
 
 

@@ -1,7 +1,4 @@
-"""GPT-2: what a model family offers (CONTRIBUTING.md), and Hugging Face's format. No torch import.
-
-`load` and `save` read and write a Hugging Face folder; torch comes with the model or its tensors.
-"""
+"""GPT-2 as a model family (CONTRIBUTING.md), and Hugging Face's format. No torch import."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_as
 
@@ -85,9 +82,6 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     tie_word_embeddings: Literal[True] = True
 
 
-_SHAPE = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
-
-
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
     UserError where our GPT-2 does not compute what it describes."""
@@ -101,7 +95,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         raise UserError(f"{folder}: n_head={heads} does not divide n_embd={width}", fix=fix)
     if config.n_inner not in (None, 4 * width):
         raise UserError(f"{folder}: n_inner={config.n_inner} is not 4 n_embd={4 * width}", fix=fix)
-    return {folder.name: gpt2_size(**config.model_dump(include=_SHAPE))}
+    shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
+    return {folder.name: gpt2_size(**config.model_dump(include=shape))}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
@@ -120,26 +115,25 @@ def load(model: Decoder, folder: Path) -> None:
     """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
     from safetensors.torch import load_file
 
-    theirs = load_file(folder / "model.safetensors")
-    theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    stored = load_file(folder / "model.safetensors").items()
+    theirs = {name.removeprefix("transformer."): tensor for name, tensor in stored}
     for ours, values in model.state_dict().items():
         name = _hf_name(ours)
-        if name not in theirs:
-            raise UserError(f"weights {folder}: tensor {name} is missing", "not a GPT-2 checkpoint")
-        tensor, expected = theirs[name], _to_hf(name, values.to("meta"), model.size).shape
-        if tensor.shape != expected or not tensor.is_floating_point():
-            found = f"{name} ({ours} here) is {tensor.dtype} {list(tensor.shape)}"
-            why = f"{found} and should be a float {list(expected)}"
+        tensor, expected = theirs.get(name), _to_hf(name, values.to("meta"), model.size).shape
+        if tensor is None or tensor.shape != expected or not tensor.is_floating_point():
+            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            why = f"{name} ({ours} here) is {found} and should be a float {list(expected)}"
             raise UserError(f"weights {folder}: shapes differ", why)
-        rows = _from_hf(name, tensor, model.size)
+        rows = tensor.t() if ".c_" in name else tensor
+        if ".c_attn." in name:  # (q/k/v, head, K) -> (head, q/k/v, K)
+            rows = rows.unflatten(0, (3, model.size.num_heads, -1)).transpose(0, 1).flatten(0, 2)
         values[: len(rows)] = rows  # the embedding's padding stays 0
 
 
 def save(
     state: dict[str, torch.Tensor], size: ModelSize, folder: Path, *, eos_token_id: int
 ) -> None:
-    """Write full fp32 `state` (our names, on the CPU) as a folder that
-    `GPT2LMHeadModel.from_pretrained` opens."""
+    """Write full fp32 `state` as a folder that `GPT2LMHeadModel.from_pretrained` opens."""
     from safetensors.torch import save_file
     from transformers import GPT2Config
 
@@ -169,10 +163,3 @@ def _to_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
     if ".c_attn." in name:  # rows (head, q/k/v, K) -> (q/k/v, head, K)
         tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return tensor.t() if ".c_" in name else tensor
-
-
-def _from_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
-    tensor = tensor.t() if ".c_" in name else tensor
-    if ".c_attn." in name:
-        tensor = tensor.unflatten(0, (3, size.num_heads, -1)).transpose(0, 1).flatten(0, 2)
-    return tensor

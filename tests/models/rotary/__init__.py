@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from distributed_training.models.size import ModelSize
+from distributed_training.models import ModelSize
 
 
 def _size(num_layers: int, *, tied: bool = True) -> ModelSize:
