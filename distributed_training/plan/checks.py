@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -29,8 +28,14 @@ STALE_LOCK_S = 60.0
 
 def run_checks(plan: Plan) -> None:
     """Run every check, cheapest first."""
-    for check in CHECKS:
-        check(plan)
+    check_packages(plan)
+    check_gpus(plan)
+    check_swapping(plan)
+    check_gpu_memory(plan)
+    check_host_memory(plan)
+    check_shared_memory(plan)
+    check_disk(plan)
+    check_extensions(plan)
 
 
 def check_packages(plan: Plan) -> None:
@@ -181,15 +186,3 @@ def check_swapping(plan: Plan) -> None:
         what = f"strategy={plan.strategy.name!r} with model={model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
-
-
-CHECKS: tuple[Callable[[Plan], None], ...] = (
-    check_packages,
-    check_gpus,
-    check_swapping,
-    check_gpu_memory,
-    check_host_memory,
-    check_shared_memory,
-    check_disk,
-    check_extensions,
-)

@@ -6,17 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.models import find_model
-from distributed_training.plan.batch import cut_batch
 from distributed_training.plan.checks import run_checks
 from distributed_training.plan.cost import estimate_activation_bytes, estimate_state_bytes
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
-from distributed_training.plan.layouts import build_layout
+from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.machine import Machine
+from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import PLAN_FILE, Plan, dump_plan
 from distributed_training.plan.resolve import choose_model, choose_settings, find_sources
 from distributed_training.plan.resume import find_resume
 from distributed_training.plan.schedules import schedule_of
-from distributed_training.plan.topology import fill_mesh
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values

@@ -17,12 +17,12 @@ from distributed_training.data.samples import Data, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.size import ModelSize
-from distributed_training.plan.batch import Batch
 from distributed_training.plan.cost import StateBytes
 from distributed_training.plan.layouts import Layout
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.plan.topology import show_axes
+from distributed_training.records.schema import Batch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.records.record import RECORD_FILE, is_alive, load_state
+from distributed_training.records.record import is_alive, load_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown, user_path
 
@@ -92,23 +92,15 @@ def find_resume(
         return None
     if resume != "auto":
         return _named_resume(resume, identity)
-    for run_dir in sorted(output_dir.glob("*/"), reverse=True):
+    for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
+        run_dir = checkpoint.parent.parent
         try:
-            checkpoints = list_checkpoints(run_dir)
-            if not checkpoints or not (run_dir / RECORD_FILE).is_file():
-                continue
             state = load_state(run_dir)
             unfinished = state.status != "ok" and not is_alive(state)
+            if unfinished and not _differences(checkpoint, identity):
+                return run_dir, checkpoint
         except (UserError, OSError) as error:
-            logger.warning("resume='auto' passes over %s: %s", run_dir, error)
-            continue
-        for checkpoint in reversed(checkpoints if unfinished else []):
-            try:
-                if not _differences(checkpoint, identity):
-                    return run_dir, checkpoint
-                break
-            except (UserError, OSError) as error:
-                logger.warning("resume='auto' falls back to what is older: %s", error)
+            logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
     return None
 
 

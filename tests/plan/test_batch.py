@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.plan.batch import Batch, cut_batch
 from distributed_training.plan.cost import activation_share
+from distributed_training.plan.layouts import cut_batch
 from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
+from distributed_training.records.schema import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES

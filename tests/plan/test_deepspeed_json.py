@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from distributed_training.plan.batch import Batch
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
+from distributed_training.records.schema import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.plan.helpers import NAMES
