@@ -105,10 +105,9 @@ def check_disk(plan: Plan) -> None:
     by_disk: dict[int, dict[Path, int]] = {}
     for key, (path, size) in written.items():
         folder = next(parent for parent in (path, *path.parents) if parent.exists())
-        if not folder.is_dir():
-            raise UserError(f"{folder} is a file, not a folder", fix=f"set {key} elsewhere")
-        if not os.access(folder, os.W_OK):
-            raise UserError(f"{folder} cannot be written to", fix=f"set {key} elsewhere")
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = f"{folder} is not a folder that can be written to"
+            raise UserError(what, fix=f"set {key} elsewhere")
         sizes = by_disk.setdefault(folder.stat().st_dev, {})
         sizes[folder] = sizes.get(folder, 0) + size
     for sizes in by_disk.values():

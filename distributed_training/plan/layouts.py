@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from distributed_training.models.size import ModelSize
-from distributed_training.plan.cost import activation_share
-from distributed_training.plan.schedules import Schedule, schedule_of
+from distributed_training.plan.cost import Schedule, activation_share, schedule_of
 from distributed_training.records.schema import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -196,9 +195,7 @@ def _refusal(config: RunConfig, schedule: Schedule, pp: int, sequences: int) -> 
     cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
     why = "micro_batch_size x num_microbatches must be that number"
     if pp > 1:
-        rounds = f"works in equal rounds of about {pp}"
-        rule = rounds if schedule.equal_rounds else f"needs {schedule.minimum(pp)} or more"
-        why += f", and pipeline_schedule={config.pipeline_schedule!r} over pp={pp} {rule}"
+        why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
     processes = sequences // (config.batch_size * config.grad_accum_steps)
     return UserError(
         f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "

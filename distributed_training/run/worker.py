@@ -91,17 +91,18 @@ def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     dist.broadcast_object_list(answer, device=torch.device("cpu"))
     if isinstance(answer[0], UserError):
         raise answer[0]
-    return planning.parse_plan(answer[0])
+    assert isinstance(answer[0], Plan)
+    return answer[0]
 
 
-def _make_plan(config: RunConfig, process: Process) -> str | UserError:
-    """The plan as JSON text, with its data in the cache that the other ranks read; or why not."""
+def _make_plan(config: RunConfig, process: Process) -> Plan | UserError:
+    """The plan, with its data in the cache that the other ranks read; or why not."""
     count, here = process.world_size, process.local_world_size
     try:
         machine = detect_machine()
         plan = make_plan(config, machine, num_processes=count, processes_here=here)
         planning.load_plan_data(plan)
-        return planning.dump_plan(reserve_run_dir(plan))
+        return reserve_run_dir(plan)
     except UserError as error:
         return error
     except OSError as error:  # a full or read-only disk under the cache, most often

@@ -227,10 +227,8 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
 def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
     """The strategy with the user's own DeepSpeed JSON, which must mean the same strategy."""
     if not own.traits.takes_deepspeed_json:
-        folders = {name: _read_folder(path) for name, path in list_strategies().items()}
-        names = ", ".join(name for name, folder in folders.items() if folder.deepspeed is not None)
         what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
-        raise UserError(what, fix=f"set deepspeed_config to None or strategy to one of {names}")
+        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
     path = user_path("deepspeed_config", given)
     source, document, mesh = _read_deepspeed(str(path), path)
     theirs = replace(own, source=source, document=document, mesh={**own.mesh, "pp": 1, **mesh})

@@ -188,7 +188,7 @@ def test_aio_is_at_the_top_level():
         (
             "dp",
             own_json(),
-            ("strategy='dp' would ignore", "deepspeed_config=", "zero1, zero2, zero3, offload"),
+            ("strategy='dp' would ignore", "deepspeed_config=", "strategy to zero2"),
         ),
         ("fsdp", own_json(), ("strategy='fsdp' would ignore deepspeed_config=",)),
     ],
