@@ -82,7 +82,7 @@ def check_host_memory(plan: Plan) -> None:
 
 def check_shared_memory(plan: Plan) -> None:
     """Without GPUs DeepSpeed's processes reduce through files in memory; Docker gives 64 MiB."""
-    if not plan.strategy.traits.reduces_in_shared_memory or plan.machine.num_gpus:
+    if not plan.strategy.traits.takes_deepspeed_json or plan.machine.num_gpus:
         return
     needed, free = REDUCE_BUFFER_BYTES * plan.processes_here, shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
@@ -127,10 +127,8 @@ def check_extensions(plan: Plan) -> None:
         what = f"{asked} builds a C++ extension and there is no {compiler}"
         raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
     if "async_io" in extensions and not has_libaio():
-        fix = "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, "
-        fix += "RHEL), or without root bash strategies/6_zero_infinity/run.sh, which fetches a copy"
-        what = f"{asked} needs libaio, and the compiler does not find its header or library"
-        raise UserError(what, fix=fix)
+        fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
+        raise UserError(f"{asked} needs libaio, and the compiler does not find it", fix=fix)
     for name in extensions:
         refuse_stale_lock(name)
 
@@ -144,7 +142,7 @@ def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
     """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
     page-locked memory for async_io, and shared memory between processes that have no GPU.
     """
-    shared = strategy.traits.reduces_in_shared_memory and not machine.num_gpus
+    shared = strategy.traits.takes_deepspeed_json and not machine.num_gpus
     own = ["pin_memory"] * strategy.swaps_to_disk + ["deepspeed_shm_comm"] * shared
     return needed_extensions(strategy) + own
 

@@ -71,9 +71,6 @@ def _same(written: object, value: object) -> bool:
 
 
 def _auto_paths(node: Any, path: str = "") -> list[str]:
-    if isinstance(node, list):
-        node = dict(enumerate(node))
     if not isinstance(node, dict):
-        return [path] if node == AUTO else []
-    inner = [(f"{path}.{key}" if path else key, value) for key, value in node.items()]
-    return [found for path, value in inner for found in _auto_paths(value, path)]
+        return [path.lstrip(".")] if node == AUTO else []
+    return [found for key, value in node.items() for found in _auto_paths(value, f"{path}.{key}")]
