@@ -16,12 +16,11 @@ from distributed_training.data.corpus import read_corpus
 from distributed_training.data.samples import Data, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSize, ModelSpec, find_model
-from distributed_training.plan.batch import Batch
-from distributed_training.plan.cost import StateBytes
+from distributed_training.plan.cost import Schedule, StateBytes, schedule_of
 from distributed_training.plan.layouts import Layout
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.plan.topology import show_axes
+from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
 
@@ -88,19 +87,12 @@ class Plan:
         }
 
 
-def dump_plan(plan: Plan) -> str:
-    """The plan as JSON text."""
-    return TypeAdapter(Plan).dump_json(plan, indent=2).decode() + "\n"
-
-
-def parse_plan(text: str) -> Plan:
-    """What `dump_plan` wrote."""
-    return TypeAdapter(Plan).validate_json(text)
+PLAN_AS_JSON = TypeAdapter(Plan)
 
 
 def load_plan(run_dir: Path) -> Plan:
     """The plan that the launching process wrote for this run."""
-    return parse_plan((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+    return PLAN_AS_JSON.validate_json((run_dir / PLAN_FILE).read_bytes())
 
 
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:

@@ -93,17 +93,18 @@ def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     answer = assemble.from_rank_0(_make_plan(config, process) if process.rank == 0 else None)
     if isinstance(answer, UserError):
         raise answer
-    return planning.parse_plan(answer)
+    assert isinstance(answer, Plan)
+    return answer
 
 
-def _make_plan(config: RunConfig, process: Process) -> str | UserError:
-    """The plan as JSON text, with its data in the cache that the other ranks read; or why not."""
+def _make_plan(config: RunConfig, process: Process) -> Plan | UserError:
+    """The plan, with its data in the cache that the other ranks read; or why not."""
     count, here = process.world_size, process.local_world_size
     try:
         machine = detect_machine()
         plan = make_plan(config, machine, num_processes=count, processes_here=here)
         planning.load_plan_data(plan)
-        return planning.dump_plan(reserve_run_dir(plan))
+        return reserve_run_dir(plan)
     except UserError as error:
         return error
     except OSError as error:  # a full or read-only disk under the cache, most often
