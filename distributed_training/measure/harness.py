@@ -30,7 +30,8 @@ import torch
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
-from distributed_training.plan.plan import Plan, load_plan_data
+from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.run import assemble, launch, worker
 from distributed_training.settings.config import build_config

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -29,8 +28,14 @@ STALE_LOCK_S = 60.0
 
 def run_checks(plan: Plan) -> None:
     """Run every check, cheapest first."""
-    for check in CHECKS:
-        check(plan)
+    check_packages(plan)
+    check_gpus(plan)
+    check_swapping(plan)
+    check_gpu_memory(plan)
+    check_host_memory(plan)
+    check_shared_memory(plan)
+    check_disk(plan)
+    check_extensions(plan)
 
 
 def check_packages(plan: Plan) -> None:
@@ -77,7 +82,7 @@ def check_host_memory(plan: Plan) -> None:
 
 def check_shared_memory(plan: Plan) -> None:
     """Without GPUs DeepSpeed's processes reduce through files in memory; Docker gives 64 MiB."""
-    if not plan.strategy.traits.reduces_in_shared_memory or plan.machine.num_gpus:
+    if not plan.strategy.traits.takes_deepspeed_json or plan.machine.num_gpus:
         return
     needed, free = REDUCE_BUFFER_BYTES * plan.processes_here, shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
@@ -100,10 +105,9 @@ def check_disk(plan: Plan) -> None:
     by_disk: dict[int, dict[Path, int]] = {}
     for key, (path, size) in written.items():
         folder = next(parent for parent in (path, *path.parents) if parent.exists())
-        if not folder.is_dir():
-            raise UserError(f"{folder} is a file, not a folder", fix=f"set {key} elsewhere")
-        if not os.access(folder, os.W_OK):
-            raise UserError(f"{folder} cannot be written to", fix=f"set {key} elsewhere")
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = f"{folder} is not a folder that can be written to"
+            raise UserError(what, fix=f"set {key} elsewhere")
         sizes = by_disk.setdefault(folder.stat().st_dev, {})
         sizes[folder] = sizes.get(folder, 0) + size
     for sizes in by_disk.values():
@@ -123,10 +127,8 @@ def check_extensions(plan: Plan) -> None:
         what = f"{asked} builds a C++ extension and there is no {compiler}"
         raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
     if "async_io" in extensions and not has_libaio():
-        fix = "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel (Fedora, "
-        fix += "RHEL), or without root bash strategies/6_zero_infinity/run.sh, which fetches a copy"
-        what = f"{asked} needs libaio, and the compiler does not find its header or library"
-        raise UserError(what, fix=fix)
+        fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
+        raise UserError(f"{asked} needs libaio, and the compiler does not find it", fix=fix)
     for name in extensions:
         refuse_stale_lock(name)
 
@@ -140,7 +142,7 @@ def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
     """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
     page-locked memory for async_io, and shared memory between processes that have no GPU.
     """
-    shared = strategy.traits.reduces_in_shared_memory and not machine.num_gpus
+    shared = strategy.traits.takes_deepspeed_json and not machine.num_gpus
     own = ["pin_memory"] * strategy.swaps_to_disk + ["deepspeed_shm_comm"] * shared
     return needed_extensions(strategy) + own
 
@@ -181,15 +183,3 @@ def check_swapping(plan: Plan) -> None:
         what = f"strategy={plan.strategy.name!r} with model={model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
-
-
-CHECKS: tuple[Callable[[Plan], None], ...] = (
-    check_packages,
-    check_gpus,
-    check_swapping,
-    check_gpu_memory,
-    check_host_memory,
-    check_shared_memory,
-    check_disk,
-    check_extensions,
-)

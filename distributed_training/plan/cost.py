@@ -1,12 +1,15 @@
-"""What a layout costs a process in memory. Estimates, pure arithmetic. No torch import.
+"""What a layout costs: memory, and a pipeline schedule's idle time. Pure arithmetic, no torch.
 
-Bytes on the wire are in plan/traffic.py, idle time in plan/schedules.py, FLOPs with the model's
-size. Refusals, the header, the advice when memory runs out and the documents all ask here.
+Bytes on the wire are in plan/traffic.py, FLOPs with the model's size. Refusals, the header, the
+advice when memory runs out and the documents all ask here. p is the number of processes along the
+pipeline, m the micro-batches of a step; what schedules need and cost is by the rules of
+torch.distributed.pipelining and the formulas of pipedream_tutorial's closed_forms.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from distributed_training.models import ModelSize
@@ -91,3 +94,85 @@ def estimate_activation_bytes(
         blocks += BLOCK_BYTES * unit
     logits = tokens * size.padded_vocab_size * LOGIT_BYTES / mesh["tp"]
     return round(blocks + logits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What one pipeline schedule needs and costs."""
+
+    bubble: Callable[[int, int], float | None]
+    """(p, m) -> idle share of a step if all stages took equally long and a backward pass twice a
+    forward one; None where there is no formula."""
+    kept: Callable[[int, int], float]
+    """(p, m) -> micro-batches whose activations the fullest process keeps, of its whole part of
+    the model."""
+    stages_per_rank: int = 1
+    v_shaped: bool = False
+    """Rank r holds stages r and 2 p - 1 - r instead of r and p + r."""
+    splits_backward: bool = False
+    """Whether the gradients of inputs and of weights are computed at different times."""
+    minimum: Callable[[int], int] = lambda p: 1
+    """p -> fewest micro-batches."""
+    equal_rounds: bool = False
+    """Whether the micro-batches must make max(1, m // p) rounds of equal length."""
+
+    def takes(self, p: int, m: int) -> bool:
+        """Whether `m` micro-batches can be run over `p` processes."""
+        return m >= self.minimum(p) and not (self.equal_rounds and m % max(1, m // p))
+
+    def ranks(self, p: int) -> tuple[int, ...]:
+        """The process that holds each stage, in the model's order."""
+        once = tuple(range(p))
+        again = once[::-1] if self.v_shaped else once
+        return once + again if self.stages_per_rank == 2 else once
+
+    def counts(self, p: int, num_sequences: int) -> list[int]:
+        """Numbers of equal micro-batches that `num_sequences` can be cut into, ascending."""
+        return [m for m in divisors(num_sequences) if self.takes(p, m)]
+
+
+def _share(idle: int, busy: int) -> float:
+    return idle / (busy + idle)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": Schedule(
+        bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: min(p, m), minimum=lambda p: p
+    ),
+    "gpipe": Schedule(bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: m),
+    "interleaved": Schedule(
+        bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
+        kept=lambda p, m: min((3 * p - 1) / 2, m),
+        stages_per_rank=2,
+        equal_rounds=True,
+    ),
+    "zb-h1": Schedule(
+        bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
+        kept=lambda p, m: min(p, m),
+        splits_backward=True,
+        equal_rounds=True,
+    ),
+    "zb-v": Schedule(
+        bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
+        kept=lambda p, m: min(p, m),
+        stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+    ),
+}
+# Without a pipeline micro-batches follow each other.
+NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
+
+
+def schedule_of(config: RunConfig, strategy: Strategy, pp: int) -> Schedule:
+    """The schedule that CONFIG asks for, the engine's own where it asks for another's, and none
+    where there is no pipeline.
+    """
+    name, known = config.pipeline_schedule, strategy.traits.schedules or ("1f1b",)
+    return SCHEDULES[name if name in known else known[0]] if pp > 1 else NO_PIPELINE
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

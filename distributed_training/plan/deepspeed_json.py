@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from distributed_training.plan.batch import Batch
+from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -26,10 +26,14 @@ def fill_deepspeed_json(
         "gradient_clipping": ("max_grad_norm", config.max_grad_norm or 0.0),
         "bf16.enabled": ("precision", config.precision == "bf16"),
         "fp16.enabled": ("precision", config.precision == "fp16"),
+        "optimizer.params.lr": ("learning_rate", config.learning_rate),
+        "optimizer.params.weight_decay": ("weight_decay", config.weight_decay),
     }
     for path, (key, value) in decided.items():
-        name, _, inner = path.partition(".")
-        section, last = (document.setdefault(name, {}), inner) if inner else (document, name)
+        *sections, last = path.split(".")
+        section = document
+        for name in sections:
+            section = section.setdefault(name, {})
         if not _same(section.get(last, AUTO), value):
             what = f"{source}: {path}={shown(section[last])} but CONFIG makes {key}="
             what += repr(getattr(batch, key, getattr(config, key)))
@@ -40,7 +44,10 @@ def fill_deepspeed_json(
     if not _same(written, batch.global_batch_size):
         what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
         raise UserError(what, fix='write "auto" in the JSON')
-    _check_optimizer(f"{source}: optimizer", config, document.pop("optimizer", {}))
+    for name, value in document.pop("optimizer")["params"].items():  # the same for every engine
+        if name not in ("lr", "weight_decay") and value != AUTO:
+            what = f"{source}: optimizer.params.{name}={shown(value)} is not what every strategy"
+            raise UserError(f"{what} takes", fix='write "auto" in the JSON')
     unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
     unwanted += ["scheduler"] if document.pop("scheduler", None) else []
     if unwanted:
@@ -56,22 +63,6 @@ def fill_deepspeed_json(
     return document
 
 
-def _check_optimizer(where: str, config: RunConfig, section: dict[str, Any]) -> None:
-    """Every engine builds the same optimizer; a JSON may only repeat what CONFIG says."""
-    params, kind = section.get("params", {}), section.get("type", "AdamW")
-    if not isinstance(params, dict):
-        raise UserError(f"{where}.params is not a JSON object")
-    if kind != "AdamW":
-        what = f"{where}.type={shown(kind)} but every strategy trains with AdamW"
-        raise UserError(what, fix="remove the optimizer section")
-    wanted = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    for name, value in params.items():
-        if not _same(value, wanted.get(name, AUTO)):
-            what = f"{where}.params.{name}={shown(value)} is not what every strategy takes"
-            fix = 'write "auto" in the JSON; CONFIG has learning_rate and weight_decay'
-            raise UserError(what, fix=fix)
-
-
 def _same(written: object, value: object) -> bool:
     """Open, or equal, and not just because Python counts True as 1."""
     return written == AUTO or (
@@ -80,9 +71,6 @@ def _same(written: object, value: object) -> bool:
 
 
 def _auto_paths(node: Any, path: str = "") -> list[str]:
-    if isinstance(node, list):
-        node = dict(enumerate(node))
     if not isinstance(node, dict):
-        return [path] if node == AUTO else []
-    inner = [(f"{path}.{key}" if path else key, value) for key, value in node.items()]
-    return [found for path, value in inner for found in _auto_paths(value, path)]
+        return [path.lstrip(".")] if node == AUTO else []
+    return [found for key, value in node.items() for found in _auto_paths(value, f"{path}.{key}")]

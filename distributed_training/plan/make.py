@@ -1,31 +1,42 @@
-"""From CONFIG and a machine to the plan of a run. No torch import."""
+"""From CONFIG and a machine to the plan of a run: "auto" becomes what machine and network can do.
+
+No torch import.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from distributed_training.data.samples import AUTO_SAMPLES, Data
-from distributed_training.models import find_model
-from distributed_training.plan.batch import cut_batch
+from distributed_training.data import hub
+from distributed_training.data.corpus import EMBEDDED, WIKITEXT
+from distributed_training.data.samples import Data
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.plan.checks import run_checks
-from distributed_training.plan.cost import estimate_activation_bytes, estimate_state_bytes
+from distributed_training.plan.cost import (
+    estimate_activation_bytes,
+    estimate_state_bytes,
+    schedule_of,
+)
+from distributed_training.plan.data import fit_to_data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
-from distributed_training.plan.layouts import build_layout
+from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.plan import PLAN_FILE, Plan, dump_plan
-from distributed_training.plan.resolve import choose_model, choose_settings, find_sources
+from distributed_training.plan.mesh import fill_mesh
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.resume import find_resume
-from distributed_training.plan.schedules import schedule_of
-from distributed_training.plan.topology import fill_mesh
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
-from distributed_training.settings.strategies import load_strategy
+from distributed_training.settings.strategies import Strategy, load_strategy
+
+SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
@@ -36,15 +47,13 @@ def make_plan(
     *,
     num_processes: int,
     processes_here: int,
-    run_dir: Path | None = None,
     cut: Callable[[Plan], Data | None] = lambda plan: None,
 ) -> Plan:
     """Decide and check everything about a run; raise UserError at the first obstacle.
 
-    What may have to be downloaded comes last. `run_dir` fixes the run's folder; None picks a new
-    one (or, resuming, the old one). `cut` gives the run's samples, where it is known what they are.
+    What may have to be downloaded comes last. `cut` gives the run's samples, where they are wanted.
     """
-    plan = draft_plan(config, machine, num_processes, processes_here, run_dir)
+    plan = draft_plan(config, machine, num_processes, processes_here)
     run_checks(plan)
     config, tokenizer_dir, weights_dir = find_sources(plan.config, plan.notes)
     if weights_dir is not None:
@@ -57,37 +66,15 @@ def make_plan(
         work=describe_work(config, plan.batch.global_batch_size),
     )
     if data := cut(plan):
-        plan = _fit_to_data(plan, data)
+        plan = fit_to_data(plan, data)
     found = find_resume(config.resume, plan.output_dir, plan.identity)
     if found is not None:
         plan = replace(plan, run_dir=found[0], checkpoint=found[1])
     return _with_deepspeed_json(plan)
 
 
-def _fit_to_data(plan: Plan, data: Data) -> Plan:
-    """The number of samples and of steps, and no more warm-up than there are."""
-    config, notes, there = plan.config, list(plan.notes), len(data.train)
-    if config.num_samples == AUTO:
-        if there < AUTO_SAMPLES:
-            notes.append(f"the text has {there} samples to train on, not {AUTO_SAMPLES}")
-        config = with_values(config, num_samples=there)
-    num_steps = config.epochs * math.ceil(there / plan.batch.global_batch_size)
-    if config.max_steps != -1:
-        num_steps = min(num_steps, config.max_steps)
-    if config.warmup_steps >= num_steps:
-        warmup = num_steps // 2
-        notes.append(f"warm-up is {warmup} of {num_steps} steps, not {config.warmup_steps}")
-        config = with_values(config, warmup_steps=warmup)
-    work = describe_work(config, plan.batch.global_batch_size)
-    return replace(plan, config=config, work=work, num_steps=num_steps, notes=notes)
-
-
 def draft_plan(
-    config: RunConfig,
-    machine: Machine,
-    num_processes: int,
-    processes_here: int,
-    run_dir: Path | None = None,
+    config: RunConfig, machine: Machine, num_processes: int, processes_here: int
 ) -> Plan:
     """Decide what follows from CONFIG and the machine; check only that the layout exists."""
     requested, strategy, notes = config, load_strategy(config), list[str]()
@@ -102,13 +89,10 @@ def draft_plan(
     config = with_values(config, micro_batch_size=size, num_microbatches=count)
     kept = schedule.kept(mesh["pp"], count)
     if processes_here % tp:
-        notes.append(
-            f"tp={tp} reaches across machines ({processes_here} processes on this one): every "
-            f"layer waits for the network four times; give tp a divisor of {processes_here} and "
-            "the rest to another axis"
-        )
+        note = f"tp={tp} reaches across machines, so every layer waits for the network four times: "
+        notes.append(f"{note}give tp a divisor of {processes_here} and the rest to another axis")
     output_dir = user_path("output_dir", config.output_dir)
-    run_dir = run_dir or new_run_dir(output_dir, strategy.name, model.label, num_processes)
+    run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
     offload = output_dir / ".offload"
     if config.offload_dir is not None and strategy.swaps_to_disk:
         offload = user_path("offload_dir", config.offload_dir)
@@ -152,9 +136,176 @@ def reserve_run_dir(plan: Plan) -> Plan:
             run_dir = new_run_dir(plan.output_dir, plan.strategy.name, label, count)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
-    (plan.run_dir / PLAN_FILE).write_text(dump_plan(plan), encoding="utf-8")
+    (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
     with contextlib.suppress(OSError):  # a file system without links
         latest = plan.output_dir / f".latest-{plan.run_dir.name}"
         latest.symlink_to(plan.run_dir.name)
         latest.replace(plan.output_dir / LATEST)
     return plan
+
+
+def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunConfig:
+    """Decide an "auto" model by the machine."""
+    if config.model != AUTO:
+        return config
+    model = "gpt2-medium"
+    if machine.num_gpus == 0:
+        notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
+        model = "gpt2-tiny"
+    elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
+        notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
+        model = "gpt2"
+    return with_values(config, model=model)
+
+
+def choose_settings(
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    mesh: Mapping[str, int],
+    notes: list[str],
+) -> RunConfig:
+    """Decide every other "auto" that machine and layout decide; nothing is downloaded.
+
+    Raises UserError where an explicit value is impossible here.
+    """
+    positions = find_model(config.model).size.num_positions
+    if config.max_length > positions:
+        what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
+        raise UserError(what, fix=f"set max_length to at most {positions}")
+    # DeepSpeed copies the files but not Adam's step count nor what was not swapped out, so a
+    # resumed run would silently differ.
+    resumes = config.checkpoint_every != 0 or config.resume not in (None, AUTO)
+    if strategy.swaps_to_disk and resumes:
+        why = "DeepSpeed does not save all of the state that it keeps in files"
+        fix = "set checkpoint_every to 0 and resume to None; hf/ is exported all the same"
+        raise UserError(f"strategy={config.strategy!r} cannot be resumed exactly", why, fix)
+    if config.pipeline_schedule == AUTO:
+        config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
+    compiled = _choose_compile(config, machine, strategy, mesh, notes)
+    return with_values(config, precision=_choose_precision(config, machine), compile=compiled)
+
+
+def _choose_precision(config: RunConfig, machine: Machine) -> str:
+    gpu, bf16 = machine.num_gpus > 0, machine.compute_capability >= (8, 0)
+    if config.precision == AUTO:
+        return "fp32" if not gpu else "bf16" if bf16 else "fp16"
+    if config.precision == "fp16" and not gpu:
+        raise UserError("precision='fp16' needs a GPU", fix="set fp32")
+    if config.precision == "bf16" and gpu and not bf16:
+        what = f"precision='bf16' is not supported by {machine.gpu_name}"
+        raise UserError(what, "it needs compute capability 8.0", "set fp16")
+    return config.precision
+
+
+def _choose_compile(
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    mesh: Mapping[str, int],
+    notes: list[str],
+) -> bool:
+    schedule, obstacle = schedule_of(config, strategy, mesh["pp"]), ""
+    # Where compiled blocks would be wrong or fail.
+    if strategy.offload_device("param") != "none":
+        obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
+    elif schedule.splits_backward:
+        obstacle = f"pipeline_schedule={config.pipeline_schedule!r}, which splits backward passes"
+    elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
+        obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"
+    if config.compile is True and obstacle:
+        what = f"compile=True does not work with {obstacle}"
+        raise UserError(what, fix="set compile to auto or False")
+    if config.compile != AUTO:
+        return bool(config.compile)
+    able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
+    if able and obstacle:
+        notes.append(f"not compiled: {obstacle}")
+    return able and not obstacle
+
+
+def find_sources(config: RunConfig, notes: list[str]) -> tuple[RunConfig, Path, Path | None]:
+    """(CONFIG without "auto", tokenizer's folder, weights' folder or None for random ones): decide
+    what is left, and download what is asked for by name.
+
+    Raises UserError where an explicit value is not available.
+    """
+    spec = find_model(config.model)
+    tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
+    num_tokens = Tokenizer(tokenizer_dir).num_tokens
+    if num_tokens > spec.size.vocab_size:
+        what = f"tokenizer={tokenizer!r} has {num_tokens} tokens"
+        why = f"{config.model} knows {spec.size.vocab_size}"
+        raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
+    weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
+    dataset, rate = config.dataset, config.learning_rate
+    if dataset in (AUTO, WIKITEXT):
+        note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
+        note += "help topics of this Python"
+        named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
+        there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
+        dataset = WIKITEXT if there else EMBEDDED
+    if rate == AUTO:
+        rate = 5e-5 if weights_dir else 3e-3 if config.model == "gpt2-tiny" else 3e-4
+    found = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+    return with_values(config, **found, learning_rate=rate), tokenizer_dir, weights_dir
+
+
+def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
+    asked, own = config.tokenizer, spec.weights_dir
+    if asked == AUTO and own is not None and (own / "vocab.json").is_file():
+        return str(own), own
+    if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
+        return EMBEDDED, EMBEDDED_DIR
+    if asked not in (AUTO, "gpt2"):
+        folder = user_path("tokenizer", asked)
+        if not folder.is_dir():
+            fix = 'give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"'
+            raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
+        return str(folder), folder
+    note = "GPT-2's tokenizer is not available ({}): using the small one that is shipped; "
+    note += "perplexities compare only with runs that do the same"
+    by_name = asked != AUTO or config.weights == "pretrained"
+    named = ("gpt2", hub.TOKENIZER_COMMAND) if by_name else None
+    found = _fetch("tokenizer", hub.fetch_gpt2_tokenizer, named, note, notes)
+    return ("gpt2", found) if found else (EMBEDDED, EMBEDDED_DIR)
+
+
+def _choose_weights(
+    config: RunConfig, spec: ModelSpec, tokenizer: str, notes: list[str]
+) -> tuple[str, Path | None]:
+    asked, model, hub_id = config.weights, config.model, spec.hub_id
+    if asked == "random":
+        return "random", None
+    if asked not in (AUTO, "pretrained"):
+        return asked, user_path("weights", asked)
+    if spec.weights_dir is not None and (spec.weights_dir / "model.safetensors").is_file():
+        return str(spec.weights_dir), spec.weights_dir
+    if hub_id is None or tokenizer == EMBEDDED:
+        why = "they need GPT-2's tokenizer" if hub_id else f"{model} is not published"
+        if asked == "pretrained":
+            what = f"weights='pretrained' is impossible with {model=}, {tokenizer=}"
+            raise UserError(what, why, "set weights to random, or model and tokenizer to gpt2")
+        notes.append(f"weights are random: {why}")
+        return "random", None
+    note = "pretrained weights are not available ({}): weights are random, so this trains from "
+    note += "scratch instead of fine-tuning"
+    command = hub.weight_command(hub_id)
+    named = (f"pretrained ({model})", command) if asked == "pretrained" else None
+    found = _fetch("weights", lambda: hub.fetch_weights(hub_id), named, note, notes)
+    return ("pretrained" if found else "random"), found
+
+
+def _fetch(
+    key: str, fetch: Callable[[], Any], named: tuple[str, str] | None, note: str, notes: list[str]
+) -> Any:
+    """What `fetch` finds; else None and a note, or UserError where it was asked for by name:
+    `named` is then the value and the command that downloads it.
+    """
+    try:
+        return fetch()
+    except OSError as error:
+        if named is not None:
+            raise hub.cannot_fetch(key, named[0], error, named[1]) from None
+        notes.append(note.format(error))
+        return None

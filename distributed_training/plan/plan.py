@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.corpus import read_corpus
-from distributed_training.data.samples import Data, prepare_data
-from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSize, ModelSpec, find_model
-from distributed_training.plan.batch import Batch
-from distributed_training.plan.cost import StateBytes
+from distributed_training.plan.cost import Schedule, StateBytes, schedule_of
 from distributed_training.plan.layouts import Layout
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.plan.topology import show_axes
+from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
-QUICKLY_CUT = 4_000_000  # characters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,37 +86,9 @@ class Plan:
         }
 
 
-def dump_plan(plan: Plan) -> str:
-    """The plan as JSON text."""
-    return TypeAdapter(Plan).dump_json(plan, indent=2).decode() + "\n"
-
-
-def parse_plan(text: str) -> Plan:
-    """What `dump_plan` wrote."""
-    return TypeAdapter(Plan).validate_json(text)
+PLAN_AS_JSON = TypeAdapter(Plan)
 
 
 def load_plan(run_dir: Path) -> Plan:
     """The plan that the launching process wrote for this run."""
-    return parse_plan((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
-
-
-def peek_data(plan: Plan) -> Data | None:
-    """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
-    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
-    if sum(map(len, corpus.train)) > QUICKLY_CUT:
-        return None
-    with TemporaryDirectory() as folder:
-        return prepare_data(corpus, tokenizer, plan.config, Path(folder))
-
-
-def cut_data(plan: Plan) -> Data:
-    """The samples; tokenised once, into the cache that all processes read."""
-    return load_plan_data(plan)[0]
-
-
-def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
-    """Read, tokenise (or find in <output_dir>/.cache) and cut the corpus that the plan names."""
-    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
-    cache_dir = plan.output_dir / ".cache" / "tokens"
-    return prepare_data(corpus, tokenizer, plan.config, cache_dir), tokenizer
+    return PLAN_AS_JSON.validate_json((run_dir / PLAN_FILE).read_bytes())

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.records.record import RECORD_FILE, is_alive, load_state
+from distributed_training.records.record import is_alive, load_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown, user_path
 
@@ -90,42 +90,27 @@ def find_resume(
     if resume is None:
         return None
     if resume != "auto":
-        return _named_resume(resume, identity)
-    for run_dir in sorted(output_dir.glob("*/"), reverse=True):
-        if run_dir.is_symlink():  # latest
+        folder = user_path("resume", resume).resolve()
+        checkpoint = [folder, *list_checkpoints(folder)][-1]
+        if not (checkpoint / META_FILE).is_file():
+            fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
+            raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
+        if differences := _differences(checkpoint, identity):
+            fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
+            raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
+        load_state(checkpoint.parents[1])  # the run goes on with its record
+        return checkpoint.parents[1], checkpoint
+    for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
+        if checkpoint.parents[1].is_symlink():  # latest
             continue
         try:
-            checkpoints = list_checkpoints(run_dir)
-            if not checkpoints or not (run_dir / RECORD_FILE).is_file():
-                continue
-            state = load_state(run_dir)
+            state = load_state(checkpoint.parents[1])
             unfinished = state.status != "ok" and not is_alive(state)
+            if unfinished and not _differences(checkpoint, identity):
+                return checkpoint.parents[1], checkpoint
         except (UserError, OSError) as error:
-            logger.warning("resume='auto' passes over %s: %s", run_dir, error)
-            continue
-        for checkpoint in reversed(checkpoints if unfinished else []):
-            try:
-                if not _differences(checkpoint, identity):
-                    return run_dir, checkpoint
-                break
-            except (UserError, OSError) as error:
-                logger.warning("resume='auto' falls back to what is older: %s", error)
+            logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
     return None
-
-
-def _named_resume(resume: str, identity: Mapping[str, Any]) -> tuple[Path, Path]:
-    # Absolute, so that a checkpoint named from where one stands has the folders above it.
-    folder = user_path("resume", resume).resolve()
-    checkpoint = [folder, *list_checkpoints(folder)][-1]
-    if not (checkpoint / META_FILE).is_file():
-        fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
-        raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
-    if differences := _differences(checkpoint, identity):
-        fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
-        raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
-    run_dir = checkpoint.parent.parent
-    load_state(run_dir)  # the run goes on with its record
-    return run_dir, checkpoint
 
 
 def _differences(checkpoint: Path, identity: Mapping[str, Any]) -> str:

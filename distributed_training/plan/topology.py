@@ -1,8 +1,6 @@
 """Which process is which: ranks, the axes of the mesh, the device, the process group.
 
-    world_size == pp * dp_replicate * dp_shard * tp
-
-That is checked here and never rounded. tp varies fastest with the rank and pp slowest: what
+tp varies fastest with the rank and pp slowest: what
 communicates most lies closest together, inside a node. torch is imported only by the functions
 that need a process group.
 """
@@ -11,19 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from distributed_training.models import find_model
-from distributed_training.plan.schedules import schedule_of
-from distributed_training.plan.suggestions import advise, larger_model, split_mesh
-from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import MESH_AXES, Strategy
+from distributed_training.settings.strategies import MESH_AXES
 
 if TYPE_CHECKING:
     import torch
@@ -95,36 +86,6 @@ class Topology:
 
         on_gpu = self.device_type == "cuda"
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
-
-
-def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[str, int]:
-    """The strategy's mesh with the axis that is -1 filled in, for `world_size` processes.
-
-    Raises UserError when the product is not `world_size`, or CONFIG's model cannot be divided so.
-    """
-    axes = dict(strategy.mesh)
-    fixed, open_axis = split_mesh(strategy)
-    if any(n < 1 and axis != open_axis for axis, n in axes.items()):
-        what = f"mesh {show_axes(axes)} is not accepted; at most one axis may be -1"
-        raise UserError(what, fix="give the others whole numbers of 1 or more")
-    if open_axis and world_size % fixed == 0:
-        axes[open_axis] = world_size // fixed
-    if math.prod(axes.values()) != world_size:
-        what = f"mesh {show_axes(axes)} does not make {world_size} processes"
-        advice = advise(strategy, world_size, config, numbers_first=True)
-        source = os.path.relpath(strategy.source)
-        raise UserError(what, fix=f"{advice} (the mesh is that of {source})")
-    size, pp, tp = find_model(config.model).size, axes["pp"], axes["tp"]
-    if size.num_heads % tp:
-        what = f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}"
-        raise UserError(what, "attention is split by heads", advise(strategy, world_size, config))
-    each = schedule_of(config, strategy, pp).stages_per_rank
-    if pp * each > size.num_layers:
-        what = f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks"
-        larger = larger_model(config, strategy, axes)
-        advice = advise(strategy, world_size, config, also=larger)
-        raise UserError(what, f"its pipeline schedule has {each} a process", advice)
-    return axes
 
 
 def show_axes(axes: Mapping[str, int]) -> str:

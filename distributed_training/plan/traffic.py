@@ -33,9 +33,8 @@ class Formulas:
         self.micro_batches = batch.num_microbatches
         self.width = 4 if plan.config.precision == "fp32" else 2
         self.tokens = batch.micro_batch_size * plan.config.max_length
-        self.activation = (
-            self.tokens * size.hidden_size * self.width
-        )  # of one micro-batch, between two blocks
+        # Of one micro-batch, between two blocks.
+        self.activation = self.tokens * size.hidden_size * self.width
         self.embedding = size.padded_vocab_size * size.hidden_size // tp
         # Parameters before dp_shard divides them: in blocks, and in what lies around them.
         whole = size.block_parameters - size.block_parameters_split

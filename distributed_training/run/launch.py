@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from distributed_training.plan import plan as planning
+from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import gib
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
@@ -83,7 +83,7 @@ def start(
         count, here = process.world_size, process.local_world_size
     else:
         count = here = requested_processes(num_gpus, machine, load_strategy(config).mesh)
-    cut = planning.peek_data if dry_run else planning.cut_data
+    cut = peek_data if dry_run else cut_data
     plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
     if dry_run:
         typed = [*_launcher(plan), os.path.relpath(script), *arguments]
@@ -99,7 +99,7 @@ def start_planned(run_dir: Path) -> int:
     """Run this process's part of the plan in `run_dir`, which the launching process made."""
     process = current_process(os.environ)
     assert process is not None
-    return _work(planning.load_plan(run_dir), process)
+    return _work(load_plan(run_dir), process)
 
 
 def _work(given: Plan | RunConfig, process: Process) -> int:

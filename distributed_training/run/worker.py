@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.data.samples import Data
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.plan import plan as planning
+from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
@@ -93,17 +93,18 @@ def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     answer = assemble.from_rank_0(_make_plan(config, process) if process.rank == 0 else None)
     if isinstance(answer, UserError):
         raise answer
-    return planning.parse_plan(answer)
+    assert isinstance(answer, Plan)
+    return answer
 
 
-def _make_plan(config: RunConfig, process: Process) -> str | UserError:
-    """The plan as JSON text, with its data in the cache that the other ranks read; or why not."""
+def _make_plan(config: RunConfig, process: Process) -> Plan | UserError:
+    """The plan, with its data in the cache that the other ranks read; or why not."""
     count, here = process.world_size, process.local_world_size
     try:
         machine = detect_machine()
-        cut = planning.cut_data
+        cut = plan_data.cut_data
         plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
-        return planning.dump_plan(reserve_run_dir(plan))
+        return reserve_run_dir(plan)
     except UserError as error:
         return error
     except OSError as error:  # a full or read-only disk under the cache, most often
@@ -115,7 +116,7 @@ def _train(plan: Plan, topology: Topology) -> int:
     display = Display(enabled=topology.rank == 0)
     for note in plan.notes:
         display.say(f"note: {note}")
-    data, tokenizer = planning.load_plan_data(plan)
+    data, tokenizer = plan_data.load_plan_data(plan)
     assemble.check_ranks_agree(data)
     assemble.build_extensions(plan, topology, display)
     trainer = _build_trainer(plan, topology, data, display)

@@ -39,8 +39,6 @@ class Traits:
     rounded_weights: bool = False
     """Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
     master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)."""
-    reduces_in_shared_memory: bool = False
-    """Whether processes without GPUs reduce through files in /dev/shm."""
 
     def load(self) -> Any:
         """The engine's class. Imports torch."""
@@ -56,7 +54,6 @@ _DEEPSPEED = Traits(
     package="deepspeed",
     takes_deepspeed_json=True,
     rounded_weights=True,
-    reduces_in_shared_memory=True,
 )
 ENGINES: dict[str, Traits] = {
     "native": Traits(

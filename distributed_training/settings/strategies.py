@@ -55,6 +55,11 @@ class _Pipeline(BaseModel, strict=True):
     stages: int = 1
 
 
+class _Optimizer(BaseModel, strict=True):
+    type: Literal["AdamW"] = "AdamW"
+    params: dict[str, Any] = {}
+
+
 class _DeepSpeed(BaseModel, strict=True):
     """What this package reads of a DeepSpeed JSON."""
 
@@ -62,7 +67,7 @@ class _DeepSpeed(BaseModel, strict=True):
     pipeline: _Pipeline = _Pipeline()
     bf16: dict[str, Any] = {}
     fp16: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
+    optimizer: _Optimizer = _Optimizer()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,23 +227,15 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
 def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
     """The strategy with the user's own DeepSpeed JSON, which must mean the same strategy."""
     if not own.traits.takes_deepspeed_json:
-        folders = {name: _read_folder(path) for name, path in list_strategies().items()}
-        names = ", ".join(name for name, folder in folders.items() if folder.deepspeed is not None)
         what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
-        raise UserError(what, fix=f"set deepspeed_config to None or strategy to one of {names}")
+        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
     path = user_path("deepspeed_config", given)
     source, document, mesh = _read_deepspeed(str(path), path)
     theirs = replace(own, source=source, document=document, mesh={**own.mesh, "pp": 1, **mesh})
-    values: dict[str, Any] = {"zero_optimization.stage": (theirs.zero_stage, own.zero_stage)}
-    for part in _OFFLOADED:
-        where = f"zero_optimization.offload_{part}.device"
-        values[where] = theirs.offload_device(part), own.offload_device(part)
-    if theirs.pipelined != own.pipelined:
-        values["pipeline.stages"] = theirs.mesh["pp"], own.mesh["pp"]
-    for what, (value, wanted) in values.items():
-        if value != wanted:
-            means = f"strategy={own.name!r} means {wanted!r}"
-            raise UserError(f"{path}: {what}={value!r} but {means}", fix="change one of them")
+    found, wanted = theirs.describe_sharding(), own.describe_sharding()
+    if found != wanted:
+        what = f"{path} means {found!r} but strategy={own.name!r} means {wanted!r}"
+        raise UserError(what, fix="change one of them")
     return theirs
 
 

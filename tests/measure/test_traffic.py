@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.measure.traffic import Traffic
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.plan.make import draft_plan
-from distributed_training.plan.topology import Topology, fill_mesh
+from distributed_training.plan.mesh import fill_mesh
+from distributed_training.plan.topology import Topology
 from distributed_training.plan.traffic import Formulas, sent_bytes
 from distributed_training.records.report import main
 from distributed_training.settings.config import build_config

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed_training.models.gpt2 import SIZES
-from distributed_training.plan.batch import Batch, cut_batch
-from distributed_training.plan.layouts import Layout, build_layout
+from distributed_training.plan.cost import Schedule, schedule_of
+from distributed_training.plan.layouts import Layout, build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.make import draft_plan, make_plan
+from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import Schedule, schedule_of
-from distributed_training.plan.topology import fill_mesh
+from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, build_config
 from distributed_training.settings.strategies import Strategy, load_strategy, strategy_defaults
 from tests.support import CPU_MACHINE
@@ -49,7 +49,6 @@ def plan_for(
     num_processes: int = 2,
     *,
     here: int | None = None,
-    run_dir: Path | None = None,
     checked: bool = True,
     **config: Any,
 ) -> Plan:
@@ -58,4 +57,4 @@ def plan_for(
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **defaults, **config}
     places = {"num_processes": num_processes, "processes_here": here or num_processes}
     make = make_plan if checked else draft_plan
-    return make(build_config(values), machine, run_dir=run_dir, **places)
+    return make(build_config(values), machine, **places)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.plan.batch import Batch, cut_batch
-from distributed_training.plan.cost import activation_share
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
+from distributed_training.plan.cost import NO_PIPELINE, SCHEDULES, activation_share
+from distributed_training.plan.layouts import cut_batch
+from distributed_training.records.record import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES
@@ -157,11 +157,11 @@ def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
     ("name", "asked", "words"),
     [
         ("1f1b", {"num_microbatches": 3}, ("16 sequences", "batch_size 8", "must be that number")),
-        ("1f1b", {"micro_batch_size": 16}, ("'1f1b' over pp=2 needs 2", "set micro_batch_size=")),
+        ("1f1b", {"micro_batch_size": 16}, ("1f1b over pp=2", "set micro_batch_size=")),
         (
             "interleaved",
             {"num_microbatches": 5, "batch_size": 5},
-            ("equal rounds of about 2", "num_microbatches=5"),
+            ("interleaved over pp=2", "num_microbatches=5"),
         ),
     ],
 )

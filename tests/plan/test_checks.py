@@ -200,23 +200,27 @@ def test_infinitys_files_need_room(tmp_path, monkeypatch):
 
 def test_a_file_in_the_way_of_output_dir(tmp_path):
     (tmp_path / "file").write_text("")
-    with refused(f"{tmp_path / 'file'} is a file"):
+    with refused(f"{tmp_path / 'file'} is not a folder that can be written to"):
         check_disk(draft(tmp_path, output_dir=str(tmp_path / "file" / "runs")))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, mode: False)
-    with refused(f"{tmp_path} cannot be written to", "output_dir"):
+    with refused(f"{tmp_path} is not a folder that can be written to", "output_dir"):
         check_disk(draft(tmp_path))
 
 
-def test_every_check_is_run():
+def test_every_check_is_run(tmp_path, monkeypatch):
     here = {
         name
         for name, function in vars(checks).items()
         if name.startswith("check_") and function.__module__ == checks.__name__
     }
-    assert {check.__name__ for check in checks.CHECKS} == here
+    run = []
+    for name in here:
+        monkeypatch.setattr(checks, name, lambda plan, name=name: run.append(name))
+    run_checks(draft(tmp_path))
+    assert sorted(run) == sorted(here)
 
 
 def test_shared_memory_of_a_default_container_is_too_small(tmp_path, monkeypatch):
@@ -258,5 +262,5 @@ def test_each_disk_is_asked_for_its_own(tmp_path, monkeypatch):
 def test_what_is_in_the_way_is_named_by_its_key(tmp_path):
     (tmp_path / "file").write_text("")
     here = draft(tmp_path, "infinity", offload_dir=str(tmp_path / "file" / "x"))
-    with refused(f"{tmp_path / 'file'} is a file", "set offload_dir elsewhere"):
+    with refused(f"{tmp_path / 'file'} is not a folder", "set offload_dir elsewhere"):
         check_disk(here)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.make import make_plan
-from distributed_training.plan.plan import cut_data, peek_data
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, refused
 

@@ -7,9 +7,8 @@ import pytest
 
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.plan.make import make_plan
-from distributed_training.plan.resolve import choose_model, choose_settings, find_sources
-from distributed_training.plan.topology import fill_mesh
+from distributed_training.plan.make import choose_model, choose_settings, find_sources, make_plan
+from distributed_training.plan.mesh import fill_mesh
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.plan.helpers import plan_for

@@ -294,14 +294,14 @@ def test_auto_passes_over_a_folder_that_may_not_be_read(tmp_path, monkeypatch, c
     """Root, whom tests may run as, may read every folder: the system's answer is played."""
     wanted = make_run(tmp_path, "20260101-a", 1)
     other = make_run(tmp_path, "20260102-b", 1)
-    is_file = Path.is_file
+    read_text = Path.read_text
 
-    def forbidden(path):
+    def forbidden(path, **kwargs):
         if path.parent == other:
             raise PermissionError(13, "Permission denied")
-        return is_file(path)
+        return read_text(path, **kwargs)
 
-    monkeypatch.setattr(Path, "is_file", forbidden)
+    monkeypatch.setattr(Path, "read_text", forbidden)
     assert find_resume("auto", tmp_path, IDENTITY)[0] == wanted
     assert "Permission denied" in caplog.text
 

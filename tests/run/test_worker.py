@@ -125,7 +125,7 @@ def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch)
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(worker.planning, "load_plan_data", full)
+    monkeypatch.setattr(worker.plan_data, "cut_data", full)
     answer = worker._make_plan(build_config(values), PROCESS)
     assert isinstance(answer, UserError)
     assert "No space left on device; set output_dir elsewhere" in str(answer)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from distributed_training.plan.suggestions import nearest_layouts, show_settings
+from distributed_training.plan.mesh import nearest_layouts, show_settings
 from distributed_training.settings import strategies as strategy_module
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -40,19 +40,14 @@ def _read_once(monkeypatch):
         monkeypatch.setattr(strategy_module, name, cached)
 
 
-def suggestions(text, world_size):
-    """(processes, words to type) of all that a refusal suggests."""
-    text = text.split(" (the mesh is that of")[0]
-    start = re.search(r"start (.+?) processes(?: and set ([^,;]+))?", text)
-    if start:
-        for number in re.findall(r"\d+", start[1]):
-            yield int(number), (start[2] or "").split()
-    choices = re.search(r"(?:;|, or) set (.+?)(?:, or take|$)", text)
+def suggestions(text):
+    """Words to type, of all that a refusal suggests."""
+    choices = re.search(r"; set (.+)$", text)
     for words in choices[1].split("; or ") if choices else []:
-        yield world_size, words.split()
-    fsdp = re.search(r"take fsdp(?: with (.+))?$", text)
+        yield words.split()
+    fsdp = re.search(r"; take fsdp(?: with (.+))?$", text)
     if fsdp:
-        yield world_size, ["strategy=fsdp", *(fsdp[1] or "").split()]
+        yield ["strategy=fsdp", *(fsdp[1] or "").split()]
 
 
 def of_the_layout(text):
@@ -73,13 +68,13 @@ def test_every_suggestion_is_accepted(model, strategy, axes):
             continue
         if not of_the_layout(text):
             continue
-        found = list(suggestions(text, world_size))
+        found = list(suggestions(text))
         assert found, text
-        for number, words in found:
+        for words in found:
             try:
-                lay_out(number, *asked, *words)
+                lay_out(world_size, *asked, *words)
             except UserError as error:
-                pytest.fail(f"{number} processes, {asked}: {text}\n{words}: {error}")
+                pytest.fail(f"{world_size} processes, {asked}: {text}\n{words}: {error}")
 
 
 @pytest.mark.parametrize(("strategy", "given"), [("3d", []), ("3d", ["dp_shard=3"])])

@@ -1,6 +1,8 @@
-"""The possible layouts nearest to an impossible one, as settings to type. No torch import.
+"""The sizes of the mesh's axes, or the nearest possible ones as settings to type. No torch import.
 
-What a refusal suggests has been tried on the rules that refuse, so it is accepted.
+    world_size == pp * dp_replicate * dp_shard * tp
+
+That is never rounded. What a refusal suggests has been tried on the rules that refuse.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed_training.models import find_model
-from distributed_training.plan.batch import cut_batch
-from distributed_training.plan.layouts import build_layout
-from distributed_training.plan.schedules import divisors, schedule_of
+from distributed_training.plan.cost import divisors, schedule_of
+from distributed_training.plan.layouts import build_layout, cut_batch
+from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES, Strategy
@@ -33,27 +36,38 @@ HARMLESS: Settings = {
 FSDP: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
-def advise(
-    strategy: Strategy,
-    world_size: int,
-    config: RunConfig,
-    *,
-    also: Sequence[Settings] = (),
-    numbers_first: bool = False,
-) -> str:
-    """What to type instead: up to three layouts and what is in `also`, or where there are none
-    numbers of processes that have layouts, and fsdp, which takes any number.
+def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[str, int]:
+    """The strategy's mesh with the axis that is -1 filled in, for `world_size` processes.
 
-    `numbers_first`: name the numbers that fit the mesh as it is before the layouts.
+    Raises UserError when the product is not `world_size`, or CONFIG's model cannot be divided so.
     """
-    found, start, fsdp = nearest_layouts(strategy, world_size, config), "", ""
-    if numbers_first or not found:
-        start = _start_others(strategy, world_size, config, as_it_is=bool(found))
+    axes = dict(strategy.mesh)
+    fixed, open_axis = _split_mesh(strategy)
+    if any(n < 1 and axis != open_axis for axis, n in axes.items()):
+        what = f"mesh {show_axes(axes)} is not accepted; at most one axis may be -1"
+        raise UserError(what, fix="give the others whole numbers of 1 or more")
+    if open_axis and world_size % fixed == 0:
+        axes[open_axis] = world_size // fixed
+    size, pp, tp = find_model(config.model).size, axes["pp"], axes["tp"]
+    each = schedule_of(config, strategy, pp).stages_per_rank
+    if math.prod(axes.values()) != world_size:
+        what = f"mesh {show_axes(axes)} does not make {world_size} processes"
+        number = f"a multiple of {fixed}" if open_axis else fixed
+        why = f"that of {os.path.relpath(strategy.source)} needs {number}"
+    elif size.num_heads % tp:
+        what = f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}"
+        why = "attention is split by heads"
+    elif pp * each > size.num_layers:
+        what = f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks"
+        why = f"its pipeline schedule has {each} a process"
+    else:
+        return axes
+    found = nearest_layouts(strategy, world_size, config)
+    fix = "set " + "; or ".join(map(show_settings, found))
     if not found:
         given = show_settings(_changes(config, FSDP))
-        fsdp = "take fsdp" + (f" with {given}" if given else "")
-    words = "; or ".join(map(show_settings, [*found, *also]))
-    return ", or ".join(filter(None, [start, f"set {words}" if words else "", fsdp]))
+        fix = "take fsdp" + (f" with {given}" if given else "")
+    raise UserError(what, why, fix)
 
 
 def nearest_layouts(
@@ -62,7 +76,7 @@ def nearest_layouts(
     """Settings each of which makes a layout of `world_size` processes under `strategy`, those
     nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms.
     """
-    fixed, open_axis = split_mesh(strategy)
+    fixed, open_axis = _split_mesh(strategy)
     asked = {**strategy.mesh, **({open_axis: max(1, world_size // fixed)} if open_axis else {})}
     # An open data-parallel axis takes what is left without being told.
     told = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
@@ -77,47 +91,12 @@ def nearest_layouts(
     return [settings for _, settings in sorted(found, key=lambda pair: pair[0])[:count]]
 
 
-def _start_others(strategy: Strategy, world_size: int, config: RunConfig, *, as_it_is: bool) -> str:
-    """ "start 5 or 25 processes": up to four numbers near `world_size` that need the fewest
-    settings, none of them an axis where the mesh is to stay `as_it_is`; "" without any.
-    """
-    fixed, _ = split_mesh(strategy)
-    step = fixed if as_it_is else 1
-    # Every num_heads-th number can be divided over tp, every second one over pp.
-    furthest = max(world_size, step) + find_model(config.model).size.num_heads
-    choices = []
-    for number in range(max(step, 2), furthest + 1, step):
-        for settings in nearest_layouts(strategy, number, config, count=1):
-            if not (as_it_is and settings.keys() & MESH_AXES):
-                distance = abs(math.log(number / world_size))
-                choices.append((len(settings), distance, number, settings))
-    if not choices:
-        return ""
-    choices.sort(key=lambda choice: choice[:3])
-    best = choices[0][-1]
-    numbers = sorted([number for *_, number, settings in choices if settings == best][:4])
-    also = f" and set {show_settings(best)}" if best else ""
-    return f"start {' or '.join(map(str, numbers))} processes{also}"
-
-
 def show_settings(settings: Mapping[str, Any]) -> str:
     """ "tp=1 dp_shard=4", as `--set` reads them."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
 
-def larger_model(config: RunConfig, strategy: Strategy, axes: Mapping[str, int]) -> list[Settings]:
-    """The next larger model that this layout exists for, with what else it needs; or nothing."""
-    model = find_model(config.model)
-    sizes = sorted(model.named_sizes().items(), key=lambda item: item[1].num_parameters)
-    for name, size in sizes:
-        if size.num_parameters > model.size.num_parameters:
-            needed = _needed_settings(strategy, replace(config, model=name), axes)
-            if needed is not None:
-                return [{"model": name, **needed}]
-    return []
-
-
-def split_mesh(strategy: Strategy) -> tuple[int, str | None]:
+def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
     """The product of the sizes that the mesh gives, and the axis that it leaves open."""
     open_axis = next((axis for axis, size in strategy.mesh.items() if size == -1), None)
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
