@@ -57,6 +57,7 @@ CONFIG = {
     "export": True,  # write hf/ in Hugging Face's format at the end
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder
     "log_to": None,  # tensorboard, wandb: install them first
+    "verbose": False,  # show what libraries print about themselves, too
 }
 
 

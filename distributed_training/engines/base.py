@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,13 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
     if device.type == "cpu":
         return tensors
     return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Unless `verbose`, what libraries print about themselves is dropped."""
+    with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 @contextlib.contextmanager

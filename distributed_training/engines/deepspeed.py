@@ -53,9 +53,10 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=plan.deepspeed_json, dist_init_required=False
-        )
+        parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
+        with base.quiet(config.verbose):
+            found = deepspeed.initialize(**parts, dist_init_required=False)
+        self.engine, self.optimizer = found[:2]
         self.model = self.engine.module
         self.named = {names[parameter]: parameter for parameter in self.model.parameters()}
         if topology.device_type == "cpu":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -12,6 +15,8 @@ from distributed_training.records.record import Record
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
+WIDTH = 80  # columns of a terminal; the longest line of a run
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 class Display:
@@ -30,6 +35,10 @@ class Display:
         elif self.enabled:
             print(text, flush=True)
 
+    def note(self, text: str) -> None:
+        """A choice that was made for the user and why."""
+        self.say(textwrap.fill(f"note: {text}", WIDTH, subsequent_indent=6 * " "))
+
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Aligned `name  value` lines."""
         width = max(len(name) for name, _ in rows)
@@ -40,19 +49,21 @@ class Display:
         """Training begins at step `done` of `total`."""
         self._total = total
         if self.enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+            form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=form)
 
-    def progress(self, step: int, *, loss: float, tokens_per_s: float, step_time_s: float) -> None:
-        """Training has reached `step`."""
-        speed = f"{tokens_per_s:>10,.0f} tokens/s  {1000 * step_time_s:>7.1f} ms/step"
+    def progress(
+        self, step: int, *, epoch: int, loss: float, rate: float, tokens_per_s: float, left_s: float
+    ) -> None:
+        """Training has reached `step`, in its `epoch`th epoch; `left_s` seconds are left."""
+        left = tqdm.format_interval(round(left_s)).removeprefix("0")
+        text = f"epoch {epoch}  loss {loss:.4f}  lr {rate:.1e}  {tokens_per_s:,.0f} tok/s  {left}"
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}  {speed}")
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
         elif time.monotonic() - self._last_line > 5 or step == self._total:
             self._last_line = time.monotonic()
-            left_s = round((self._total - step) * step_time_s)
-            left = tqdm.format_interval(left_s).removeprefix("0")
-            self.say(f"step {step:>6}/{self._total}  loss {loss:.4f}  {speed}  {left} left")
+            self.say(f"step {step:>6}/{self._total}  {text} left")
 
     def stop(self) -> None:
         """Training has ended."""
@@ -75,42 +86,72 @@ def _cut_of_pipeline(pipeline: dict[str, Any]) -> str:
     return f"{pipeline['schedule']}, {micro}, blocks a stage {blocks}{idle}"
 
 
+def short_path(path: str | Path) -> str:
+    """From where one stands, unless that lies elsewhere."""
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
+def _precision(dtypes: dict[str, str], compiled: bool) -> str:
+    for long, short in _DTYPES.items():
+        dtypes = {what: text.replace(long, short) for what, text in dtypes.items()}
+    kinds = {dtypes.get(what) for what in ("arithmetic", "parameters", "gradients", "reduction")}
+    text = "{arithmetic} arithmetic; parameters {parameters}; gradients {gradients}"
+    text = "fp32" if kinds == {"fp32"} else text.format(**dtypes)
+    return text + "; compiled (the first step takes a while)" * compiled
+
+
 def header_rows(r: Record) -> list[tuple[str, str]]:
     """The header of a run, from the record it starts with."""
-    config, data, dtypes = r.config, r.data, r.dtypes or {}  # known once the engine is built
+    config, data = r.config, r.data
     length, tokens = config["max_length"], r.batch.global_batch_size * config["max_length"]
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
     axes = " x ".join(f"{axis} {size}" for axis, size in r.mesh.items() if size > 1)
-    warmup = f"({config['lr_schedule']}, warm-up {config['warmup_steps']})"
-    parts = [f"{part} {gib(size)}" for part, size in r.estimated_state_bytes.items() if size]
+    state = ", ".join(f"{gib(size)} on the {where}" for where, size in _state(r).items() if size)
+    real = data["real_token_share"]
     rows = [
-        ("model", f"{config['model']}, {r.num_parameters:,} parameters, "
+        ("model", f"{config['model']}, {_count(r.num_parameters)} parameters, "
                   f"{config['weights']} weights"),
-        ("strategy", "{name}: divides {sharding}".format(**r.strategy)),
+        ("strategy", f"{r.strategy['name']}: divides {r.strategy['sharding']}"),
         ("defaults", defaults and f"the strategy sets {defaults}"),
         ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
-        ("precision", "parameters {parameters}; arithmetic {arithmetic}".format(**dtypes)),
-        ("", "gradients {gradients}; reduction {reduction}; optimizer state {optimizer_state}"
-             .format(**dtypes)),
+        ("state", f"{state} of each process, by estimate"),
+        ("precision", _precision(r.dtypes or {}, config["compile"])),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
-        ("data", f"{config['dataset']}: {data['num_train_samples']} samples of {length} tokens "
-                 f"({100 * data['real_token_share']:.1f}% real), {data['num_validation_samples']} "
-                 f"to validate; tokenizer {config['tokenizer']}"),
-        ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; "
-                  f"learning rate {config['learning_rate']:g} {warmup}"),
-        ("state", f"expected per process: {', '.join(parts)}"),
-        ("compile", "yes (the first step takes a while)" if config["compile"] else "no"),
-        ("run", r.run_dir),
+        ("data", f"{_name(config['dataset'])}: {data['num_train_samples']} samples of {length} "
+                 f"tokens{'' if real == 1 else f' ({100 * real:.1f}% real)'}, "
+                 f"{data['num_validation_samples']} to validate"),
+        ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
+                  f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
+                  f"{config['warmup_steps']})"),
+        ("run", short_path(r.run_dir)),
     ]  # fmt: skip
     return [row for row in rows if row[1]]
+
+
+def _name(source: str) -> str:
+    """A dataset by its name; a path by its last part."""
+    return source.rstrip("/").rpartition("/")[2] or source
+
+
+def _state(r: Record) -> dict[str, int]:
+    """Bytes by where they lie."""
+    sizes = dict(r.estimated_state_bytes)
+    device = "GPU" if r.machine["gpu_name"] else "CPU"
+    elsewhere = {where: sizes.pop(where, 0) for where in ("host", "disk")}
+    return {device: sum(sizes.values()), **elsewhere}
 
 
 def summary_rows(r: Record) -> list[tuple[str, str]]:
     """The closing summary of a run, from its record."""
     speed, memory, rows = r.performance, r.memory, []
-    if r.evaluations:
+    if len(r.evaluations) > 1:
         values = [r.evaluations[place]["perplexity"] for place in (0, -1)]
         first, last = ("nan" if value is None else f"{value:.2f}" for value in values)
         steps = r.evaluations[-1]["step"]
@@ -126,4 +167,4 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients overflowed"))
-    return [*rows, ("record", f"{r.run_dir}/record.json")]
+    return [*rows, ("record", f"{short_path(r.run_dir)}/record.json")]

@@ -169,9 +169,11 @@ class Trainer:
             append_metrics(self.plan.run_dir, rows)
         self.display.progress(
             self.step,
+            epoch=rows[-1]["epoch"] + 1,
             loss=rows[-1]["loss"],
+            rate=rows[-1]["learning_rate"],
             tokens_per_s=sum(row["num_targets"] for row in rows) / sum(durations_s),
-            step_time_s=sum(durations_s) / len(rows),
+            left_s=(self.num_steps - self.step) * sum(durations_s) / len(rows),
         )
 
     def _evaluate(self) -> None:

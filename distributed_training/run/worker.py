@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -21,10 +21,10 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.resume import check_same_data
+from distributed_training.plan.resume import check_same_data, list_checkpoints
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import record as records
-from distributed_training.records.display import Display, gib, header_rows, summary_rows
+from distributed_training.records.display import Display, gib, header_rows, short_path, summary_rows
 from distributed_training.records.metrics import (
     Tracker,
     build_tracker,
@@ -115,7 +115,7 @@ def _train(plan: Plan, topology: Topology) -> int:
     """From data to the finished record; the exit code. Collective."""
     display = Display(enabled=topology.rank == 0)
     for note in plan.notes:
-        display.say(f"note: {note}")
+        display.note(note)
     data, tokenizer = plan_data.load_plan_data(plan)
     assemble.check_ranks_agree(data)
     assemble.build_extensions(plan, topology, display)
@@ -127,11 +127,12 @@ def _train(plan: Plan, topology: Topology) -> int:
     if trainer.record is not None:
         results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
         trainer.record.update(**results)
-        display.table(summary_rows(trainer.record.as_record()))
+        if not signum:
+            display.table(summary_rows(trainer.record.as_record()))
     if signum:
         saved = plan.config.checkpoint_every != 0
-        then = "continue with --resume auto" if saved else "checkpoint_every=0: not saved"
-        display.say(f"interrupted by {signal.Signals(signum).name}; {then}")
+        then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"
+        display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
     trainer.tracker.close()
     trainer.engine.close()
     dist.barrier()
@@ -219,14 +220,14 @@ def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
             seed=config.seed, agree=lambda choice: dist.broadcast(choice, src=0),
         )  # fmt: skip
         sample = tokenizer.decode([*prompt, *ids])
-        display.say(f"sample: {sample!r}")
+        display.say("sample:\n" + textwrap.indent(sample, "  "))
     if config.export:
         state = engine.full_state()
         if state is not None:
             folder = plan.run_dir / "hf"
             plan.model.save(state, folder, eos_token_id=eos_id)
             tokenizer.save(folder)
-            display.say(f"exported {folder} (Hugging Face format)")
+            display.say(f"exported {short_path(folder)} (Hugging Face's format)")
         dist.barrier()
     return sample
 
@@ -246,8 +247,13 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
         print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):  # while it starts or ends: training itself saves
+        status = "interrupted"
+        if topology.rank == 0:
+            saved = list_checkpoints(plan.run_dir)
+            then = "go on with --resume auto" if saved else "nothing was trained"
+            print(f"interrupted; {then}", file=sys.stderr)
     else:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         traceback.print_exception(error)
     sys.stderr.flush()
     try:
@@ -259,7 +265,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         if plan.offload_dir is not None and topology.local_rank == 0:
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
     finally:  # even where the disk is full
-        os._exit(getattr(error, "exit_code", 1))
+        os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:

@@ -121,6 +121,7 @@ class RunConfig(Options):
         help="auto: the newest unfinished run of the same work; or a run's folder")
     log_to: Literal["tensorboard", "wandb"] | None = kept(None, aliases=("report_to",),
         help="another place for the metrics; install it first")
+    verbose: bool = kept(False, help="show what libraries print about themselves, too")
     # fmt: on
 
     # Values of the keys that the strategy's own engine adds, and which of them are work.

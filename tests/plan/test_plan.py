@@ -242,6 +242,7 @@ OPTIONS = {
     "export": st.booleans(),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb"]),
+    "verbose": st.booleans(),
 }
 PATHS = ("deepspeed_config", "dataset", "tokenizer", "weights", "output_dir", "offload_dir")
 PATHS += ("resume",)

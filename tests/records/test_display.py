@@ -28,11 +28,11 @@ def header(**changes):
 
 def test_header_says_what_runs():
     rows = header()
-    assert rows["model"] == "gpt2-medium, 354,823,168 parameters, pretrained weights"
+    assert rows["model"] == "gpt2-medium, 354.8M parameters, pretrained weights"
     assert rows["strategy"] == "zero2: divides optimizer state, gradients"
     assert rows["processes"] == "4 on NVIDIA H200: dp_shard 4"
-    assert rows["precision"] == "parameters bf16, fp32 master copy; arithmetic bf16"
-    assert rows[""] == "gradients bf16; reduction bf16; optimizer state fp32"
+    precision = "bf16 arithmetic; parameters bf16, fp32 master copy; gradients bf16"
+    assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens a step")
     assert "1000 samples of 512 tokens (87.5% real), 200 to validate" in rows["data"]
     assert rows["steps"] == "64 = 32 an epoch; learning rate 5e-05 (cosine, warm-up 10)"
@@ -52,15 +52,20 @@ def test_header_shows_the_cut_and_what_the_strategy_decided():
 
 
 def test_header_leaves_out_state_that_is_nowhere():
-    expected = "expected per process: parameters 1.00 GiB, gradients 0.25 GiB, optimizer 0.75 GiB"
-    assert header()["state"] == expected
-    assert header(estimated_state_bytes__disk=2 * GIB)["state"] == f"{expected}, disk 2.00 GiB"
+    assert header()["state"] == "2.00 GiB on the GPU of each process, by estimate"
+    more = header(estimated_state_bytes__disk=3 * GIB)["state"]
+    assert more == "2.00 GiB on the GPU, 3.00 GiB on the disk of each process, by estimate"
 
 
 def test_header_of_a_machine_without_gpus():
     rows = header(machine__gpu_name=None, machine__num_cpus=2, config__compile=False)
     assert rows["processes"] == "4 on CPU (2 cores): dp_shard 4"
-    assert rows["compile"] == "no"
+    assert "compiled" not in rows["precision"]
+
+
+def test_header_of_a_run_in_one_format():
+    dtypes = dict.fromkeys(("arithmetic", "parameters", "gradients", "reduction"), "torch.float32")
+    assert header(dtypes=dtypes, config__compile=False)["precision"] == "fp32"
 
 
 def summary(**changes):
@@ -108,7 +113,7 @@ def test_other_ranks_are_silent(capsys):
     display.say("a")
     display.table([("a", "b")])
     display.start(0, 10)
-    display.progress(10, loss=1.0, tokens_per_s=1.0, step_time_s=1.0)
+    display.progress(10, epoch=1, loss=1.0, rate=1.0, tokens_per_s=1.0, left_s=1.0)
     display.stop()
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
@@ -120,12 +125,13 @@ def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
     display = Display(enabled=True)
     display.start(0, 100)
     for step, now_s in ((1, 100.0), (2, 101.0), (3, 106.0), (100, 107.0)):  # noqa: B007
-        display.progress(step, loss=2.0, tokens_per_s=1234.5, step_time_s=0.5)
+        left_s = (100 - step) * 0.5
+        display.progress(step, epoch=1, loss=2.0, rate=3e-3, tokens_per_s=1234.5, left_s=left_s)
     display.stop()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
-    assert "loss 2.0000" in lines[0]
-    assert "500.0 ms/step  0:50 left" in lines[0]
+    expected = "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  1,234 tok/s  0:50 left"
+    assert lines[0] == expected
 
 
 def test_the_header_shows_the_pipeline():
