@@ -283,7 +283,8 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     if plan is None:
         return
     words = plan.config.to_user_words()
-    kept_auto = {"resume", "generate"}  # a path, and a prompt that may be any text
+    # A path, a prompt that may be any text, and what the data decide (test_make.py).
+    kept_auto = {"resume", "generate", "num_samples"}
     assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
     assert plan.config.compile in (True, False)
     assert isinstance(plan.config.learning_rate, float)
