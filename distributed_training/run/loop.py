@@ -219,7 +219,7 @@ class Trainer:
             self.engine, self.plan, self.topology,
             step=self.step, data_fingerprint=self.data.fingerprint,
         )  # fmt: skip
-        self._say(f"saved {folder}")
+        self._say(f"saved {short_path(folder)}")
 
     def _say(self, text: str) -> None:
         self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
