@@ -15,7 +15,7 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.display import Display
+from distributed_training.records.display import Display, short_path
 from distributed_training.records.metrics import PeakMemory, StepTimer, Tracker, disk_bytes
 from distributed_training.records.record import RunRecord, append_metrics
 from distributed_training.run import checkpoint
