@@ -20,25 +20,15 @@ TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
 WEIGHT_FILES = ("config.json", "model.safetensors")
 
 
-def weight_command(hub_id: str) -> str:
-    """What to type to download the weights of `hub_id` in advance."""
-    return f"hf download {hub_id} {' '.join(WEIGHT_FILES)}"
-
-
 def fetch_wikitext() -> dict[str, Path]:
     """Paths of WikiText-2's parquet files by split; OSError when they are not available."""
     paths = fetch_all(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
     return dict(zip(WIKITEXT_FILES, paths, strict=True))
 
 
-def fetch_gpt2_tokenizer() -> Path:
-    """Folder with GPT-2's vocab.json and merges.txt; OSError when they are not available."""
-    return fetch_all(TOKENIZER_ID, TOKENIZER_FILES)[0].parent
-
-
-def fetch_weights(hub_id: str) -> Path:
-    """Folder with the published weights of `hub_id`; OSError when they are not available."""
-    return fetch_all(hub_id, WEIGHT_FILES)[0].parent
+def fetch_folder(repo_id: str, filenames: tuple[str, ...]) -> Path:
+    """Folder with these files of a model; OSError when they are not available."""
+    return fetch_all(repo_id, filenames)[0].parent
 
 
 def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserError:

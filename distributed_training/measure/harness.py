@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 
-PATIENCE = timedelta(minutes=3)  # for the other ranks, wherever all ranks meet
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
@@ -47,8 +44,7 @@ class Group:
 
     process: launch.Process
     device: torch.device
-    folder: Path
-    """Of all ranks and runs, so that a text is tokenised once; removed at the end."""
+    folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,7 +68,7 @@ def open_group() -> Iterator[Group]:
     process = launch.current_process(os.environ) or launch.single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
-    with process_group(device, timeout=PATIENCE):
+    with process_group(device, minutes=3):  # another rank may have failed
         folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)
@@ -96,9 +92,7 @@ def each_run(
     """
     began = time.monotonic()
     for name, values in runs.items():
-        if assemble.from_rank_0(
-            time.monotonic() - began > deadline_s
-        ):  # all ranks stop at the same run
+        if assemble.from_rank_0(time.monotonic() - began > deadline_s):
             return
         try:
             found = _do_run(values, group, use)

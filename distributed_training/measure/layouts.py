@@ -36,15 +36,12 @@ from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.assemble import describe_run, gather
-from distributed_training.run.loop import History
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
-
-
 REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
 WATCHED: dict[str, tuple[Any, list[str]]] = {
     "phase": (Pipeline, ["forward_backward"]),
@@ -182,8 +179,8 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
         run.engine.train_step(run.batch(step))
         timer.mark()
     memory.end()
-    kinds = ("phase", "reduction", "computing")
-    phases, reductions, computing = (spans.seconds(kind, NUM_STEPS - NUM_WARMUP) for kind in kinds)
+    num_timed = NUM_STEPS - NUM_WARMUP
+    phases, reductions, computing = (spans.seconds(kind, num_timed) for kind in WATCHED)
     found: dict[str, Any] = {
         "rank": topology.rank,
         **memory.as_dict(),
@@ -193,7 +190,7 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
-        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data, History())
+        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data)
         found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(

@@ -86,11 +86,6 @@ class ModelSpec:
     hub_id: str | None = None  # of published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # the Hugging Face folder, where CONFIG gives one
 
-    def named_sizes(self) -> dict[str, ModelSize]:
-        """The family's sizes by what CONFIG would say."""
-        prefix = "" if self.family in FAMILIES else f"{self.family}:"
-        return {prefix + name: size for name, size in _load(self.family).sizes().items()}
-
     def build(self, *, dropout: float, seed: int) -> Decoder:
         """On the CPU in fp32, with random weights that depend on `seed` alone."""
         return _load(self.family).build(self.size, dropout=dropout, seed=seed)

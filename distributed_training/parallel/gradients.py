@@ -50,18 +50,14 @@ def global_norm(
         return nn.utils.get_total_norm(held)
     alike: dict[int, list[torch.Tensor]] = {}
     for gradient in held:
-        alike.setdefault(_num_parts(gradient), []).append(local_part(gradient))
+        num_parts = 1  # different ones, over the ranks of the stage
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            num_parts = math.prod(size for size, place in sizes if not place.is_replicate())
+        alike.setdefault(num_parts, []).append(local_part(gradient))
     total = torch.zeros((), device=topology.device)
     per_stage = topology.world_size // topology.pp
     for num_parts, parts in alike.items():
         total += nn.utils.get_total_norm(parts).square() / (per_stage // num_parts)
     dist.all_reduce(total)
     return total.sqrt()
-
-
-def _num_parts(gradient: Any) -> int:
-    """Into how many different parts a gradient is divided over the ranks of its stage."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not placement.is_replicate())

@@ -44,7 +44,11 @@ class Pipeline:
         self.first, self.last = stages.get(0), stages.get(len(ranks) - 1)
         self._scale = 1.0
         other = topology.new_pipeline_group()
-        self._connect_neighbours(other)
+        # NCCL connects two processes at their first message and waits for both: here, at once.
+        place, count = dist.get_rank(other), dist.get_world_size(other)
+        peers = [dist.get_global_rank(other, (place + i) % count) for i in (1, -1)]
+        numbers = torch.zeros(4, device=device).split(1)
+        _exchange(other, zip(peers, numbers[:2], numbers[2:], strict=True))
         # With shapes given, torch need not run the stages to find them out.
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
@@ -62,14 +66,6 @@ class Pipeline:
             loss_fn=lambda output, _target: output * self._scale,
             scale_grads=False,
         )
-
-    def _connect_neighbours(self, group: dist.ProcessGroup) -> None:
-        """Exchange something with both neighbours: NCCL connects two processes at their first
-        message, and waits for both."""
-        place, count = dist.get_rank(group), dist.get_world_size(group)
-        numbers = torch.zeros(4, device=self.device).split(1)
-        peers = [dist.get_global_rank(group, (place + i) % count) for i in (1, -1)]
-        _exchange(group, zip(peers, numbers[:2], numbers[2:], strict=True))
 
     def forward_backward(
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float

@@ -32,8 +32,7 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer: int
-    host: int
-    """What offload keeps in RAM; `disk` in files."""
+    host: int  # what offload keeps in RAM; `disk` in files
     disk: int
 
     @property
@@ -100,21 +99,17 @@ def estimate_activation_bytes(
 class Schedule:
     """What one pipeline schedule needs and costs."""
 
+    # (p, m) -> idle share of a step if all stages took equally long and a backward pass twice a
+    # forward one; None where there is no formula
     bubble: Callable[[int, int], float | None]
-    """(p, m) -> idle share of a step if all stages took equally long and a backward pass twice a
-    forward one; None where there is no formula."""
+    # (p, m) -> micro-batches whose activations the fullest process keeps, of its whole part of
+    # the model
     kept: Callable[[int, int], float]
-    """(p, m) -> micro-batches whose activations the fullest process keeps, of its whole part of
-    the model."""
     stages_per_rank: int = 1
-    v_shaped: bool = False
-    """Rank r holds stages r and 2 p - 1 - r instead of r and p + r."""
-    splits_backward: bool = False
-    """Whether the gradients of inputs and of weights are computed at different times."""
-    minimum: Callable[[int], int] = lambda p: 1
-    """p -> fewest micro-batches."""
-    equal_rounds: bool = False
-    """Whether the micro-batches must make max(1, m // p) rounds of equal length."""
+    v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
+    splits_backward: bool = False  # gradients of inputs and of weights at different times
+    minimum: Callable[[int], int] = lambda p: 1  # p -> fewest micro-batches
+    equal_rounds: bool = False  # m micro-batches make max(1, m // p) rounds of equal length
 
     def takes(self, p: int, m: int) -> bool:
         """Whether `m` micro-batches can be run over `p` processes."""

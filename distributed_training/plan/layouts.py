@@ -27,12 +27,9 @@ from distributed_training.settings.strategies import Strategy
 class Layout:
     """The stages of a pipeline; one stage with all blocks where there is none."""
 
-    blocks_per_stage: tuple[int, ...]
-    """Blocks of each stage, in the model's order."""
-    ranks: tuple[int, ...]
-    """Place along pp that holds each stage."""
-    num_parameters: int
-    """Parameters of the process that holds most, padding not counted, before dp_shard divides."""
+    blocks_per_stage: tuple[int, ...]  # blocks of each stage, in the model's order
+    ranks: tuple[int, ...]  # place along pp that holds each stage
+    num_parameters: int  # of the process that holds most, without padding, before dp_shard divides
 
     @property
     def stages(self) -> tuple[range, ...]:

@@ -17,15 +17,11 @@ from distributed_training.settings.errors import UserError
 class Machine:
     """The facts that "auto" values and preflight checks depend on."""
 
-    num_gpus: int
-    """NVIDIA GPUs this process may use (`CUDA_VISIBLE_DEVICES` respected)."""
+    num_gpus: int  # NVIDIA GPUs this process may use (`CUDA_VISIBLE_DEVICES` respected)
     gpu_name: str | None
-    gpu_memory_bytes: int
-    """Of the smallest visible GPU, host memory where it has none of its own; 0 without a GPU."""
-    compute_capability: tuple[int, int]
-    """Lowest of the visible GPUs, (0, 0) without one; bf16 needs (8, 0)."""
-    ram_bytes: int
-    """Memory that may still be used here: the smaller of free RAM and the cgroup's room."""
+    gpu_memory_bytes: int  # of the smallest visible GPU, host memory where it has none; 0 without
+    compute_capability: tuple[int, int]  # lowest of the visible GPUs, (0, 0) without one
+    ram_bytes: int  # that may still be used: the smaller of free RAM and the cgroup's room
     num_cpus: int
 
 

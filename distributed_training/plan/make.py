@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,8 @@ from distributed_training.data.corpus import EMBEDDED, WIKITEXT
 from distributed_training.data.samples import Data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, find_model
+from distributed_training.plan import cost
 from distributed_training.plan.checks import run_checks
-from distributed_training.plan.cost import (
-    estimate_activation_bytes,
-    estimate_state_bytes,
-    schedule_of,
-)
 from distributed_training.plan.data import fit_to_data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.layouts import build_layout, cut_batch
@@ -83,7 +80,7 @@ def draft_plan(
     mesh = fill_mesh(strategy, num_processes, config)
     config = choose_settings(config, machine, strategy, mesh, notes)
     layout = build_layout(config, strategy, model.size, mesh)
-    schedule = schedule_of(config, strategy, mesh["pp"])
+    schedule = cost.schedule_of(config, strategy, mesh["pp"])
     batch = cut_batch(config, mesh, schedule)
     size, count, tp = batch.micro_batch_size, batch.num_microbatches, mesh["tp"]
     config = with_values(config, micro_batch_size=size, num_microbatches=count)
@@ -106,8 +103,8 @@ def draft_plan(
         mesh=mesh,
         batch=batch,
         layout=layout,
-        state=estimate_state_bytes(strategy, layout.num_parameters, config.precision, mesh),
-        activation_bytes=estimate_activation_bytes(config, model.size, mesh, size, kept),
+        state=cost.estimate_state_bytes(strategy, layout.num_parameters, config.precision, mesh),
+        activation_bytes=cost.estimate_activation_bytes(config, model.size, mesh, size, kept),
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload.absolute() / run_dir.name if strategy.swaps_to_disk else None,
@@ -205,7 +202,7 @@ def _choose_compile(
     mesh: Mapping[str, int],
     notes: list[str],
 ) -> bool:
-    schedule, obstacle = schedule_of(config, strategy, mesh["pp"]), ""
+    schedule, obstacle = cost.schedule_of(config, strategy, mesh["pp"]), ""
     # Where compiled blocks would be wrong or fail.
     if strategy.offload_device("param") != "none":
         obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
@@ -267,7 +264,8 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
     note += "perplexities compare only with runs that do the same"
     by_name = asked != AUTO or config.weights == "pretrained"
     named = ("gpt2", hub.TOKENIZER_COMMAND) if by_name else None
-    found = _fetch("tokenizer", hub.fetch_gpt2_tokenizer, named, note, notes)
+    fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
+    found = _fetch("tokenizer", fetch, named, note, notes)
     return ("gpt2", found) if found else (EMBEDDED, EMBEDDED_DIR)
 
 
@@ -290,9 +288,10 @@ def _choose_weights(
         return "random", None
     note = "pretrained weights are not available ({}): weights are random, so this trains from "
     note += "scratch instead of fine-tuning"
-    command = hub.weight_command(hub_id)
+    command = f"hf download {hub_id} {' '.join(hub.WEIGHT_FILES)}"
     named = (f"pretrained ({model})", command) if asked == "pretrained" else None
-    found = _fetch("weights", lambda: hub.fetch_weights(hub_id), named, note, notes)
+    fetch = partial(hub.fetch_folder, hub_id, hub.WEIGHT_FILES)
+    found = _fetch("weights", fetch, named, note, notes)
     return ("pretrained" if found else "random"), found
 
 

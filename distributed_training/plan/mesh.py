@@ -62,7 +62,7 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
         why = f"its pipeline schedule has {each} a process"
     else:
         return axes
-    found = nearest_layouts(strategy, world_size, config)
+    found = nearest_layouts(strategy, world_size, config)[:3]
     fix = "set " + "; or ".join(map(show_settings, found))
     if not found:
         given = show_settings(_changes(config, FSDP))
@@ -70,9 +70,7 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
     raise UserError(what, why, fix)
 
 
-def nearest_layouts(
-    strategy: Strategy, world_size: int, config: RunConfig, count: int = 3
-) -> list[Settings]:
+def nearest_layouts(strategy: Strategy, world_size: int, config: RunConfig) -> list[Settings]:
     """Settings each of which makes a layout of `world_size` processes under `strategy`, those
     nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms.
     """
@@ -88,7 +86,7 @@ def nearest_layouts(
             distance = sum(abs(math.log(axes[axis] / asked[axis])) for axis in told)
             # Of two as near, the one with whole copies: rounded, so that equal sums are equal.
             found.append(((len(settings), round(distance, 6), axes["dp_shard"]), settings))
-    return [settings for _, settings in sorted(found, key=lambda pair: pair[0])[:count]]
+    return [settings for _, settings in sorted(found, key=lambda pair: pair[0])]
 
 
 def show_settings(settings: Mapping[str, Any]) -> str:

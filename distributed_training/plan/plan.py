@@ -28,38 +28,27 @@ PLAN_FILE = "plan.json"
 class Plan:
     """A run that has passed every check which needs no process group."""
 
-    requested: RunConfig
-    """As merged from CONFIG, preset and --set; `config` is the same without "auto"."""
+    requested: RunConfig  # as merged from CONFIG, preset and --set; `config` has no "auto"
     config: RunConfig
     strategy: Strategy
     machine: Machine
     num_processes: int
-    processes_here: int
-    """Those on this machine."""
-    mesh: dict[str, int]
-    """Sizes of the axes, the slowest with the rank first; their product is `num_processes`."""
+    processes_here: int  # those on this machine
+    mesh: dict[str, int]  # sizes of the axes, the slowest with the rank first
     batch: Batch
     layout: Layout
     state: StateBytes
-    activation_bytes: int
-    """Estimated like `state`, of the fullest process."""
+    activation_bytes: int  # estimated like `state`, of the fullest process
     output_dir: Path
-    run_dir: Path
-    """This run's folder; before `reserve_run_dir` only a name."""
-    offload_dir: Path | None
-    """This run's own folder for state that is kept on disk; None without such."""
-    work: dict[str, Any]
-    """What must agree before two runs may be compared."""
-    notes: list[str]
-    """Choices that were made for the user and why, one sentence each."""
+    run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
+    offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
+    work: dict[str, Any]  # what must agree before two runs may be compared
+    notes: list[str]  # choices that were made for the user and why, one sentence each
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path = Path()
-    weights_dir: Path | None = None
-    """Hugging Face folder with the initial weights; None for random ones."""
-    checkpoint: Path | None = None
-    """Where to resume from; None to start afresh."""
-    num_steps: int | None = None
-    """Optimizer steps of the whole run; None where the text was not cut for the plan."""
+    weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
+    checkpoint: Path | None = None  # where to resume from; None to start afresh
+    num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property
     def model(self) -> ModelSpec:

@@ -29,21 +29,10 @@ class Meta(BaseModel, strict=True):
 
     format: int = FORMAT
     step: int
-    identity: dict[str, Any]
-    """`Plan.identity` of the run that wrote it."""
+    identity: dict[str, Any]  # `Plan.identity` of the run that wrote it
     data_fingerprint: str = ""
-    files: dict[str, int]
-    """Name -> bytes."""
-    checksums: dict[str, int]
-    """CRC-32 of the small ones."""
-
-
-def check_same_data(folder: Path, data_fingerprint: str) -> None:
-    """Raise UserError when a checkpoint was made on other tokens than the run would go on with."""
-    if read_meta(folder).data_fingerprint != data_fingerprint:
-        why = "a file of the dataset has changed, or this is another Python's embedded corpus"
-        what = f"the text is not what {folder} was trained on"
-        raise UserError(what, why, "restore it, or set resume to None")
+    files: dict[str, int]  # name -> bytes
+    checksums: dict[str, int]  # CRC-32 of the small ones
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

@@ -1,8 +1,7 @@
 """Which process is which: ranks, the axes of the mesh, the device, the process group.
 
-tp varies fastest with the rank and pp slowest: what
-communicates most lies closest together, inside a node. torch is imported only by the functions
-that need a process group.
+tp varies fastest with the rank and pp slowest: what communicates most lies closest together, inside
+a node. torch is imported only by the functions that need a process group.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
@@ -35,8 +32,7 @@ class Topology:
     dp_shard: int
     tp: int = 1
     pp: int = 1
-    device_type: str
-    """"cuda" or "cpu"."""
+    device_type: str  # "cuda" or "cpu"
 
     @property
     def dp_size(self) -> int:
@@ -95,15 +91,14 @@ def show_axes(axes: Mapping[str, int]) -> str:
 
 
 @contextlib.contextmanager
-def process_group(
-    device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEOUT
-) -> Iterator[None]:
+def process_group(device: torch.device, *, minutes: float = 30) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
     later have torch's own timeouts. The caller has dropped engine and model at the end.
     """
     import torch
     import torch.distributed as dist
 
+    timeout = timedelta(minutes=minutes)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)

@@ -83,9 +83,8 @@ def _figure(value: float) -> str:
 
 def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
     for word in set(words).difference(known):
-        why = f"known are {', '.join(known)}"
-        fix = did_you_mean(word, known)
-        raise UserError(f"{where}: the {what} {word!r} is not known", why, fix)
+        what, why = f"{where}: the {what} {word!r} is not known", f"known are {', '.join(known)}"
+        raise UserError(what, why, did_you_mean(word, known))
 
 
 def run_cog(option: str, documents: Sequence[Path]) -> None:

@@ -18,7 +18,6 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run.launch import Process
-from distributed_training.run.loop import History
 from distributed_training.settings.errors import UserError
 
 
@@ -92,9 +91,7 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     dist.barrier()
 
 
-def describe_run(
-    plan: Plan, sampler: Sampler, num_steps: int, data: Data, history: History
-) -> dict[str, Any]:
+def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> dict[str, Any]:
     """What the record says before the first step; records/record.py describes it."""
     config, strategy, layout, pp = plan.config, plan.strategy, plan.layout, plan.mesh["pp"]
     pipeline = {
@@ -134,5 +131,4 @@ def describe_run(
             "steps_per_epoch": sampler.steps_per_epoch,
         },
         "num_steps": num_steps,
-        **vars(history),
     }

@@ -14,6 +14,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,16 +51,9 @@ def save_checkpoint(
         files = [path for path in sorted(writing.rglob("*")) if path.is_file()]
         sizes = {str(path.relative_to(writing)): path.stat().st_size for path in files}
         small = [name for name, size in sizes.items() if size <= CHECKED_BYTES]
-        checksums = {name: zlib.crc32((writing / name).read_bytes()) for name in small}
-        meta = {
-            "format": resume.FORMAT,
-            "step": step,
-            "identity": plan.identity,
-            "data_fingerprint": data_fingerprint,
-            "files": sizes,
-            "checksums": checksums,
-        }
-        write_json(writing / resume.META_FILE, meta)
+        sums = {name: zlib.crc32((writing / name).read_bytes()) for name in small}
+        run = dict[str, Any](step=step, identity=plan.identity, data_fingerprint=data_fingerprint)
+        write_json(writing / resume.META_FILE, resume.Meta(**run, files=sizes, checksums=sums))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(writing, final)
         # What is newer was damaged or passed over by whoever resumed here: this run does it again.
@@ -71,19 +65,23 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(engine: Engine, folder: Path, topology: Topology) -> int:
-    """Restore engine and random numbers; return the step. Raises UserError. Collective."""
-    step = resume.read_meta(folder).step
+def load_checkpoint(
+    engine: Engine, folder: Path, topology: Topology, *, data_fingerprint: str
+) -> int:
+    """Restore engine and random numbers; return the step. Raises UserError, also for a checkpoint
+    that was made on other tokens than the run would go on with. Collective."""
+    meta = resume.read_meta(folder)
+    if meta.data_fingerprint != data_fingerprint:
+        what = f"the text is not what {folder} was trained on"
+        why = "a file of the dataset has changed, or this is another Python's embedded corpus"
+        raise UserError(what, why, "restore it, or set resume to None")
     try:
         engine.load(folder)
         generators = torch.load(folder / f"rng-rank{topology.rank}.pt")
     except (Exception, CheckpointException) as error:  # each library raises its own
-        raise UserError(
-            f"checkpoint {folder} cannot be loaded",
-            f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-            "remove that folder to fall back to the one before, or set resume to None",
-        ) from error
+        what, first_line = f"checkpoint {folder} cannot be loaded", str(error).partition("\n")[0]
+        raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
     torch.set_rng_state(generators["cpu"])
     if topology.device_type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"], topology.device)
-    return step
+    return meta.step

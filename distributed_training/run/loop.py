@@ -39,10 +39,9 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
 class History:
     """The part of a record that grows while a run trains, and that a resumed run takes over."""
 
-    step: int = 0
-    """Optimizer steps done."""
+    step: int = 0  # optimizer steps done
+    # [step, mean loss]; None stands for what was not finite in a record that was read back
     loss_curve: list[Any] = field(default_factory=list)
-    """[step, mean loss]; None stands for what was not finite in a record that was read back."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
@@ -71,8 +70,7 @@ class Trainer:
     num_steps: int
     display: Display
     history: History = field(default_factory=History)
-    record: RunRecord | None = None
-    """On rank 0 only."""
+    record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
 
     def __post_init__(self) -> None:
@@ -195,8 +193,8 @@ class Trainer:
         """The epoch of the last step is over and has been evaluated."""
         steps_per_epoch, last = self.sampler.steps_per_epoch, self.history.evaluations[-1]
         epoch = (self.step - 1) // steps_per_epoch
-        own = [x for step, x in self.history.loss_curve if step > epoch * steps_per_epoch]
-        losses = [loss for loss in own if loss is not None]
+        first, curve = epoch * steps_per_epoch, self.history.loss_curve
+        losses = [loss for step, loss in curve if step > first and loss is not None]
         self.history.epochs.append(
             {
                 "epoch": epoch + 1,

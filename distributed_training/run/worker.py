@@ -21,16 +21,11 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.resume import check_same_data, list_checkpoints
+from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology, process_group
+from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, gib, header_rows, short_path, summary_rows
-from distributed_training.records.metrics import (
-    Tracker,
-    build_tracker,
-    disk_bytes,
-    summarise_performance,
-)
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
 from distributed_training.run.generate import continuation
@@ -90,25 +85,21 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
 
 def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
-    answer = assemble.from_rank_0(_make_plan(config, process) if process.rank == 0 else None)
+    answer: Plan | UserError | None = None
+    if process.rank == 0:
+        sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
+        try:
+            plan = make_plan(config, detect_machine(), **sizes, cut=plan_data.cut_data)
+            answer = reserve_run_dir(plan)
+        except UserError as error:
+            answer = error
+        except OSError as error:  # a full or read-only disk under the cache, most often
+            answer = UserError("preparing the data failed", str(error), "set output_dir elsewhere")
+    answer = assemble.from_rank_0(answer)
     if isinstance(answer, UserError):
         raise answer
     assert isinstance(answer, Plan)
     return answer
-
-
-def _make_plan(config: RunConfig, process: Process) -> Plan | UserError:
-    """The plan, with its data in the cache that the other ranks read; or why not."""
-    count, here = process.world_size, process.local_world_size
-    try:
-        machine = detect_machine()
-        cut = plan_data.cut_data
-        plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
-        return reserve_run_dir(plan)
-    except UserError as error:
-        return error
-    except OSError as error:  # a full or read-only disk under the cache, most often
-        return UserError("preparing the data failed", str(error), "set output_dir elsewhere")
 
 
 def _train(plan: Plan, topology: Topology) -> int:
@@ -150,13 +141,13 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     if plan.checkpoint is not None:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    record, tracker = None, Tracker()
+    record, tracker = None, metrics.Tracker()
     dist.barrier()  # every rank has read the old record before it is written anew
     if topology.rank == 0:
-        values = assemble.describe_run(plan, sampler, num_steps, data, history)
+        values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
         record = records.start_record(plan.run_dir, **values)
-        tracker = build_tracker(config.log_to, plan.run_dir, values["config"])
+        tracker = metrics.build_tracker(config.log_to, plan.run_dir, values["config"])
     engine = assemble.build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:
@@ -166,8 +157,9 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
     )
     if plan.checkpoint is not None:
-        check_same_data(plan.checkpoint, data.fingerprint)
-        history.cut(load_checkpoint(engine, plan.checkpoint, topology))
+        fingerprint = data.fingerprint
+        step = load_checkpoint(engine, plan.checkpoint, topology, data_fingerprint=fingerprint)
+        history.cut(step)
         trainer.write_record()  # so that a kill before the next save does not lose it
         if topology.rank == 0:
             records.truncate_metrics(plan.run_dir, trainer.step)
@@ -182,7 +174,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     steps = enumerate(durations, trainer.step - len(durations))
     full = [seconds for step, seconds in steps if sampler.is_full(step)]
     samples = min(sampler.global_batch_size, sampler.num_samples)
-    performance = summarise_performance(
+    performance = metrics.summarise_performance(
         full or durations,
         tokens_per_step=samples * plan.config.max_length * trainer.data.train.real_share,
         flops_per_token=plan.size.flops_per_token(plan.config.max_length),
@@ -190,7 +182,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         device_name=plan.machine.gpu_name,
     )
     trainer.memory.end()
-    peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, disk_bytes()
+    peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, metrics.disk_bytes()
     disk = {name: after[name] - before[name] for name in after} if before and after else None
     ranks = assemble.gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {

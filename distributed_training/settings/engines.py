@@ -26,19 +26,14 @@ ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank
 class Traits:
     """What an engine can do."""
 
-    build: str
-    """Its class, "package.module:Class"; an engine's own file says "Class"."""
-    axes: tuple[str, ...] = ALL_AXES
-    """Axes of the mesh that may be larger than 1."""
-    schedules: tuple[str, ...] = ()
-    """Pipeline schedules that it runs; the first is the default."""
-    package: str | None = None
-    """What it needs besides torch."""
-    takes_deepspeed_json: bool = False
-    """Whether a DeepSpeed JSON configures it rather than a mesh."""
+    build: str  # its class, "package.module:Class"; an engine's own file says "Class"
+    axes: tuple[str, ...] = ALL_AXES  # axes of the mesh that may be larger than 1
+    schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
+    package: str | None = None  # what it needs besides torch
+    takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
+    # Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
+    # master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)
     rounded_weights: bool = False
-    """Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
-    master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)."""
 
     def load(self) -> Any:
         """The engine's class. Imports torch."""

@@ -74,18 +74,12 @@ class _DeepSpeed(BaseModel, strict=True):
 class Strategy:
     """One way of spreading the state of training over processes."""
 
-    name: str
-    """Short name, the value of CONFIG["strategy"]."""
-    source: Path
-    """The JSON it was read from."""
-    document: Mapping[str, Any]
-    """The DeepSpeed JSON as written, "auto" values included; {} where a mesh says all."""
-    mesh: Mapping[str, int]
-    """Sizes of the axes as asked for; -1 means "what is left of the world size"."""
-    named_axes: tuple[str, ...]
-    """Axes that the strategy is about; a layout that is suggested instead changes no others."""
-    engine: str
-    """A built-in engine, or a .py file in the strategy's folder."""
+    name: str  # short name, the value of CONFIG["strategy"]
+    source: Path  # the JSON it was read from
+    document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values; {} where a mesh says all
+    mesh: Mapping[str, int]  # sizes of the axes as asked for; -1: what is left of the world size
+    named_axes: tuple[str, ...]  # those it is about; a suggested layout changes no others
+    engine: str  # a built-in engine, or a .py file in the strategy's folder
     traits: Traits
 
     @property

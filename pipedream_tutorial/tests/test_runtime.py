@@ -75,7 +75,7 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
     assert peak_versions == alone.peak_versions
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_fifty_starts_without_a_hang(tmp_path):
     """New processes each time, mostly two of them; a hang ends at the limit of each start. Every
     fifth start is a user's; the others leave out its launcher and the imports."""

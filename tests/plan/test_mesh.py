@@ -82,7 +82,7 @@ def test_every_suggestion_is_accepted(model, strategy, axes):
 def test_all_layouts_are_found_and_the_nearest_first(strategy, given, model, world_size):
     asked = [f"model={model}", f"strategy={strategy}", "max_length=500"]
     config = build_config({}, overrides=[*asked, *given])
-    all_found = nearest_layouts(load_strategy(config), world_size, config, 10**6)
+    all_found = nearest_layouts(load_strategy(config), world_size, config)
     found = [
         tuple(lay_out(world_size, *asked, *given, *show_settings(settings).split()).mesh.values())
         for settings in all_found
@@ -104,7 +104,7 @@ def test_all_layouts_are_found_and_the_nearest_first(strategy, given, model, wor
 
 def test_of_as_many_changes_the_smaller_ones_come_first():
     config = build_config({"model": "gpt2", "strategy": "3d", "pp": 3, "dp_shard": 1})
-    found = nearest_layouts(load_strategy(config), 8, config)
+    found = nearest_layouts(load_strategy(config), 8, config)[:3]
     assert found[0] == {"pp": 4}
     assert all(len(settings) == 2 for settings in found[1:])
 
@@ -116,5 +116,5 @@ def test_of_as_many_changes_the_smaller_ones_come_first():
 )  # fmt: skip
 def test_a_strategy_has_its_own_axes_and_data_parallel_ones(strategy, axes):
     config = build_config({"strategy": strategy, "model": "gpt2", "sequence_parallel": False})
-    found = nearest_layouts(load_strategy(config), 12, config, count=10**6)
+    found = nearest_layouts(load_strategy(config), 12, config)
     assert {axis for settings in found for axis in settings} == axes

@@ -92,10 +92,12 @@ def test_the_tiny_model_takes_the_shipped_tokenizer_and_random_weights(stocked_h
 
 
 def test_missing_weights_are_pointed_out(stocked_hub, monkeypatch):
-    def fetch_weights(_):
-        raise OSError("404")
+    def fetch_folder(_, names):
+        if names == hub.WEIGHT_FILES:
+            raise OSError("404")
+        return stocked_hub
 
-    monkeypatch.setattr(hub, "fetch_weights", fetch_weights)
+    monkeypatch.setattr(hub, "fetch_folder", fetch_folder)
     resolved, notes = decide(gpu())
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
     assert any("pretrained weights are not available (404)" in note for note in notes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -118,14 +120,15 @@ def test_gpus_that_are_missing_are_named(seen, words, monkeypatch):
 def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
     values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)}
     monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
-    answer = worker._make_plan(build_config({**values, "max_length": 1025}), PROCESS)
-    assert isinstance(answer, UserError)
-    assert "max_length=1025" in str(answer)
+    sent, rank_0 = [], replace(PROCESS, rank=0)
+    monkeypatch.setattr(worker.assemble, "from_rank_0", lambda value: sent.append(value) or value)
+    with refused("max_length=1025"):
+        worker.agree_on_plan(build_config({**values, "max_length": 1025}), rank_0)
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(worker.plan_data, "cut_data", full)
-    answer = worker._make_plan(build_config(values), PROCESS)
-    assert isinstance(answer, UserError)
-    assert "No space left on device; set output_dir elsewhere" in str(answer)
+    with refused("No space left on device; set output_dir elsewhere"):
+        worker.agree_on_plan(build_config(values), rank_0)
+    assert [type(answer) for answer in sent] == [UserError, UserError]
