@@ -152,6 +152,8 @@ PICTURES: dict[str, Callable[[Work, Path], Figure]] = {
     )
 }
 
+SUFFIXES = {"all_schedules": ".svg"}  # larger than a page: sharp at any width
+
 SHARED = (
     "chunks", "forward", "backward", "weight_gradient", "communication", "overlap_saving",
     "stage_scale",
@@ -199,7 +201,7 @@ def main() -> None:
     folder, work = Path(config["output"]), Work(case=case, config=config)
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:
-        path = folder / f"{name}.png"
+        path = folder / f"{name}{SUFFIXES.get(name, '.png')}"
         PICTURES[name](work, path)
         print(path, flush=True)
 

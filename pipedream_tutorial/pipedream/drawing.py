@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -138,8 +139,11 @@ def _plain(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> Figure:
-    """Write a PNG that is the same for the same data; the page, for those who look into it."""
-    figure.savefig(path, metadata={"Software": None})
+    """Write a PNG or SVG that is the same for the same data; the page, for those who look into
+    it."""
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata=metadata)
     return figure
 
 
@@ -167,15 +171,25 @@ def ink(background: Colour) -> str:
 
 
 def kind_colours(schedule: Schedule) -> Colouring:
-    """The colour of an operation's kind, paler for a rank's second, third ... stage."""
+    """The colour of an operation's kind, paler for a rank's second, third ... stage.
+
+    Of two copies of the model, the second one's stages are the paler ones on all ranks.
+    """
     position, own = schedule.position(), stages_by_rank(schedule)
+    copy = {stage: number for number, chain in enumerate(schedule.chains) for stage in chain}
     pale = {
         stage: place / max(2, len(stages))
         for stages in own
-        for place, stage in enumerate(sorted(stages, key=lambda s: (position[s], s)))
+        for place, stage in enumerate(sorted(stages, key=lambda s: (copy[s], position[s])))
     }
 
     return lambda op: _paler(KIND_COLOURS[op.kind], pale[op.stage])
+
+
+def darker(colour: str) -> Colour:
+    """A line's colour as one that its name can be read in."""
+    red, green, blue = to_rgb(colour)
+    return (0.65 * red, 0.65 * green, 0.65 * blue)
 
 
 def _paler(colour: str, share: float) -> Colour:
@@ -203,7 +217,8 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     ]
     if any(len(own) > 1 for t in timelines for own in stages_by_rank(t.schedule)):
         second = _paler(KIND_COLOURS[FORWARD], 1 / 2)
-        text = "paler: a rank's second stage"
+        copies = {len(t.schedule.chains) for t in timelines}
+        text = "paler: 2nd stage or copy" if max(copies) > 1 else "paler: a rank's second stage"
         swatches.append(Patch(facecolor=second, edgecolor=EDGE, linewidth=0.6, label=text))
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 

@@ -107,8 +107,8 @@ def draw_all_schedules(
         f"{percent(idle(best).makespan_fraction)} ({_title_of(groups, best)})"
     )
     figure, axes = new_figure(
-        title, [p * row_height(p)] * len(groups), legend=kind_legend(timelines), head=0.45, gap=0.5,
-        notes=refusals(refused),
+        title, [_height(timeline) for timeline in timelines], legend=kind_legend(timelines),
+        head=0.45, gap=0.5, notes=refusals(refused),
     )  # fmt: skip
     for ax, group, timeline in zip(axes, groups, timelines, strict=True):
         draw_grid(ax, timeline, until=until)
@@ -121,6 +121,13 @@ def draw_all_schedules(
         ax.tick_params(labelbottom=False)
     time_label(axes[-1], timelines[0])
     return save(figure, path)
+
+
+def _height(timeline: Timeline) -> float:
+    """Inches: half as much again where operations in pairs share a row."""
+    p = timeline.schedule.num_ranks
+    pairs = any(len(event.item.parts) > 1 for event in timeline.all_events())
+    return p * row_height(p) * (1.5 if pairs else 1)
 
 
 def _title_of(groups: Sequence[Sequence[Row]], timeline: Timeline) -> str:

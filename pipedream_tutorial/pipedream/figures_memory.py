@@ -16,13 +16,13 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipedream.counters import held_activations, live_versions, times_of
 from pipedream.drawing import (
-    GREY,
+    EDGE,
+    LEAST,
     LINE_COLOURS,
     SMALL,
     TEXT,
     new_figure,
     number,
-    percent,
     rank_axis,
     save,
 )
@@ -31,15 +31,13 @@ from pipedream.figures import STEADY, durations_text, panel_title
 from pipedream.label_placing import place_labels
 from pipedream.policies import weight_use
 
-RIGHT: dict[str, Any] = {
-    "marker": "o", "linestyle": "", "color": LINE_COLOURS[1], "markersize": 9.0,
+BEATEN: dict[str, Any] = {
+    "marker": "o", "linestyle": "", "color": LINE_COLOURS[6], "markersize": 9.0,
+    "markeredgecolor": EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
-WRONG: dict[str, Any] = {
-    "marker": "o", "linestyle": "", "color": LINE_COLOURS[4], "markersize": 13.0,
-    "markerfacecolor": "none", "markeredgewidth": 2.0,
-}  # fmt: skip
-LANE = 0.85
-"""Height of the largest value in a lane, where lanes are 1 apart."""
+BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
+LANE, FLOOR = 0.8, 0.4
+"""Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
 
 
 def draw_memory_vs_bubble(found: Sequence[Standing], weights: Fraction, path: Path) -> Figure:
@@ -49,45 +47,38 @@ def draw_memory_vs_bubble(found: Sequence[Standing], weights: Fraction, path: Pa
     rank's weights weigh in units of one microbatch's activations on that rank.
     """
     places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
-    right: dict[tuple[Fraction, Fraction], str] = {}
-    wrong = set()
     for one in found:
-        memory, text = fullest_rank(one, weights)
-        point = one.steady_idle, memory
         if one.row.policy.stashed:
-            right.setdefault(point, one.row.title)
-        else:
-            wrong.add(point)
-            text += ": wrong gradients"
-        places[point].append(f"{one.row.title} {text}")
-    front = pareto_front(set(right))
-    title = "Best trade-offs of idle time and memory: " + _listed(
-        [f"{right[point]} at {percent(point[0])} idle" for point in front]
+            memory, text = fullest_rank(one, weights)
+            places[one.steady_idle, memory].append(f"{one.row.title} {text}")
+    front = pareto_front(set(places))
+    best = [name.rpartition(" (")[0] for point in front for name in places[point]]
+    title = (
+        f"Idle time against memory: for every schedule but {_listed(best)} another one is better "
+        "in one and no worse in the other"
     )
-    legend = [
-        Line2D([], [], label="schedule (activations + weight copies)", **RIGHT),
-        Line2D([], [], label="gradients are wrong", **WRONG),
-        Line2D([], [], color=GREY, linestyle="--", label="best trade-offs"),
-    ]
-    figure, (ax,) = new_figure(title, [6.0], legend=legend, head=0.3, left=1.05, notes=[STEADY])
+    legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
+    notes = [STEADY]
+    wrong = [one.row.title for one in found if not one.row.policy.stashed]
+    if wrong:
+        notes.append(f"Left out, because its gradients are wrong: {_listed(wrong)}")
+    figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
-    corners = [(float(x), float(y)) for x, y in front]
-    xs, ys = zip(*corners, strict=True)
-    ax.step(xs, ys, where="post", color=GREY, linestyle="--", zorder=1)
-    for points, style in ((right, RIGHT), (wrong, WRONG)):
+    for points, style in (([at for at in places if at not in front], BEATEN), (front, BEST)):
         ax.plot([float(x) for x, _ in points], [float(y) for _, y in points], **style)
+    ax.grid(color="#E6E6E6")
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.set_xlabel("idle share of the ranks' time, batch after batch", fontsize=TEXT)
     ax.set_ylabel("peak memory of the fullest rank", fontsize=TEXT)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     panel_title(
         ax,
-        "Unit: one microbatch's activations on one rank; one copy of a rank's weights is "
-        f"{number(weights)} of them",
+        "(activations + weight copies), in one microbatch's activations on a rank; a copy of its "
+        f"weights is {number(weights)}",
     )
     labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
-    place_labels(figure, ax, labels, corners)
+    place_labels(figure, ax, labels)
     return save(figure, path)
 
 
@@ -136,14 +127,14 @@ def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figu
     rows = -(-len(found) // 2)
     figure, axes = new_figure(
         title,
-        [max(1.6, 0.5 * p)] * rows,
+        [max(1.6, 0.58 * p)] * rows,
         columns=2,
         legend=legend,
         head=0.45,
-        left=1.0,
-        right=0.75,
+        left=1.3,
+        right=0.6,
         notes=[
-            f"Beside a rank's lane: peak activations / peak versions; a lane is {number(top)} high",
+            "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
             f"Time in units: {durations_text(streams[0])}",
         ],
     )
@@ -151,14 +142,29 @@ def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figu
         _draw_lanes(ax, one, top)
         ax.set_xlim(0, float(until))
         rank_axis(ax, p, most_times=7)
-        ax.set_ylim(p - 0.5, -0.5)
+        _lane_axis(ax, p, top)
         panel_title(ax, one.row.title)
         ax.set_xlabel("time", fontsize=TEXT)
+    for ax in axes[1::2]:
+        ax.set_ylabel("")
     for ax in axes[: -2 if len(found) % 2 == 0 else -3]:
         ax.set_xlabel("")
     for ax in axes[len(found) :]:
         ax.remove()
     return save(figure, path)
+
+
+def _lane_axis(ax: Axes, num_ranks: int, top: Fraction) -> None:
+    """Each lane's own scale from 0 to `top`, with a line at both and half-way."""
+    values = [Fraction(0), top / 2, top]
+    ticks = [(rank + FLOOR - LANE * float(v / top), v) for rank in range(num_ranks) for v in values]
+    for y, value in ticks:
+        ax.axhline(y, color="#C9C9C9" if value == 0 else "#E6E6E6", linewidth=0.8, zorder=0)
+    named = [(y, number(value)) for y, value in ticks if value != top / 2]
+    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=LEAST)
+    ax.set_yticks(range(num_ranks), [str(rank) for rank in range(num_ranks)], minor=True)
+    ax.tick_params(axis="y", which="minor", length=0, labelsize=SMALL, pad=22)
+    ax.set_ylim(num_ranks - 0.5, -0.5)
 
 
 def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
@@ -173,13 +179,12 @@ def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
         points: list[tuple[Fraction, Fraction]], rank: int
     ) -> tuple[list[float], list[float]]:
         xs = [float(time) for time, _ in points] + [float(end)]
-        ys = [rank + 0.45 - LANE * float(value / top) for _, value in points]
+        ys = [rank + FLOOR - LANE * float(value / top) for _, value in points]
         return xs, [*ys, ys[-1]]
 
     for rank in range(stream.schedule.num_ranks):
-        ax.axhline(rank + 0.45, color="#C9C9C9", linewidth=0.8, zorder=0)
         xs, ys = curve(held[rank], rank)
-        ax.fill_between(xs, ys, rank + 0.45, step="post", color=LINE_COLOURS[6], linewidth=0)
+        ax.fill_between(xs, ys, rank + FLOOR, step="post", color=LINE_COLOURS[6], linewidth=0)
         ax.step(*curve(kept[rank], rank), where="post", color=LINE_COLOURS[4], linewidth=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,

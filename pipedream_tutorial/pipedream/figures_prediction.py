@@ -1,4 +1,4 @@
-"""The picture of records of the runtime: measured utilisation as points, simulated as lines."""
+"""The picture of records of the runtime: how far simulated utilisation is from measured."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from pipedream.drawing import LINE_COLOURS, TEXT, new_figure
-from pipedream.figures import panel_title
+from pipedream.drawing import GREY, LINE_COLOURS, SMALL, TEXT, new_figure
 from pipedream.figures_compare import MARKERS
+from pipedream.results_text import GPU_GOAL_POINTS
 from pipedream.schedules import SCHEDULES
 
 Record = Mapping[str, Any]
@@ -27,87 +28,65 @@ HOLLOW: dict[str, Any] = {
 
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
-    """Two panels a record (its text, and the record): utilisation against m, and below it how far
-    the simulation is off.
+    """Every predicted run of the records (their texts, and the records): how far the simulation is
+    off against the measured utilisation.
 
     Runs that the durations were taken from are drawn filled. Cases without a prediction are left
     out. The PNG's metadata has a digest of what is drawn (see digest).
     """
-    cases = [case for _, record in records for case in predicted_cases(record)]
-    styles = _styles(cases)
-    worst = max(abs(points_off(case)) for case in cases if not case["calibrated_on"])
-    legend = [
-        Line2D([], [], label=SCHEDULES[name].title, **HOLLOW | style)
-        for name, style in styles.items()
-    ]
+    cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
+    machines = list(dict.fromkeys(_machine(record) for _, record in records))
+    colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
+    names = dict.fromkeys(case["schedule"] for _, _, case in cases)
+    markers = dict(zip(names, MARKERS, strict=False))
+    predicted = [each for each in cases if not each[2]["calibrated_on"]]
+    text, _, worst = max(predicted, key=lambda each: abs(points_off(each[2])))
+    black: dict[str, Any] = HOLLOW | {"color": "black"}
+    legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in machines]
     legend += [
-        Line2D([], [], color="black", linewidth=1.6, label="simulated"),
-        Line2D([], [], color="black", marker="o", linestyle="", label="calibrated on"),
+        Line2D([], [], label=SCHEDULES[name].title, **black | {"marker": markers[name]})
+        for name in names
     ]
-    columns = min(2, len(records))
-    figure, axes = new_figure(
-        f"Utilisation measured and simulated: at most {worst:.1f} percentage points apart in runs "
-        "that the simulator was not calibrated on",
-        [3.0, 1.6] * -(-len(records) // columns),
-        columns=columns,
+    filled = {"marker": "o", "markerfacecolor": "black"}
+    legend.append(Line2D([], [], label="calibrated on (filled)", **black | filled))
+    figure, (ax,) = new_figure(
+        f"Utilisation simulated and measured: at most {abs(points_off(worst)):.1f} percentage "
+        "points apart in runs that the simulator was not calibrated on",
+        [4.4],
         legend=legend,
-        head=0.5,
-        gap=1.05,
-        notes=["Points: measured; lines: simulated. Below: simulated minus measured, in points"],
+        legend_columns=4,
+        head=0.45,
+        left=1.05,
+        notes=[
+            f"Farthest off: {SCHEDULES[worst['schedule']].title}, m = {worst['num_microbatches']}, "
+            f"{text}"
+        ],
     )
-    limit = 1.25 * max(1.0, *(abs(points_off(case)) for case in cases))
-    for place, (text, record) in enumerate(records):
-        first = place // columns * 2 * columns + place % columns
-        upper, lower = axes[first], axes[first + columns]
-        panel_title(upper, text)
-        _draw_record(upper, lower, predicted_cases(record), styles)
-        lower.set_ylim(-limit, limit)
-        if place % columns == 0:
-            upper.set_ylabel("utilisation", fontsize=TEXT)
-            lower.set_ylabel("points", fontsize=TEXT)
-    if len(records) % columns:
-        axes[-1].remove()
-        axes[-1 - columns].remove()
+    ax.axhspan(-GPU_GOAL_POINTS, GPU_GOAL_POINTS, color="#EFEFEF", linewidth=0, zorder=0)
+    ax.axhline(0, color="black", linewidth=0.8, zorder=1)
+    for _, record, case in cases:
+        colour = colours[_machine(record)]
+        style = HOLLOW | {"color": colour, "marker": markers[case["schedule"]]}
+        if case["calibrated_on"]:
+            style["markerfacecolor"] = colour
+        ax.plot([case["measured"]["utilisation"]], [points_off(case)], **style)
+    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_off(case)) for _, _, case in cases))
+    ax.set_ylim(-limit, limit)
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
+    ax.set_xlabel("measured utilisation", fontsize=TEXT)
+    ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
+    ax.annotate(
+        f"the goal on GPUs: within {GPU_GOAL_POINTS:g} points", (0, -GPU_GOAL_POINTS),
+        xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
+        fontsize=SMALL, color=GREY,
+    )  # fmt: skip
     figure.savefig(path, metadata={"Software": None, "Source": digest(records)})
     return figure
 
 
-def _styles(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    names = dict.fromkeys(case["schedule"] for case in cases)
-    return {
-        name: {"color": LINE_COLOURS[1 + i % 7], "marker": MARKERS[i % len(MARKERS)]}
-        for i, name in enumerate(names)
-    }
-
-
-def _draw_record(
-    upper: Axes,
-    lower: Axes,
-    cases: Sequence[Mapping[str, Any]],
-    styles: Mapping[str, dict[str, Any]],
-) -> None:
-    for name, style in styles.items():
-        own = [case for case in cases if case["schedule"] == name]
-        own.sort(key=lambda case: case["num_microbatches"])
-        ms = [case["num_microbatches"] for case in own]
-        simulated = [case["predicted"]["utilisation"] for case in own]
-        upper.plot(ms, simulated, color=style["color"], linewidth=1.6)
-        for m, case in zip(ms, own, strict=True):
-            filled = {"markerfacecolor": style["color"]} if case["calibrated_on"] else {}
-            upper.plot([m], [case["measured"]["utilisation"]], **HOLLOW | style | filled)
-            lower.plot([m], [points_off(case)], **HOLLOW | style | filled)
-    upper.yaxis.set_major_formatter(PercentFormatter(1))
-    upper.set_ylim(0, 1.04)
-    lower.axhline(0, color="black", linewidth=0.8)
-    lower.set_xlabel("microbatches in a batch, m", fontsize=TEXT)
-    ticks = sorted({case["num_microbatches"] for case in cases})
-    for ax in (upper, lower):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks)
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        ax.set_xlim(min(ticks) / 1.25, max(ticks) * 1.25)
-        ax.grid(axis="y", color="#E0E0E0")
+def _machine(record: Record) -> str:
+    return f"{record['num_stages']} stages, {record['machine']['device'].partition(',')[0]}"
 
 
 def predicted_cases(record: Record) -> list[Mapping[str, Any]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from pipedream.comparison import Case, Row, measure
 from pipedream.drawing import TEXT, draw_grid, kind_legend, new_figure, number, percent, row_height
@@ -21,7 +22,12 @@ from pipedream.measures import idle
 from pipedream.planner import Plan, plan_pipeline
 from pipedream.profile import load_profile
 from pipedream.replicated import simulate_plan
+from pipedream.schedules import SCHEDULES
 from pipedream.simulator import Timeline
+
+ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
+         "shrinkA": 0, "shrinkB": 0}  # fmt: skip
+MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
 
 
 class Panel(NamedTuple):
@@ -39,6 +45,33 @@ class Picture(NamedTuple):
     unit: str | None = None
     """The time axis's label; None: the durations, which are the same for all panels."""
     notes: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    """The ranks' names; empty: their numbers."""
+    arrows: bool = False
+    """Whether messages that a rank waits for are drawn."""
+
+
+class Message(NamedTuple):
+    """A result on its way from one rank to another."""
+
+    sender: int
+    sent: Fraction
+    receiver: int
+    arrives: Fraction
+
+
+def awaited(timeline: Timeline) -> list[Message]:
+    """The messages on whose arrival an idle rank starts."""
+    ranks, cost = timeline.schedule.ranks(), timeline.costs.communication
+    found = []
+    for events in timeline.events:
+        free = Fraction(0)
+        for event in events:
+            sender = event.rank if event.bound_by is None else ranks[event.bound_by]
+            if event.start > free and sender != event.rank:
+                found.append(Message(sender, event.start - cost, event.rank, event.start))
+            free = event.end
+    return found
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
@@ -115,20 +148,25 @@ def zero_bubble() -> Picture:
 def two_directions() -> Picture:
     panels = _batches(("dualpipe-v", "chimera"))
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
-    title = f"Filled from both sides: a rank idles for {idles[0]} (V) or {idles[1]} (two copies)"
+    flushed = number(max(idle(row_of("1f1b").batch).makespan))
+    title = (
+        f"Filled from both sides: a rank idles for {idles[0]} time units under "
+        f"{SCHEDULES['dualpipe-v'].title}, {idles[1]} under {SCHEDULES['chimera'].title}, "
+        f"{flushed} under 1F1B"
+    )
     return Picture(title, panels)
 
 
 def communication() -> Picture:
     c = Fraction(1)
     panels = _batches(("gpipe", "1f1b", "zb-h2"), c)
-    without = [row_of(name).batch.makespan for name in ("gpipe", "1f1b")]
-    costs = [number(p.timeline.makespan - t) for p, t in zip(panels, without, strict=False)]
+    without = [row_of(name).batch.makespan for name in ("gpipe", "1f1b", "zb-h2")]
+    costs = [number(p.timeline.makespan - t) for p, t in zip(panels, without, strict=True)]
     title = (
-        f"Sending takes {number(c)}, as long as a forward: it costs GPipe {costs[0]} and 1F1B "
-        f"{costs[1]} time units"
+        f"A message takes {number(c)}, as long as a forward: it costs GPipe {costs[0]}, 1F1B "
+        f"{costs[1]} and ZB-H2 {costs[2]} time units"
     )
-    return Picture(title, panels)
+    return Picture(title, panels, arrows=True)
 
 
 def plan() -> Picture:
@@ -137,26 +175,24 @@ def plan() -> Picture:
     layers = load_profile(_profile()).layers
     names = [
         " to ".join(dict.fromkeys((layers[stage.first].name, layers[stage.last].name)))
-        + (f" (x {stage.replicas})" if stage.replicas > 1 else "")
         for stage in found.stages
     ]
     notes = tuple(
-        f"Stage {place}: passes are drawn as long as its {stage.replicas} workers synchronise, "
-        f"{float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
-        for place, stage in enumerate(found.stages)
+        f"{name[:1].upper()}{name[1:]}: F + B are drawn as long as its {stage.replicas} workers "
+        f"synchronise, {float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
+        for name, stage in zip(names, found.stages, strict=True)
         if stage.sync_s > stage.compute_s
     )
-    firsts = accumulate((stage.replicas for stage in found.stages), initial=0)
-    ranks = [
-        f"{first}" + (f" to {first + stage.replicas - 1}" if stage.replicas > 1 else "")
-        for first, stage in zip(firsts, found.stages, strict=False)
-    ]
-    text = (
-        f"Stages 0 to {len(ranks) - 1} on ranks {', '.join(ranks[:-1])} and {ranks[-1]}. 1F1B of "
-        f"24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    workers = [name for name, stage in zip(names, found.stages, strict=True)
+               for _ in range(stage.replicas)]  # fmt: skip
+    rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
+    most = max(range(len(names)), key=lambda place: found.stages[place].replicas)
+    text = f"1F1B of 24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    title = (
+        f"A plan for GPT-2 on {len(workers)} workers at 1 Gbit/s: {names[most]} is on "
+        f"{found.stages[most].replicas} of them"
     )
-    title = f"GPT-2 on 8 workers at 1 Gbit/s: {', '.join(names)}"
-    return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes)
+    return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
 
 
 def _profile() -> Path:
@@ -187,14 +223,19 @@ def draw_picture(picture: Picture, path: Path) -> Figure:
     figure, axes = new_figure(
         picture.title,
         [1.2 * ranks * row_height(ranks)] * len(timelines),
-        legend=kind_legend(timelines),
+        legend=[*kind_legend(timelines), *([MESSAGE] if picture.arrows else [])],
         head=0.45,
         gap=0.5,
         notes=picture.notes,
+        left=2.5 if picture.rows else 0.95,
     )
     for ax, panel in zip(axes, picture.panels, strict=True):
         draw_grid(ax, panel.timeline, until=until)
         panel_title(ax, panel.text)
+        if picture.rows:
+            ax.set_yticks(range(ranks), picture.rows)
+        if picture.arrows:
+            draw_messages(ax, awaited(panel.timeline))
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
     if picture.unit is None:
@@ -205,9 +246,18 @@ def draw_picture(picture: Picture, path: Path) -> Figure:
     return figure
 
 
+def draw_messages(ax: Axes, messages: Sequence[Message]) -> None:
+    """An arrow for each, from where and when it is sent to where and when it arrives."""
+    for sender, sent, receiver, arrives in messages:
+        ends = (float(arrives), receiver), (float(sent), sender)
+        ax.annotate("", *ends, arrowprops=ARROW)
+
+
 def digest(picture: Picture) -> str:
     """Of every event, its start and its end, and of all texts."""
-    parts = [picture.title, str(picture.unit), *picture.notes]
+    parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
+    parts += [str(message) for panel in picture.panels if picture.arrows
+              for message in awaited(panel.timeline)]  # fmt: skip
     for panel in picture.panels:
         parts.append(panel.text)
         parts += [f"{e.rank} {e.item} {e.start} {e.end}" for e in panel.timeline.all_events()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,11 +30,9 @@ class Spot:
     distance: float
 
 
-def place_labels(
-    figure: Figure, ax: Axes, labels: Mapping[Point, str], corners: Sequence[Point]
-) -> None:
-    """Write labels beside their points (data units) so that they hide no point, each other, a line
-    that leads to a label, or the step line (where="post") through `corners`.
+def place_labels(figure: Figure, ax: Axes, labels: Mapping[Point, str]) -> None:
+    """Write labels beside their points (data units) so that they hide no point, each other, or a
+    line that leads to a label.
 
     Several orders of placing are tried; the one that leaves labels closest to their points wins.
     Raises RuntimeError where there is no room.
@@ -49,12 +47,6 @@ def place_labels(
         sizes[point] = (box.width, box.height)
         probe.remove()
     obstacles = [_around(anchor, anchor, DOT) for anchor in anchors.values()]
-    for (x0, y0), (x1, y1) in pairwise(corners):
-        bend = _pixels(ax, (x1, y0))
-        obstacles += [
-            _around(_pixels(ax, (x0, y0)), bend, 1),
-            _around(bend, _pixels(ax, (x1, y1)), 1),
-        ]
     orders = [
         sorted(labels, key=lambda point: (a * point[first], b * point[1 - first]))
         for first, a, b in product((0, 1), (1, -1), (1, -1))
