@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import textwrap
@@ -40,10 +41,12 @@ class Display:
         self.say(textwrap.fill(f"note: {text}", WIDTH, subsequent_indent=6 * " "))
 
     def table(self, rows: list[tuple[str, str]]) -> None:
-        """Aligned `name  value` lines."""
+        """Aligned `name  value` lines, long values going on below."""
         width = max(len(name) for name, _ in rows)
+        wrap = textwrap.TextWrapper(WIDTH - width - 4, break_long_words=False)
         for name, value in rows:
-            self.say(f"  {name:<{width}}  {value}")
+            for word, line in itertools.zip_longest([name], wrap.wrap(value), fillvalue=""):
+                self.say(f"  {word:<{width}}  {line}")
 
     def start(self, done: int, total: int) -> None:
         """Training begins at step `done` of `total`."""

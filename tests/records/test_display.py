@@ -108,6 +108,15 @@ def test_rows_are_aligned(capsys):
     assert capsys.readouterr().out == "  a          one\n  long name  two\n             three\n"
 
 
+def test_a_long_value_goes_on_below_and_a_path_is_not_cut(capsys):
+    path = "x" * 100
+    Display(enabled=True).table([("a", "word " * 20), ("run", path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:7] for line in lines] == ["  a    ", "       ", "  run  "]
+    assert max(map(len, lines[:2])) <= 80
+    assert lines[2][7:] == path
+
+
 def test_other_ranks_are_silent(capsys):
     display = Display(enabled=False)
     display.say("a")
