@@ -15,7 +15,7 @@ from typing import Any
 
 from pipedream.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
-from pipedream.errors import UserError, nearest
+from pipedream.errors import UserError, nearest, packages_needed
 from pipedream.grid import (
     LEGEND,
     bold,
@@ -66,6 +66,7 @@ EXTRA = {
 
 def main() -> None:
     config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
+    config["schedule"] = known_schedule(config["schedule"])
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
     rows = simulate_schedules(config["schedule"], case)
     export(rows, config)
@@ -83,15 +84,21 @@ def main() -> None:
         print_training(config)
 
 
+def known_schedule(name: str) -> str:
+    """ "all", a key of SCHEDULES (1F1B is 1f1b), or a CSV's path; UserError for anything else."""
+    names = ["all", *SCHEDULES]
+    if name.lower() in names:
+        return name.lower()
+    if name.endswith(".csv") or Path(name).is_file():
+        return name
+    raise UserError(f"unknown schedule {name!r}", nearest(name, names))
+
+
 def simulate_schedules(name: str, case: Case) -> list[Row | Refused]:
-    """Rows for "all", for one schedule, or for the CSV at a path."""
+    """Rows for what known_schedule gave."""
     if name == "all":
         return compare(case)
-    if name in SCHEDULES:
-        return [measure(name, case)]
-    if name.endswith(".csv") or Path(name).is_file():
-        return [measure_csv(Path(name), case)]
-    raise UserError(f"unknown schedule {name!r}", nearest(name, ["all", *SCHEDULES]))
+    return [measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)]
 
 
 def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
@@ -114,6 +121,11 @@ def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
             raise UserError(
                 f"{row.name} keeps two copies of the model, which a CSV cannot say",
                 "write another schedule",
+            )
+        elif row.policy is not POLICIES["flush"]:
+            raise UserError(
+                f"{row.name} does not flush, and a CSV has no operation that updates weights",
+                "add --set schedule=1f1b, the same order with a flush",
             )
         else:
             save_csv(schedule, Path(config["csv"]))
@@ -236,12 +248,16 @@ MIXED = "*: backward passes see newer weights than their forward passes did: no 
 
 def print_training(config: dict[str, Any]) -> None:
     """Train a small model under each weight policy, or under the schedule that was named."""
-    import torch
-    from pipedream.studies import TRAINED, compare_training
-
     name, p, m = config["schedule"], config["num_stages"], config["num_microbatches"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained: an order from a file is simulated only.")
+        return
+    try:
+        with packages_needed():
+            import torch
+            from pipedream.studies import TRAINED, compare_training
+    except UserError as error:
+        print_wrapped("Not trained: ", f"{error}, or --set steps=0 to leave it out")
         return
     torch.set_num_threads(1)
     rows, refused = [], []

@@ -239,6 +239,11 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
     assert len([e for e in events if e["ph"] == "X"]) == 2 * 4 * 8 * 4
 
 
+def test_a_schedule_is_known_in_any_case(capsys, monkeypatch):
+    upper = call(capsys, monkeypatch, "--schedule", "1F1B", "--steps", "0")
+    assert upper == call(capsys, monkeypatch, "--schedule", "1f1b", "--steps", "0")
+
+
 def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
     text = call(capsys, monkeypatch, "--schedule", "zb-v", "--steps", "5")
     assert "Not trained: ZB-V: zb-v is simulated only" in text
@@ -293,6 +298,12 @@ def test_a_file_s_own_sizes_are_checked_against_stage_scale(tmp_path):
         (
             ["--set", "stage_scale=1,2"],
             "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1",
+        ),
+        (["--schedule=ZBH1"], "unknown schedule 'ZBH1'; did you mean 'zb-h1'?"),
+        (
+            ["--schedule=pipedream-2bw", "--csv", "a.csv"],
+            "pipedream-2bw does not flush, and a CSV has no operation that updates weights; add "
+            "--set schedule=1f1b, the same order with a flush",
         ),
         (["--csv", "a.csv"], "--csv writes one schedule; add --set schedule=1f1b or another"),
         (["--trace", "a.json"], "--trace writes one schedule; add --set schedule=1f1b or another"),
