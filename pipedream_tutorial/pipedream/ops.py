@@ -98,14 +98,14 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     """
     m = schedule.num_microbatches
     orders = tuple(
-        tuple(_shifted(item, k * m) for k in range(num_batches) for item in order)
+        order + tuple(_shifted(item, k * m) for k in range(1, num_batches) for item in order)
         for order in schedule.orders
     )
     return replace(schedule, orders=orders)
 
 
 def _shifted(item: Item, by: int) -> Item:
-    shifted = [op._replace(microbatch=op.microbatch + by) for op in item.parts]
+    shifted = [Op(kind, stage, microbatch + by) for kind, stage, microbatch in item.parts]
     return Pair(*shifted) if isinstance(item, Pair) else shifted[0]
 
 

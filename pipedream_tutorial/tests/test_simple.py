@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -237,6 +238,17 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
     call(capsys, monkeypatch, "--schedule=pipedream", "--steps=0", f"--trace={path}")
     events = json.loads(path.read_text())["traceEvents"]
     assert len([e for e in events if e["ph"] == "X"]) == 2 * 4 * 8 * 4
+
+
+def test_the_largest_pipeline_is_simulated_in_seconds():
+    """p = 64, m = 512 took over 100 s. CPU time of this process: others use the machine, too."""
+    case = replace(CASE, num_stages=64, num_microbatches=512, num_batches=4)
+    begun = time.process_time()
+    row = measure("1f1b", replace(case, communication=Fraction(1, 3)))
+    assert time.process_time() - begun < 5
+    assert row.stream.schedule.num_microbatches == 4 * 512
+    row = measure("1f1b", replace(case, num_stages=2))
+    assert set(row.batch_idle.makespan) == {4}  # (p - 1) (F + B)
 
 
 def test_a_schedule_is_known_in_any_case(capsys, monkeypatch):
