@@ -11,6 +11,7 @@ measurement of GPT-2 medium's blocks on GPUs.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -54,6 +55,7 @@ CONFIG: dict[str, Any] = {
 }
 
 BENCHMARK: dict[str, Any] = {
+    "device": "cuda",
     "num_microbatches": [4, 8, 16, 32],
     "num_batches": 3,
     "model": "gpt2-medium",
@@ -193,6 +195,8 @@ def main() -> NoReturn:
     config = read_config(arguments)
     process = this_process(os.environ, config["num_stages"])
     if process is None:
+        if importlib.util.find_spec("torch") is None:  # once, rather than by every stage
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
         command = [sys.executable, os.path.abspath(__file__), *arguments]
         sys.exit(launch(command, config["num_stages"]))
     run_worker(lambda own: be_stage(config, arguments, own), process)

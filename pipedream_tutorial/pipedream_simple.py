@@ -9,6 +9,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one a rank
     "num_microbatches": 8,  # microbatches that a batch is cut into
     "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
-    "verbose": True,  # show every schedule; False: only the tables
+    "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
     "schedule": "all",  # or one of naive, gpipe, 1f1b, pipedream, ..., or the path of a CSV
     "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
     "backward": 1,  # time of the half of the backward pass that gives the input's gradient
@@ -55,6 +56,11 @@ OWN_RULES = {
     "schedule": Rule(
         kind=str, text=f"all, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}"
     ),
+    "verbose": Rule(
+        kind=bool,
+        none=True,
+        text="True: draw every schedule; False: only the tables; None: draw one that is named",
+    ),
     "num_batches": Rule(kind=int, low=2, high=64, text="batches that are simulated in a row"),
 }
 RULES = {key: (SHARED_RULES | OWN_RULES)[key] for key in CONFIG}
@@ -66,11 +72,12 @@ EXTRA = {
 
 def main() -> None:
     config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
+    config["schedule"] = known_schedule(config["schedule"])
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
     rows = simulate_schedules(config["schedule"], case)
     export(rows, config)
     print_heading(rows, case)
-    if config["verbose"]:
+    if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
         print_wrapped("", LEGEND)
         drawn: dict[object, str] = {}
         for row in rows:
@@ -79,19 +86,25 @@ def main() -> None:
         print()
     print_comparison(rows, case)
     if config["steps"]:
-        print()
+        print(flush=True)
         print_training(config)
 
 
+def known_schedule(name: str) -> str:
+    """ "all", a key of SCHEDULES (1F1B is 1f1b), or a CSV's path; UserError for anything else."""
+    names = ["all", *SCHEDULES]
+    if name.lower() in names:
+        return name.lower()
+    if name.endswith(".csv") or Path(name).is_file():
+        return name
+    raise UserError(f"unknown schedule {name!r}", nearest(name, names))
+
+
 def simulate_schedules(name: str, case: Case) -> list[Row | Refused]:
-    """Rows for "all", for one schedule, or for the CSV at a path."""
+    """Rows for what known_schedule gave."""
     if name == "all":
         return compare(case)
-    if name in SCHEDULES:
-        return [measure(name, case)]
-    if name.endswith(".csv") or Path(name).is_file():
-        return [measure_csv(Path(name), case)]
-    raise UserError(f"unknown schedule {name!r}", nearest(name, ["all", *SCHEDULES]))
+    return [measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)]
 
 
 def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
@@ -114,6 +127,11 @@ def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
             raise UserError(
                 f"{row.name} keeps two copies of the model, which a CSV cannot say",
                 "write another schedule",
+            )
+        elif row.policy is not POLICIES["flush"]:
+            raise UserError(
+                f"{row.name} does not flush, and a CSV has no operation that updates weights",
+                "add --set schedule=1f1b, the same order with a flush",
             )
         else:
             save_csv(schedule, Path(config["csv"]))
@@ -236,18 +254,34 @@ MIXED = "*: backward passes see newer weights than their forward passes did: no 
 
 def print_training(config: dict[str, Any]) -> None:
     """Train a small model under each weight policy, or under the schedule that was named."""
-    import torch
-    from pipedream.studies import TRAINED, compare_training
-
     name, p, m = config["schedule"], config["num_stages"], config["num_microbatches"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained: an order from a file is simulated only.")
         return
+    if importlib.util.find_spec("torch") is None:
+        print_wrapped(
+            "Not trained: ",
+            "torch is not installed in this Python; type python -m pip install -r "
+            "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
+        )
+        return
+    heading = (
+        f"Trained: {config['layers_per_stage']} layers on each of {p} stages, "
+        f"{config['steps']} batches of {m} microbatches, SGD at {config['learning_rate']:g}"
+    )
+    print(bold(heading))
+    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
+    print(
+        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
+    )
+    import torch  # takes seconds, while the tables above are read
+    from pipedream.studies import TRAINED, compare_training
+
     torch.set_num_threads(1)
-    rows, refused = [], []
+    refused = []
     for one in TRAINED if name == "all" else [name]:
         try:
-            rows += compare_training(
+            (row,) = compare_training(
                 schedule_names=[one],
                 num_stages=p,
                 num_microbatches=m,
@@ -258,20 +292,13 @@ def print_training(config: dict[str, Any]) -> None:
             )
         except UserError as error:
             refused.append(f"{SCHEDULES[one].title}: {error}")
-    print(
-        bold(
-            f"Trained: {config['layers_per_stage']} layers on each of {p} stages, "
-            f"{config['steps']} batches of {m} microbatches, SGD at {config['learning_rate']:g}"
-        )
-    )
-    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
-    print(f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage")
-    for row in rows:
+            continue
         end = "diverged" if row.diverged else f"{row.final_loss:.4f}"
         print(
             f"{SCHEDULES[row.name].title:<24}{row.losses[0]:>9.4f}{end:>10}"
             f"{row.median_gradient_error:>14.2g}{row.median_staleness_error:>9.2g}"
-            f"   {' '.join(map(str, row.peak_versions))}"
+            f"   {' '.join(map(str, row.peak_versions))}",
+            flush=True,  # the next one takes a second or two
         )
     for text in refused:
         print_wrapped("Not trained: ", text)

@@ -12,22 +12,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from pipedream.comparison import Case, Refused, Row, measure
-from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments, shipped
+from pipedream.config import (
+    SHARED_RULES,
+    Rule,
+    errors_in_one_line,
+    main_with_errors,
+    parse_arguments,
+    shipped,
+)
 from pipedream.errors import UserError
 from pipedream.figure_data import Standing, forwards_only, idle_curves, same_orders, standings
-from pipedream.figures import (
-    draw_all_schedules,
-    draw_microbatch_backward,
-    draw_microbatch_forward,
-    draw_naive,
-    draw_weight_versioning,
-)
-from pipedream.figures_compare import draw_bubble, draw_gradient_error, draw_utilization
-from pipedream.figures_memory import draw_activations_and_versions, draw_memory_vs_bubble
 from pipedream.policies import POLICIES, weight_use
 from pipedream.simulator import Timeline, simulate
+
+with errors_in_one_line():  # matplotlib may be missing
+    from matplotlib.figure import Figure
+    from pipedream.figures import (
+        draw_all_schedules,
+        draw_microbatch_backward,
+        draw_microbatch_forward,
+        draw_naive,
+        draw_weight_versioning,
+    )
+    from pipedream.figures_compare import draw_bubble, draw_gradient_error, draw_utilization
+    from pipedream.figures_memory import draw_activations_and_versions, draw_memory_vs_bubble
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,

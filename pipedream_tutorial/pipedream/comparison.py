@@ -87,29 +87,39 @@ class Refused:
 def compare(case: Case) -> list[Row | Refused]:
     """A row for each of SCHEDULES, in their order."""
     _check_scale(case, case.num_stages)
-    return [_row_or_reason(name, case) for name in SCHEDULES]
+    simulated: Simulated = {}
+    return [_row_or_reason(name, case, simulated) for name in SCHEDULES]
 
 
-def _row_or_reason(name: str, case: Case) -> Row | Refused:
+Simulated = dict[tuple[object, int, int], Timeline]
+"""(how orders are built, batches, of these repeated): several schedules share 1F1B's."""
+
+
+def _row_or_reason(name: str, case: Case, simulated: Simulated) -> Row | Refused:
     try:
-        return measure(name, case)
+        return measure(name, case, simulated)
     except UserError as error:
         return Refused(name=name, title=SCHEDULES[name].title, reason=str(error))
 
 
-def measure(name: str, case: Case) -> Row:
-    """The row of one schedule; UserError where it does not allow these sizes."""
+def measure(name: str, case: Case, simulated: Simulated | None = None) -> Row:
+    """The row of one schedule; UserError where it does not allow these sizes.
 
-    def build(num_microbatches: int) -> Schedule:
-        return build_schedule(name, case.num_stages, num_microbatches, case.chunks)
+    What is in `simulated` is taken from there, what is not is added.
+    """
+    entry, simulated = SCHEDULES[name], {} if simulated is None else simulated
+    policy, flushes = POLICIES[entry.policy], entry.policy == "flush"
 
-    entry, m = SCHEDULES[name], case.num_microbatches
-    policy, batch = POLICIES[entry.policy], build(m)
-    if entry.policy == "flush":
-        stream = repeat(batch, case.num_batches)
-    else:
-        stream = build(m * case.num_batches)
-    return _row(name, entry.title, policy, batch, stream, case)
+    def timeline(num_batches: int) -> Timeline:
+        repeats = num_batches if flushes else 1
+        key = (entry.build, num_batches, repeats)
+        if key not in simulated:
+            m = case.num_microbatches * num_batches // repeats
+            schedule = repeat(build_schedule(name, case.num_stages, m, case.chunks), repeats)
+            simulated[key] = simulate(schedule, _costs(schedule, case))
+        return simulated[key]
+
+    return _row(name, entry.title, policy, timeline(1), timeline(case.num_batches), case)
 
 
 def measure_csv(path: Path, case: Case) -> Row:
@@ -121,7 +131,8 @@ def measure_csv(path: Path, case: Case) -> Row:
     try:
         _check_passes(batch)
         stream = repeat(batch, case.num_batches)
-        return _row(path.name, path.name, POLICIES["flush"], batch, stream, case)
+        once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
+        return _row(path.name, path.name, POLICIES["flush"], once, again, case)
     except UserError:
         raise
     except (DeadlockError, ValueError) as error:
@@ -140,10 +151,8 @@ def _check_passes(schedule: Schedule) -> None:
             raise ValueError(f"stage {stage} needs F, and B or both I and W, of microbatch {i}")
 
 
-def _row(
-    name: str, title: str, policy: Policy, batch: Schedule, stream: Schedule, case: Case
-) -> Row:
-    once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
+def _row(name: str, title: str, policy: Policy, once: Timeline, again: Timeline, case: Case) -> Row:
+    batch, stream = once.schedule, again.schedule
     use = weight_use(stream, policy, batch.num_microbatches)
     ranks = {op.stage: rank for op, rank in stream.ranks().items()}
     copies = [Fraction(0)] * stream.num_ranks

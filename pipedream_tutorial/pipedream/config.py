@@ -7,18 +7,19 @@ The same rules check what was typed and what was edited in the file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipedream.errors import UserError, nearest
+from pipedream.errors import UserError, nearest, packages_needed
 
 FOLDER = Path(__file__).resolve().parent.parent
 """The tutorial's own."""
@@ -26,7 +27,9 @@ FOLDER = Path(__file__).resolve().parent.parent
 # Short enough that no exponent or digit string can make the arithmetic on it slow.
 _NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?", re.ASCII | re.I)
 _QUOTIENT = re.compile(r"([+-]?\d{1,15})/(\d{1,15})", re.ASCII)
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
 _KINDS = {
     int: "a whole number",
     float: "a number",
@@ -73,6 +76,8 @@ class Rule:
 
     def _check_one(self, key: str, value: object) -> Any:
         found = _CONVERT[self.kind](value)
+        if isinstance(found, str):  # 1F1B is 1f1b
+            found = {choice.lower(): choice for choice in self.choices}.get(found.lower(), found)
         if found is None or (self.choices and found not in self.choices):
             raise self._error(key, value)
         if not isinstance(found, str) and not (
@@ -293,9 +298,19 @@ def shipped(path: Path) -> Path:
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
     """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
-    try:
+    with errors_in_one_line():
         main()
         sys.stdout.flush()
+    sys.exit(0)
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Around what a script does, its imports of packages too: an error that the user can mend is
+    one line "error: ..." on stderr and exit code 2."""
+    try:
+        with packages_needed():
+            yield
     except UserError as error:
         message = str(error)
     except BrokenPipeError:  # what reads our output has seen enough, such as `| head`
@@ -308,6 +323,6 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     else:
-        sys.exit(0)
+        return
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

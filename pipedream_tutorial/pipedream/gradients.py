@@ -140,16 +140,24 @@ def _watcher(
         def gradient(weights: list[Weights]) -> Gradients:
             return exact_gradient(modules, weights, inputs, target, batch_size)
 
+        used_at, applied_to = [forward[s] for s in stages], [last[s][1] for s in stages]
+        exact = gradient(used_at)
         see(
             MicrobatchGradients(
                 microbatch=i,
                 computed=[last[s][0] for s in stages],
-                exact=gradient([forward[s] for s in stages]),
-                current=gradient([last[s][1] for s in stages]),
+                exact=exact,
+                current=exact if _equal(used_at, applied_to) else gradient(applied_to),
             )
         )
 
     return watch
+
+
+def _equal(ours: Sequence[Weights], theirs: Sequence[Weights]) -> bool:
+    return all(
+        torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a
+    )
 
 
 def errors_of(gradients: MicrobatchGradients) -> MicrobatchError:

@@ -26,14 +26,15 @@ class Idle:
 
 def idle(timeline: Timeline) -> Idle:
     """Idle time of a timeline. Ranks without operations are idle throughout."""
-    total = timeline.makespan
-    busy = [sum((e.end - e.start for e in events), Fraction(0)) for events in timeline.events]
-    spans = [events[-1].end - events[0].start if events else total for events in timeline.events]
+    lines = list(zip(timeline.starts, timeline.ends, strict=True))
+    total, tick = max(ends[-1] for ends in timeline.ends if ends), timeline.tick
+    busy = [sum(ends) - sum(starts) for starts, ends in lines]
+    spans = [ends[-1] - starts[0] if ends else total for starts, ends in lines]
     return Idle(
-        makespan=tuple(total - b for b in busy),
-        span=tuple(s - b for s, b in zip(spans, busy, strict=True)),
-        makespan_fraction=1 - sum(busy, Fraction(0)) / (total * len(busy)),
-        span_fraction=1 - sum(busy, Fraction(0)) / sum(spans, Fraction(0)),
+        makespan=tuple((total - b) * tick for b in busy),
+        span=tuple((s - b) * tick for s, b in zip(spans, busy, strict=True)),
+        makespan_fraction=1 - Fraction(sum(busy), total * len(busy)),
+        span_fraction=1 - Fraction(sum(busy), sum(spans)),
     )
 
 

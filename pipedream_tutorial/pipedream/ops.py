@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipedream.errors import UserError
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
-_WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)")
+_WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 
 
@@ -98,14 +98,14 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     """
     m = schedule.num_microbatches
     orders = tuple(
-        tuple(_shifted(item, k * m) for k in range(num_batches) for item in order)
+        order + tuple(_shifted(item, k * m) for k in range(1, num_batches) for item in order)
         for order in schedule.orders
     )
     return replace(schedule, orders=orders)
 
 
 def _shifted(item: Item, by: int) -> Item:
-    shifted = [op._replace(microbatch=op.microbatch + by) for op in item.parts]
+    shifted = [Op(kind, stage, microbatch + by) for kind, stage, microbatch in item.parts]
     return Pair(*shifted) if isinstance(item, Pair) else shifted[0]
 
 
@@ -118,26 +118,49 @@ def save_csv(schedule: Schedule, path: Path) -> None:
 def load_csv(path: Path) -> Schedule:
     """Read orders back; empty cells (torch's bubbles) are skipped. Stages form one chain.
 
-    Raises UserError that names line and cell for what is no operation.
+    Raises UserError that names line and cell for what is no operation, and for stages that are
+    not numbered 0, 1, ... or are on several ranks.
     """
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
     orders = []
-    with open(path, newline="") as file:
-        for number, row in enumerate(csv.reader(file), 1):
-            where = f"{path}, line {number}"
-            orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            for number, row in enumerate(csv.reader(file), 1):
+                where = f"{path}, line {number}"
+                orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
+    except (UnicodeDecodeError, csv.Error):
+        raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
     while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
         orders.pop()
-    stages = sorted({op.stage for order in orders for item in order for op in item.parts})
-    if not stages:
-        raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
+    stages = _check_stages(orders, path)
     return Schedule(
         name=path.stem,
         orders=tuple(orders),
         chains=(tuple(stages),),
         stages_per_rank=max(1, len(stages) // len(orders)),
     )
+
+
+def _check_stages(orders: Sequence[Sequence[Item]], path: Path) -> list[int]:
+    """0, 1, ... without a gap, each on one rank; else UserError."""
+    rank_of: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for op in (op for item in order for op in item.parts):
+            if rank_of.setdefault(op.stage, rank) != rank:
+                raise UserError(
+                    f"{path} runs stage {op.stage} on ranks {rank_of[op.stage]} and {rank}",
+                    "write all operations of a stage in one line",
+                )
+    if not rank_of:
+        raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
+    missing = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
+    if missing is not None:
+        raise UserError(
+            f"{path} has a stage {max(rank_of)} but no stage {missing}",
+            "number the stages from 0 without a gap",
+        )
+    return sorted(rank_of)
 
 
 def _parse(cell: str, where: str) -> Item:
@@ -150,7 +173,9 @@ def _parse(cell: str, where: str) -> Item:
 def _parse_op(cell: str, where: str) -> Op:
     op = _WRITTEN.fullmatch(cell)
     if op is None:
-        raise UserError(f"{where}: {cell!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0")
+        raise UserError(
+            f"{where}: {cell[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"
+        )
     return Op(op[2], int(op[1]), int(op[3]))
 
 

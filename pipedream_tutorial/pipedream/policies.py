@@ -6,7 +6,7 @@ by number, so the simulator counts with them and the trainers compute with them.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,11 +96,11 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
-    in_flight: set[int] = set()
+    in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
     live: list[tuple[Op, int]] = []
     updates = 0
     to_do = Counter(op.microbatch // m for op in ops if op.kind == FORWARD)
-    upcoming = [op.microbatch for op in ops if op.kind == FORWARD]
+    upcoming = deque(op.microbatch for op in ops if op.kind == FORWARD)
     for op in ops:
         i = op.microbatch
         if op.kind == FORWARD:
@@ -110,33 +110,31 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                     f"microbatch {i} would run with version {forward[i]} before there is one",
                     f"take {p - 1} microbatches a batch or more",
                 )
-            in_flight.add(i)
-            upcoming.pop(0)
+            in_use[forward[i]] += 1
+            upcoming.popleft()
         elif op.kind in (BACKWARD, INPUT_GRADIENT):
             backward[i] = forward[i] if policy.stashed else updates
-        if op.kind == last_backward or (op.kind == BACKWARD and i in in_flight):
-            in_flight.discard(i)
+        if (op.kind == last_backward or op.kind == BACKWARD) and i not in staleness:
+            in_use[forward[i]] -= 1
+            if not in_use[forward[i]]:
+                del in_use[forward[i]]
             staleness[i] = (i if policy.per_microbatch else i // m) - forward[i]
             to_do[i // m] -= 1
             if policy.per_microbatch or to_do[i // m] == 0:
                 updates += 1
-        live.append((op, _kept(policy, forward, in_flight, updates, upcoming, m, p)))
+        live.append((op, _kept(policy, in_use, updates, upcoming, m, p)))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
 
 
 def _kept(
-    policy: Policy,
-    forward: dict[int, int],
-    in_flight: set[int],
-    updates: int,
-    upcoming: list[int],
-    m: int,
-    p: int,
+    policy: Policy, in_use: Counter[int], updates: int, upcoming: deque[int], m: int, p: int
 ) -> int:
     """The newest version, those in use, and all between them and the oldest still to be read."""
     if not policy.stashed:
         return 1
-    kept = {updates} | {forward[i] for i in in_flight}
+    oldest = updates
     if upcoming:  # a policy may read an old version in a forward pass that is yet to come
-        kept |= set(range(policy.forward_version(updates, upcoming[0], m, p), updates))
-    return len(kept)
+        oldest = min(updates, policy.forward_version(updates, upcoming[0], m, p))
+    if oldest == updates:
+        return len(in_use) + (updates not in in_use)
+    return updates - oldest + 1 + sum(not oldest <= version <= updates for version in in_use)

@@ -259,3 +259,43 @@ def waited_for_host(record: Mapping[str, Any]) -> list[str]:
         for case in record["cases"]
         if max(case["measured"].get("waited_for_host") or [0]) > HOST_SHARE
     ]
+
+
+CPU_GOAL_PERCENT, GPU_GOAL_POINTS = 10.0, 3.0
+
+
+def on_gpu(record: Mapping[str, Any]) -> bool:
+    return record["machine"]["gpus"] > 0
+
+
+def makespan_error(case: Mapping[str, Any]) -> float:
+    """Simulated makespan against the measured one, percent."""
+    return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
+
+
+def points_error(case: Mapping[str, Any]) -> float:
+    """Simulated utilisation less the measured one, percentage points."""
+    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
+
+
+def goal_of(record: Mapping[str, Any]) -> str:
+    """How close a prediction of this record should be."""
+    return (
+        f"{GPU_GOAL_POINTS:g} points"
+        if on_gpu(record)
+        else f"{CPU_GOAL_PERCENT:g}% of the makespan"
+    )
+
+
+def outside_goal(record: Mapping[str, Any]) -> list[str]:
+    """The record's runs that were predicted worse than that."""
+    found = []
+    for case in record["cases"]:
+        if case["predicted"] is None or case["calibrated_on"]:
+            continue
+        name = f"{case['schedule']} m={case['num_microbatches']}"
+        if on_gpu(record) and abs(points_error(case)) > GPU_GOAL_POINTS:
+            found.append(f"{name} ({points_error(case):+.1f} points)")
+        if not on_gpu(record) and abs(makespan_error(case)) > CPU_GOAL_PERCENT:
+            found.append(f"{name} ({makespan_error(case):+.1f}%)")
+    return found

@@ -6,7 +6,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipedream.prediction import waited_for_host
+from pipedream.prediction import (
+    goal_of,
+    makespan_error,
+    on_gpu,
+    outside_goal,
+    points_error,
+    waited_for_host,
+)
 from pipedream.runtime_table import render
 from pipedream.schedules import SCHEDULES
 
@@ -16,11 +23,6 @@ BENCHMARK = (
     "python pipedream_runtime.py --benchmark --set num_stages={p} --set microbatch_size={batch} "
     "--record records/h200-p{p}.json"
 )
-CPU_GOAL_PERCENT, GPU_GOAL_POINTS = 10.0, 3.0
-
-
-def on_gpu(record: Record) -> bool:
-    return record["machine"]["gpus"] > 0
 
 
 def describe(record: Record) -> str:
@@ -43,16 +45,6 @@ def checked(record: Record) -> list[Mapping[str, Any]]:
     ]
 
 
-def makespan_error(case: Mapping[str, Any]) -> float:
-    """Simulated makespan against the measured one, percent."""
-    return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
-
-
-def points_error(case: Mapping[str, Any]) -> float:
-    """Simulated utilisation less the measured one, percentage points."""
-    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
-
-
 def summary(records: Mapping[str, Record]) -> str:
     """One line a record: how far the simulator was off at most, and whether that is the goal."""
     lines = [
@@ -66,13 +58,10 @@ def summary(records: Mapping[str, Record]) -> str:
             continue
         percent = max(abs(makespan_error(case)) for case in cases)
         points = max(abs(points_error(case)) for case in cases)
-        if on_gpu(record):
-            goal, met = f"{GPU_GOAL_POINTS:g} points", points <= GPU_GOAL_POINTS
-        else:
-            goal, met = f"{CPU_GOAL_PERCENT:g}% of the makespan", percent <= CPU_GOAL_PERCENT
+        met = not outside_goal(record)
         lines.append(
             f"| {describe(record)} (`{name}`) | {len(cases)} | {percent:.1f}% "
-            f"| {points:.1f} points | {goal}: {'met' if met else 'not met'} |"
+            f"| {points:.1f} points | {goal_of(record)}: {'met' if met else 'not met'} |"
         )
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipedream.prediction import waited_for_host
+from pipedream.prediction import goal_of, makespan_error, outside_goal, waited_for_host
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -36,6 +36,12 @@ def render(record: Mapping[str, Any]) -> str:
         "bubble: the share of all stages' time that is idle; utilisation is the rest",
         f"results received before they were sent: {impossible}",
     ]
+    outside = outside_goal(record)
+    if outside:
+        lines.append(
+            f"predicted worse than the goal of {goal_of(record)}: {', '.join(outside)}; what else "
+            "runs on this machine lengthens single operations, so try again on a quiet one"
+        )
     memory = [
         f"{case['schedule']} m={case['num_microbatches']}: "
         + ", ".join(f"{mib:.0f}" for mib in case["measured"]["peak_memory_mib"])
@@ -60,10 +66,10 @@ def _line(case: Mapping[str, Any]) -> str:
     if predicted is None:
         line += f"{'-':>9} {'-':>5}  {100 * measured['bubble']:8.2f} {'-':>9} {'-':>7}"
     else:
-        error = predicted["makespan_ms"] / measured["makespan_ms"] - 1
+        error = makespan_error(case)
         points = 100 * (predicted["bubble"] - measured["bubble"])
         line += (
-            f"{predicted['makespan_ms']:9.1f} {100 * error:+5.1f}  "
+            f"{predicted['makespan_ms']:9.1f} {error:+5.1f}  "
             f"{100 * measured['bubble']:8.2f} {100 * predicted['bubble']:9.2f} {points:+7.2f}"
         )
     versions = ",".join(map(str, measured["peak_versions"]))

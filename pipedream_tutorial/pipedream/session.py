@@ -68,9 +68,11 @@ def on_gpus(config: Config) -> bool:
     """
     wanted, stages, gpus = config["device"], config["num_stages"], torch.cuda.device_count()
     if wanted == "cuda" and gpus < stages:
+        fewer = "set num_stages to that, " if gpus else ""
         raise UserError(
-            f"{stages} stages need as many GPUs, and this machine has {gpus}",
-            "set a smaller num_stages, or device=cpu",
+            f"device=cuda needs a GPU for each of {stages} stages, and this machine has "
+            f"{gpus or 'none'}",
+            f"{fewer}run it where there are {stages}, or add --set device=cpu",
         )
     return wanted != "cpu" and gpus >= stages
 

@@ -1,4 +1,7 @@
-"""Runs the orders of a schedule against a clock of exact fractions.
+"""Runs the orders of a schedule against an exact clock.
+
+The clock counts ticks, whole numbers: a tick is the longest time of which every duration is a
+multiple. Times come out as fractions, and only where they are asked for.
 
 An operation starts when its rank has ended the one before it and all that it needs has arrived:
 
@@ -11,9 +14,11 @@ Nothing else is assumed, and no schedule is known here by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 
 from pipedream.ops import (
@@ -28,6 +33,8 @@ from pipedream.ops import (
 )
 
 Number = int | str | Fraction
+_Key = tuple[str, int, int]
+"""An Op's fields; equal to the Op, and quicker to make."""
 
 
 class DeadlockError(RuntimeError):
@@ -111,18 +118,51 @@ class Event:
     """The operation whose end (and sending) fixed this start; None at time 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When everything ran."""
+    """When everything ran. Of `starts`, `ends` and `bounds` there is one list a rank, in the order
+    in which the rank ran its items."""
 
     schedule: Schedule
     costs: Costs
-    events: tuple[tuple[Event, ...], ...]
-    """By rank, in the order in which the rank ran them."""
+    tick: Fraction
+    """In the unit of the costs."""
+    starts: tuple[tuple[int, ...], ...]
+    """In ticks."""
+    ends: tuple[tuple[int, ...], ...]
+    bounds: tuple[tuple[_Key | None, ...], ...]
+    """The operation whose end (and sending) fixed the start; None at time 0."""
+
+    @cached_property
+    def events(self) -> tuple[tuple[Event, ...], ...]:
+        """By rank, in the order in which the rank ran them."""
+        times: dict[int, Fraction] = {}
+
+        def time(ticks: int) -> Fraction:
+            found = times.get(ticks)
+            if found is None:
+                found = times[ticks] = ticks * self.tick
+            return found
+
+        return tuple(
+            tuple(
+                Event(
+                    rank=rank,
+                    item=item,
+                    start=time(start),
+                    end=time(end),
+                    bound_by=None if bound is None else Op._make(bound),
+                )
+                for item, start, end, bound in zip(*lines, strict=True)
+            )
+            for rank, lines in enumerate(
+                zip(self.schedule.orders, self.starts, self.ends, self.bounds, strict=True)
+            )
+        )
 
     @property
     def makespan(self) -> Fraction:
-        return max(events[-1].end for events in self.events if events)
+        return max(ends[-1] for ends in self.ends if ends) * self.tick
 
     def all_events(self) -> list[Event]:
         """Events of all ranks by start, then end, then rank."""
@@ -139,24 +179,31 @@ class _Needs:
     """Finds what operations wait for, knowing which backward kinds the schedule uses."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.known = set(schedule.ops())
+        self.halves = {(stage, i) for kind, stage, i in schedule.ops() if kind == INPUT_GRADIENT}
         self.after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
         self.before = {b: a for a, b in self.after.items()}
 
     def of(self, op: Op) -> list[Op]:
+        return [Op._make(key) for key in self.keys(op)]
+
+    def keys_of(self, parts: tuple[Op, ...]) -> tuple[_Key, ...]:
+        if len(parts) == 1:
+            return self.keys(parts[0])
+        return tuple(key for op in parts for key in self.keys(op))
+
+    def keys(self, op: Op) -> tuple[_Key, ...]:
         kind, stage, microbatch = op
         if kind == FORWARD:
             previous = self.before.get(stage)
-            return [] if previous is None else [Op(FORWARD, previous, microbatch)]
+            return () if previous is None else ((FORWARD, previous, microbatch),)
         if kind == WEIGHT_GRADIENT:
-            return [Op(INPUT_GRADIENT, stage, microbatch)]
-        found = [Op(FORWARD, stage, microbatch)]
+            return ((INPUT_GRADIENT, stage, microbatch),)
+        own = (FORWARD, stage, microbatch)
         following = self.after.get(stage)
-        if following is not None:
-            whole = Op(BACKWARD, following, microbatch)
-            half = Op(INPUT_GRADIENT, following, microbatch)
-            found.append(half if half in self.known else whole)
-        return found
+        if following is None:
+            return (own,)
+        cut = (following, microbatch) in self.halves
+        return own, (INPUT_GRADIENT if cut else BACKWARD, following, microbatch)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -165,93 +212,130 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises DeadlockError when the orders wait for each other, ValueError when an operation needs
     one that no rank runs or that is there twice.
     """
-    ranks, position, wanted = schedule.ranks(), schedule.position(), _Needs(schedule)
-    _check_complete(schedule, wanted, ranks)
-    done: dict[Op, Fraction] = {}
-    events: list[list[Event]] = [[] for _ in schedule.orders]
+    wanted = _Needs(schedule)
+    _check_once_and_whole(schedule, wanted)
+    clock = _Clock(schedule, costs)
+    by: _Key | None
+    last: Op | None
+    starts: list[list[int]] = [[] for _ in schedule.orders]
+    ends: list[list[int]] = [[] for _ in schedule.orders]
+    bounds: list[list[_Key | None]] = [[] for _ in schedule.orders]
+    done: dict[_Key, tuple[int, int]] = {}  # operation -> when it ended, and on which rank
+    waiting: dict[_Key, list[int]] = {}
     ready = list(range(schedule.num_ranks))
-    waiting: dict[Op, list[int]] = {}
     while ready:
         rank = ready.pop()
-        order = schedule.orders[rank]
-        while len(events[rank]) < len(order):
-            item = order[len(events[rank])]
-            inputs = [need for op in item.parts for need in wanted.of(op)]
-            missing = next((need for need in inputs if need not in done), None)
+        begun, ended, bound = starts[rank], ends[rank], bounds[rank]
+        order, place = schedule.orders[rank], len(ended)
+        now, last = (ended[-1], order[place - 1].parts[-1]) if ended else (0, None)
+        while place < len(order):
+            item = order[place]
+            parts = item.parts
+            start, by, missing = now, last, None
+            for need in wanted.keys_of(parts):
+                found = done.get(need)
+                if found is None:
+                    missing = need
+                    break
+                arrival = found[0] if found[1] == rank else found[0] + clock.communication
+                if arrival > start:
+                    start, by = arrival, need
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            event = _event(rank, item, inputs, events[rank], done, ranks, costs, position)
-            events[rank].append(event)
-            for op in item.parts:
-                done[op] = event.end
-                ready += waiting.pop(op, [])
+            now = start + clock.duration(item)
+            begun.append(start)
+            ended.append(now)
+            bound.append(by)
+            for op in parts:
+                done[op] = now, rank
+                if op in waiting:
+                    ready += waiting.pop(op)
+            last = parts[-1]
+            place += 1
     if waiting:
-        raise _deadlock(schedule, events, wanted, done, ranks)
-    return Timeline(schedule=schedule, costs=costs, events=tuple(tuple(line) for line in events))
+        _check_needs(schedule, wanted)
+        raise _deadlock(schedule, [len(line) for line in ends], wanted, done)
+    return Timeline(
+        schedule=schedule,
+        costs=costs,
+        tick=clock.tick,
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+        bounds=tuple(map(tuple, bounds)),
+    )
 
 
-def _event(
-    rank: int,
-    item: Item,
-    inputs: list[Op],
-    earlier: list[Event],
-    done: dict[Op, Fraction],
-    ranks: dict[Op, int],
-    costs: Costs,
-    position: dict[int, int],
-) -> Event:
-    start, bound_by = Fraction(0), None
-    if earlier:
-        start, bound_by = earlier[-1].end, earlier[-1].item.parts[-1]
-    for need in inputs:
-        arrival = done[need] + (costs.communication if ranks[need] != rank else 0)
-        if arrival > start:
-            start, bound_by = arrival, need
-    end = start + costs.duration(item, position)
-    return Event(rank=rank, item=item, start=start, end=end, bound_by=bound_by)
+class _Clock:
+    """Durations in ticks."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        position = schedule.position()
+        kinds = {_without_microbatch(item): item for order in schedule.orders for item in order}
+        exact = {key: costs.duration(item, position) for key, item in kinds.items()}
+        times = [costs.communication, *exact.values()]
+        scale = math.lcm(*(time.denominator for time in times))
+        ticks = math.gcd(*(int(time * scale) for time in times)) or 1
+        self.tick = Fraction(ticks, scale)
+        self.communication = int(costs.communication / self.tick)
+        self._durations = {key: int(time / self.tick) for key, time in exact.items()}
+
+    def duration(self, item: Item) -> int:
+        return self._durations[_without_microbatch(item)]
 
 
-def _check_complete(schedule: Schedule, wanted: _Needs, ranks: dict[Op, int]) -> None:
-    seen: set[Op] = set()
-    for op in schedule.ops():
-        if op in seen:
-            raise ValueError(f"{op} is in the orders twice")
-        seen.add(op)
-    _check_backward(schedule, seen)
+def _without_microbatch(item: Item) -> tuple[object, ...]:
+    if isinstance(item, Op):
+        return item[:2]
+    return item[0][:2] + item[1][:2]
+
+
+def _check_once_and_whole(schedule: Schedule, wanted: _Needs) -> None:
+    """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
+    ValueError names what is not so."""
+    there: dict[str, set[tuple[int, int]]] = {}
+    for kind, stage, microbatch in schedule.ops():
+        found = there.setdefault(kind, set())
+        if (stage, microbatch) in found:
+            raise ValueError(f"{Op(kind, stage, microbatch)} is in the orders twice")
+        found.add((stage, microbatch))
+    whole, weights = there.get(BACKWARD, set()), there.get(WEIGHT_GRADIENT, set())
+    forwards_alone = not whole and not weights and not wanted.halves
+    as_it_should = wanted.halves == weights and whole.isdisjoint(weights)
+    if not forwards_alone and not (as_it_should and there.get(FORWARD, set()) <= whole | weights):
+        _name_backward(schedule, there)
+
+
+def _check_needs(schedule: Schedule, wanted: _Needs) -> None:
+    known = set(schedule.ops())
     for op in schedule.ops():
         for need in wanted.of(op):
-            if need not in ranks:
+            if need not in known:
                 raise ValueError(f"{op} needs {need}, which no rank runs")
 
 
-def _check_backward(schedule: Schedule, seen: set[Op]) -> None:
-    """What nothing waits for can be missing too; forward passes alone are a schedule."""
-    if all(op.kind == FORWARD for op in seen):
-        return
+def _name_backward(schedule: Schedule, there: dict[str, set[tuple[int, int]]]) -> None:
     for _, stage, microbatch in schedule.ops():
-        whole = Op(BACKWARD, stage, microbatch)
-        halves = [Op(kind, stage, microbatch) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
-        there = [half for half in halves if half in seen]
-        if len(there) != (0 if whole in seen else 2):
+        at = (stage, microbatch)
+        kinds = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+        halves = [at in there.get(kind, ()) for kind in kinds]
+        if sum(halves) != (0 if at in there.get(BACKWARD, ()) else 2):
+            whole, first, second = (Op(kind, *at) for kind in (BACKWARD, *kinds))
             raise ValueError(
-                f"stage {stage} needs either {whole} or both {halves[0]} and {halves[1]} "
+                f"stage {stage} needs either {whole} or both {first} and {second} "
                 f"for microbatch {microbatch}"
             )
 
 
 def _deadlock(
-    schedule: Schedule,
-    events: list[list[Event]],
-    wanted: _Needs,
-    done: dict[Op, Fraction],
-    ranks: dict[Op, int],
+    schedule: Schedule, ended: list[int], wanted: _Needs, done: dict[_Key, tuple[int, int]]
 ) -> DeadlockError:
     """Follow what each stuck rank waits for until a rank comes up again."""
-    rank = next(r for r, order in enumerate(schedule.orders) if len(events[r]) < len(order))
+    ranks = schedule.ranks()
+    rank = next(r for r, order in enumerate(schedule.orders) if ended[r] < len(order))
     path: list[tuple[int, Op, Op]] = []
     while rank not in [r for r, _, _ in path]:
-        item = schedule.orders[rank][len(events[rank])]
+        item = schedule.orders[rank][ended[rank]]
         stuck, missing = next(
             (op, need) for op in item.parts for need in wanted.of(op) if need not in done
         )

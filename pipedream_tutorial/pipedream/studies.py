@@ -18,13 +18,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipedream.config import main_with_errors
+from pipedream.config import errors_in_one_line, main_with_errors
 from pipedream.errors import UserError
-from pipedream.gradients import MicrobatchError, MicrobatchGradients, errors_of, watch_gradients
-from pipedream.oracle import TrainResult, train
-from pipedream.stages import build_task
+
+with errors_in_one_line():  # torch may be missing
+    import torch
+
+    from pipedream.gradients import MicrobatchError, MicrobatchGradients, errors_of, watch_gradients
+    from pipedream.oracle import TrainResult, train
+    from pipedream.stages import build_task
 
 TRAINED = (
     "naive",

@@ -18,7 +18,8 @@ from fractions import Fraction
 
 from pipedream.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction
 from pipedream.errors import UserError
-from pipedream.schedules import SCHEDULES
+from pipedream.ops import FORWARD, WEIGHT_GRADIENT
+from pipedream.schedules import SCHEDULES, build_schedule
 
 ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
 
@@ -74,7 +75,12 @@ class Layout:
     sequence_parallel: bool = False
     """Between tensor-parallel parts the sequence is cut, too."""
     schedule: str = "1f1b"
-    """Of the pipeline: one with a single stage a rank."""
+    """Of the pipeline: one with a single stage a rank, or zb-v."""
+
+    @property
+    def in_v(self) -> bool:
+        """Whether device r holds stages r and 2p - 1 - r, and so the first one both ends."""
+        return self.schedule == "zb-v"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +130,7 @@ def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int)
     """k: microbatches that each copy of the model runs in a step."""
     for what, number, parts in (
         ("heads", model.heads, layout.tensor),
-        ("blocks", model.layers, layout.pipeline),
+        ("blocks", model.layers, layout.pipeline * (2 if layout.in_v else 1)),
         ("sequences", sequences, layout.data * microbatch),
     ):
         if number % parts:
@@ -148,13 +154,16 @@ def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
     """Of one device: layers' matrices are cut over the tensor-parallel devices, the rest is not.
 
-    With more than one stage the first and the last both hold the tied embedding.
+    With more than one stage the first and the last both hold the tied embedding. In a V both are
+    on device 0, which needs it once.
     """
     d, blocks = model.hidden, model.layers // layout.pipeline
     cut, whole = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
     if stage == 0:
         cut, whole = cut + model.vocabulary * d, whole + model.sequence * d
-    if stage == layout.pipeline - 1:
+    if layout.in_v:
+        whole += 2 * d * (stage == 0)
+    elif stage == layout.pipeline - 1:
         cut, whole = cut + (model.vocabulary * d if stage > 0 else 0), whole + 2 * d
     return Fraction(cut, layout.tensor) + whole
 
@@ -173,7 +182,9 @@ def _memory(
         weights,
         ELEMENT_BYTES * n * share[1],
         OPTIMIZER_BYTES * n * share[2],
-        _activations(model, layout, form.peak_activations(case, stage), microbatch, stage),
+        _v_activations(model, layout, case.m, microbatch, stage)
+        if layout.in_v
+        else _activations(model, layout, form.peak_activations(case, stage), microbatch, stage),
     )
 
 
@@ -197,13 +208,31 @@ def _activations(
     return in_flight * kept
 
 
+def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
+    """At their peak, along the rank's order: its two stages keep different amounts."""
+    tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
+    between = Fraction(tokens * model.hidden)
+    blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
+    ends = {0: between, last: 4 * between + 4 * tokens * model.vocabulary}
+    held = peak = Fraction(0)
+    for op in (
+        op for item in build_schedule("zb-v", layout.pipeline, k).orders[rank] for op in item.parts
+    ):
+        if op.kind in (FORWARD, WEIGHT_GRADIENT):
+            held += (blocks + ends.get(op.stage, 0)) * (1 if op.kind == FORWARD else -1)
+            peak = max(peak, held)
+    return peak
+
+
 def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> dict[str, Fraction]:
     """Bytes that a device of a stage sends in a step of k microbatches, by what for."""
     last = layout.pipeline - 1
     passed = microbatch * model.sequence * model.hidden  # elements between two layers
     hop = Fraction(passed, layout.tensor if layout.sequence_parallel else 1)
-    pipeline = k * hop * ((stage < last) + (stage > 0))
-    if last and stage in (0, last):  # the tied embedding's two gradients are added
+    pipeline = k * hop * ((stage < last) + (stage > 0)) * (2 if layout.in_v else 1)
+    if (
+        last and stage in (0, last) and not layout.in_v
+    ):  # the tied embedding's two gradients are added
         pipeline += Fraction(model.vocabulary * model.hidden, layout.tensor)
     n = stage_parameters(model, layout, stage)
     times = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[layout.zero]
@@ -240,6 +269,7 @@ def layouts(devices: int) -> list[Layout]:
         Layout(title="pipeline, GPipe", pipeline=devices, schedule="gpipe"),
         Layout(title="pipeline, 1F1B", pipeline=devices),
         Layout(title="pipeline, ZB-H1", pipeline=devices, schedule="zb-h1"),
+        Layout(title="pipeline, ZB-V", pipeline=devices, schedule="zb-v"),
         Layout(title="pipeline, PipeDream", pipeline=devices, schedule="pipedream"),
         Layout(title="pipeline, PipeDream-2BW", pipeline=devices, schedule="pipedream-2bw"),
         Layout(title=f"pipeline {half} x ZeRO-1 2", pipeline=half, data=2, zero=1),

@@ -1,11 +1,14 @@
 """CONFIG, --set and errors: what is accepted, what is said, and that nothing else comes out."""
 
+import importlib
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
+from pipedream.config import FOLDER, SHARED_RULES, Rule, main_with_errors, parse_arguments
 from pipedream.errors import UserError
 
 CONFIG = {
@@ -195,3 +198,65 @@ def test_bugs_are_not_dressed_up_as_user_errors():
     with pytest.raises(SystemExit) as caught:
         main_with_errors(lambda: None)
     assert caught.value.code == 0
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib"])
+def test_a_package_that_is_missing_is_one_line(capsys, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)  # importing it fails as if it were not there
+
+    with pytest.raises(SystemExit) as caught:
+        main_with_errors(lambda: importlib.import_module(module))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: {module} is not installed in this Python; type python -m pip install -r "
+        "requirements.txt in the tutorial's folder\n"
+    )
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug():
+    with pytest.raises(ModuleNotFoundError):
+        main_with_errors(lambda: importlib.import_module("pipedream.nowhere"))
+
+
+BARE = """
+import runpy, sys
+for name in ("torch", "matplotlib", "numpy"):
+    sys.modules[name] = None
+sys.argv = sys.argv[1:]
+sys.path.insert(0, ".")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("pipedream_visual.py", 2, "error: matplotlib is not installed"),
+        ("pipedream_runtime.py", 2, "error: torch is not installed"),
+        ("pipedream/studies.py x.json", 2, "error: torch is not installed"),
+        ("pipedream_planner.py --profile gpt2", 2, "error: torch is not installed"),
+        ("pipedream_simple.py --verbose no", 0, "Not trained: torch is not installed"),
+    ],
+)
+def test_scripts_say_in_one_line_what_is_not_installed(command, code, words):
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, *command.split()],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    said = done.stderr if code else done.stdout
+    assert words in " ".join(said.split())
+    assert done.stderr.count("\n") == (code > 0)
+
+
+def test_words_are_taken_in_any_case():
+    rule = Rule(kind=str, many=True, choices=("1f1b", "zb-h1"), text="")
+    assert rule.check("schedule", "1F1B,Zb-h1") == ["1f1b", "zb-h1"]
+    switch = Rule(kind=bool, text="")
+    given = ("yes", "True", "ON", "1", "no", "False", "off", "0")
+    assert [switch.check("x", word) for word in given] == [True] * 4 + [False] * 4
+    with pytest.raises(UserError, match="did you mean 'zb-h1'"):
+        rule.check("schedule", "ZBH1")

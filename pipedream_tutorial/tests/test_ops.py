@@ -86,6 +86,26 @@ def test_what_is_no_operation_is_named_with_its_place(
         load_csv(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"0F0,1B0\n1F0,0B0\n", "runs stage 1 on ranks 0 and 1; write all operations of a stage"),
+        (b"5F0,5B0\n", "has a stage 5 but no stage 0; number the stages from 0 without a gap"),
+        (b"0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1; number"),
+        (bytes(range(256)), "is not a CSV; give one that --csv wrote, or torch"),
+        (b"0F0," + b"1" * 200_000 + b"\n", "is not a CSV; "),
+        (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
+    ],
+)
+def test_stages_that_cannot_be_and_files_that_are_no_csv_are_refused(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_csv(path)
+
+
 def test_a_csv_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.csv is not a file; give the path"):
         load_csv(tmp_path / "none.csv")

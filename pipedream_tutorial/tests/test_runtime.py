@@ -19,6 +19,7 @@ from pipedream.session import on_gpus
 from pipedream.stages import build_stages, build_task
 from pipedream.training_orders import schedule_for_training
 from pipedream.workload import build_workload
+from pipedream_runtime import read_config
 from starting import FAST, no_process_is_left, run, run_warm  # noqa: F401
 
 # Every schedule with one stage a rank. Those beyond the first five are not asked for by anybody,
@@ -262,8 +263,19 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(device, gpus, expected, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert on_gpus({"device": device, "num_stages": 4}) == expected
     if device == "cuda":
-        with pytest.raises(UserError, match="6 stages need as many GPUs, and this machine has 5"):
+        with pytest.raises(
+            UserError, match="a GPU for each of 6 stages, and this machine has 5; set"
+        ):
             on_gpus({"device": device, "num_stages": 6})
+
+
+def test_a_benchmark_asks_for_gpus_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    wanted = "a GPU for each of 4 stages, and this machine has none; run it where there are 4, or"
+    with pytest.raises(UserError, match=wanted):
+        on_gpus(read_config(["--benchmark"]))
+    assert not on_gpus(read_config(["--benchmark", "--device=cpu"]))
+    assert not on_gpus(read_config([]))
 
 
 class FakeDevice:

@@ -1,9 +1,11 @@
 """pipedream_simple.py from end to end, and the numbers of its tables against the measures."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -198,7 +200,8 @@ def test_every_key_has_a_comment():
 
 
 def test_a_run_from_another_folder(tmp_path):
-    done = run("--num_stages", "2", "--num_microbatches", "4", "--steps", "2", cwd=tmp_path)
+    sizes = ["--num_stages", "2", "--num_microbatches", "4", "--steps", "2"]
+    done = run(*sizes, "--verbose", "yes", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for title in (entry.title for entry in SCHEDULES.values()):
         assert f"\n{title}\n" in done.stdout
@@ -237,6 +240,56 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
     call(capsys, monkeypatch, "--schedule=pipedream", "--steps=0", f"--trace={path}")
     events = json.loads(path.read_text())["traceEvents"]
     assert len([e for e in events if e["ph"] == "X"]) == 2 * 4 * 8 * 4
+
+
+def test_tables_come_first_and_need_no_torch(tmp_path):
+    """The default run: a screenful, and its first table before torch would be imported."""
+    script = (
+        "import runpy, sys, time; begun = time.process_time(); import builtins; "
+        "real = builtins.__import__\n"
+        "def guarded(name, *rest):\n"
+        "    if name == 'torch': print('CPU', time.process_time() - begun, file=sys.stderr); "
+        "sys.stdout.flush(); import os; os._exit(7)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = guarded; sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(SCRIPT)],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "COLUMNS": "100"},
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    assert float(done.stderr.split()[1]) < 2
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("Chimera ")]
+    assert lines[-3].startswith("Trained: 2 layers on each of 4 stages")
+    assert len(lines) + 7 + 4 <= 40  # what training adds
+
+
+def test_grids_are_shown_of_one_schedule_or_where_asked_for(capsys, monkeypatch):
+    def grids(*arguments: str) -> int:
+        return call(capsys, monkeypatch, "--steps=0", *arguments).count("\nrank 0 ")
+
+    assert (grids(), grids("--schedule=gpipe")) == (0, 1)
+    assert grids("--schedule=gpipe", "--verbose=no") == 0
+    assert grids("--verbose=yes") > 5
+
+
+def test_the_largest_pipeline_is_simulated_in_seconds():
+    """p = 64, m = 512 took over 100 s. CPU time of this process: others use the machine, too."""
+    case = replace(CASE, num_stages=64, num_microbatches=512, num_batches=4)
+    begun = time.process_time()
+    row = measure("1f1b", replace(case, communication=Fraction(1, 3)))
+    assert time.process_time() - begun < 5
+    assert row.stream.schedule.num_microbatches == 4 * 512
+    row = measure("1f1b", replace(case, num_stages=2))
+    assert set(row.batch_idle.makespan) == {4}  # (p - 1) (F + B)
+
+
+def test_a_schedule_is_known_in_any_case(capsys, monkeypatch):
+    upper = call(capsys, monkeypatch, "--schedule", "1F1B", "--steps", "0")
+    assert upper == call(capsys, monkeypatch, "--schedule", "1f1b", "--steps", "0")
 
 
 def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
@@ -293,6 +346,12 @@ def test_a_file_s_own_sizes_are_checked_against_stage_scale(tmp_path):
         (
             ["--set", "stage_scale=1,2"],
             "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1",
+        ),
+        (["--schedule=ZBH1"], "unknown schedule 'ZBH1'; did you mean 'zb-h1'?"),
+        (
+            ["--schedule=pipedream-2bw", "--csv", "a.csv"],
+            "pipedream-2bw does not flush, and a CSV has no operation that updates weights; add "
+            "--set schedule=1f1b, the same order with a flush",
         ),
         (["--csv", "a.csv"], "--csv writes one schedule; add --set schedule=1f1b or another"),
         (["--trace", "a.json"], "--trace writes one schedule; add --set schedule=1f1b or another"),

@@ -291,3 +291,28 @@ def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     assert lengths == {
         "0F0": 1, "0B0": 2, "1F0": 5, "1B0": 10, "2F1": 1, "2B1": 2, "3F1": 5, "3B1": 10
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe-v"])
+def test_ticks_are_exact(name: str) -> None:
+    """Durations with nothing in common against the rule itself, in fractions."""
+    schedule = build_schedule(name, 4, 8)
+    scale = [Fraction(n, 7 + n) for n in range(1, len(schedule.chains[0]) + 1)]
+    costs = build_costs(
+        schedule, forward="1/3", input_gradient="2/7", weight_gradient="1e-9",
+        communication="5/11", scale=scale, overlap_saving="1/13",
+    )  # fmt: skip
+    timeline, ends = simulate(schedule, costs), {}
+    position, ranks = schedule.position(), schedule.ranks()
+    for event in timeline.all_events():
+        earlier = [e.end for e in timeline.events[event.rank] if e.end <= event.start]
+        arrivals = [
+            ends[need] + (costs.communication if ranks[need] != event.rank else 0)
+            for op in event.item.parts
+            for need in needs(op, schedule)
+        ]
+        assert event.start == max([Fraction(0), *earlier, *arrivals])
+        assert event.end - event.start == costs.duration(event.item, position)
+        ends |= dict.fromkeys(event.item.parts, event.end)
+    assert timeline.makespan == max(ends.values())
+    assert all(isinstance(end, Fraction) for end in ends.values())

@@ -183,3 +183,45 @@ def test_a_table_has_every_layout_once_and_its_numbers() -> None:
     # 64 sequences over 8 devices, 4 at a time: two microbatches, each gathers twice and scatters.
     assert one.sent == 2 * 2 * 3 * Fraction(7, 8) * MEDIUM.parameters
     assert "25 heads cannot be cut into 8" in comparison_table("gpt2-xl", 8)
+
+
+def test_a_v_has_its_own_memory_and_traffic() -> None:
+    """ZB-V against 1F1B: the same model held once, twice the hops between devices, and what its
+    orders hold; both ends are on device 0."""
+    wide, straight = replace(SMALL, vocabulary=1), Layout(title="", pipeline=4)
+    layout = replace(straight, schedule="zb-v")
+    parameters = [stage_parameters(SMALL, layout, r) for r in range(4)]
+    assert sum(parameters) == SMALL.parameters
+    schedule = build_schedule("zb-v", 4, 8)
+    ranks = schedule.ranks()
+    hops = [0] * 4
+    for sender, _ in transfers(schedule):
+        hops[ranks[sender]] += 1
+    one = SMALL.sequence * SMALL.hidden * 2
+    found = [sent(SMALL, layout, 8, 1, r)["pipeline"] for r in range(4)]
+    assert found == [count * one for count in hops]
+    # With no ends to speak of, a device holds p microbatches of its blocks.
+    blocks = 2 * block_activations(wide, layout, 1)
+    ends = 5 * one + 4 * wide.sequence
+    activations = cost(wide, layout, sequences=8, microbatch=1).activations
+    assert 4 * blocks <= activations <= 4 * (blocks + ends)
+    assert peak_activations(schedule) == (4, 4, 4, 4)
+
+
+def test_what_comparison_says_of_zero_bubble_schedules() -> None:
+    """Its "When to use which": memory and idle time against 1F1B's, over all of its tables."""
+    more: dict[str, list[Fraction]] = {"zb-h1": [], "zb-v": []}
+    for model, devices in product(MODELS.values(), (4, 8)):
+        straight = Layout(title="", pipeline=devices)
+        base = cost(model, straight, sequences=64, microbatch=4)
+        for name, found in more.items():
+            try:
+                one = cost(model, replace(straight, schedule=name), sequences=64, microbatch=4)
+            except UserError:
+                assert (model.layers, devices, name) == (24, 8, "zb-v")
+                continue
+            found.append(100 * (one.memory / base.memory - 1))
+            assert one.idle < base.idle / 2
+            assert name == "zb-h1" or Fraction(3, 100) < one.idle < Fraction(7, 100)
+    assert [round(edge) for edge in (min(more["zb-v"]), max(more["zb-v"]))] == [5, 16]
+    assert [round(edge) for edge in (min(more["zb-h1"]), max(more["zb-h1"]))] == [19, 136]
