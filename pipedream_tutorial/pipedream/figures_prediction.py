@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from pipedream.drawing import GREY, LINE_COLOURS, SMALL, TEXT, new_figure
 from pipedream.figures_compare import MARKERS
-from pipedream.results_text import GPU_GOAL_POINTS
+from pipedream.prediction import GPU_GOAL_POINTS
 from pipedream.schedules import SCHEDULES
 
 Record = Mapping[str, Any]
