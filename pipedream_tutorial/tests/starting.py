@@ -1,5 +1,6 @@
 """Starts the runtime as a user would, and sees to it that nothing of it is left. For the tests."""
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -24,7 +25,7 @@ ENVIRONMENT = os.environ | dict([MARK])
 def no_process_is_left():
     """Whatever a test started has ended by its end."""
     yield
-    _, alive = psutil.wait_procs(_started(), timeout=2)
+    _, alive = psutil.wait_procs(_started(), timeout=10)
     for process in alive:
         process.kill()
     assert not alive
@@ -54,6 +55,18 @@ def run(arguments, *, start=SCRIPT, limit_s=100):
     )
     done.seconds = time.monotonic() - begun
     return done
+
+
+@contextlib.contextmanager
+def started(arguments):
+    """The process in the background, without a word; killed at the end."""
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*SCRIPT, *arguments], cwd=FOLDER, env=ENVIRONMENT, **silent)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def run_warm(arguments, num_stages, log, *, limit_s):
