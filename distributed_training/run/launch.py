@@ -6,6 +6,7 @@ The only module that reads the environment for launch settings. No torch before 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shlex
@@ -144,6 +145,9 @@ def spawn(plan: Plan, script: str) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for part in ("agent.server.api", "multiprocessing.api"):  # every signal that is passed on
+        logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.ERROR)
 
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
