@@ -196,10 +196,11 @@ def _refusal(config: RunConfig, schedule: Schedule, pp: int, sequences: int) -> 
     if pp > 1:
         why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
     processes = sequences // (config.batch_size * config.grad_accum_steps)
+    its = f"its {processes} process" + "es" * (processes > 1)
     return UserError(
         f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
         f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "
-        f"grad_accum_steps {config.grad_accum_steps} x its {processes} processes)",
+        f"grad_accum_steps {config.grad_accum_steps} x {its})",
         why,
         f"set {'; or '.join(cuts)}; or both to auto",
     )

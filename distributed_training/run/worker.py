@@ -66,7 +66,8 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     Raises UserError where torch cannot use the machine's GPUs or there are too few.
     """
     # Libraries that call each other's deprecated functions are not the user's business.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
+    ours = "torch|deepspeed|distributed_training"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
     if not num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
