@@ -139,6 +139,14 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is read in no time."""
+    file = tmp_path_factory.mktemp("corpus") / "text.txt"
+    file.write_text("A text that is not very long.\n" * 1000)
+    return file
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """The one that the repository ships."""
     return Tokenizer(EMBEDDED_DIR)

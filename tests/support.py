@@ -9,7 +9,7 @@ import functools
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +194,19 @@ def made_record(*, finished: bool = True, **changes: Any) -> Record:
 
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
     """The JSON of a run's record at its start or its end; `a__b=1` changes values["a"]["b"]."""
-    values: dict[str, Any] = copy.deepcopy({**_START, **_RESULTS} if finished else _START)
+    return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
+
+
+def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
+    """The DeepSpeed JSON of a strategy; a dotted key changes one value."""
+    return changed(named_strategy(name).document, changes, ".")
+
+
+def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -> dict[str, Any]:
+    """A copy with other values at the paths "a<dot>b"."""
+    values = copy.deepcopy(dict(document))
     for path, value in changes.items():
-        *parents, last = path.split("__")
+        *parents, last = path.split(dot)
         section = values
         for part in parents:
             section = section[part]

@@ -111,14 +111,6 @@ def test_the_guide_has_the_reference():
     assert reference in (ROOT / "REAL_MODELS_GUIDE.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A corpus that is read in no time."""
-    file = tmp_path_factory.mktemp("corpus") / "text.txt"
-    file.write_text("A text that is not very long.\n" * 1000)
-    return file
-
-
 @pytest.fixture
 def run(text, tmp_path, monkeypatch):
     """Runs the script on a machine of this test, as a process of this test, up to training."""

@@ -10,7 +10,7 @@ from distributed_training.records.record import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.plan.helpers import NAMES
-from tests.support import named_strategy, refused
+from tests.support import named_strategy, own_json, refused
 
 DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_deepspeed_json]
 # CONFIG and the batch of the tests below, and what the JSON must hold for them.
@@ -24,18 +24,6 @@ DECIDED = {
     "bf16.enabled": ("precision", True),
     "fp16.enabled": ("precision", False),
 }
-
-
-def own_json(name="zero2", **changes):
-    """The DeepSpeed JSON of a strategy; a dotted key changes one value."""
-    document = copy.deepcopy(dict(named_strategy(name).document))
-    for path, value in changes.items():
-        *parents, last = path.split(".")
-        section = document
-        for part in parents:
-            section = section[part]
-        section[last] = value
-    return document
 
 
 def fill(tmp_path, document, strategy="zero2", batch=BATCH, **config):

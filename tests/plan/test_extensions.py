@@ -150,8 +150,11 @@ def test_a_stale_lock_of_deepspeeds_own_extension(strategy, tmp_path, monkeypatc
 
 
 def test_a_fresh_lock_is_somebodys(tmp_path):
-    make_lock(tmp_path / "extensions" / "cpu_adam", age_s=5)
+    lock = make_lock(tmp_path / "extensions" / "cpu_adam", age_s=5)
     refuse_stale_lock("cpu_adam")
+    os.utime(lock, (time.time() - 65,) * 2)
+    with refused("1 minutes old"):
+        refuse_stale_lock("cpu_adam")
 
 
 def test_an_old_lock_of_a_build_that_runs_is_left_alone(tmp_path):

@@ -17,14 +17,6 @@ from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A corpus that is read in no time."""
-    file = tmp_path_factory.mktemp("corpus") / "text.txt"
-    file.write_text("A text that is not very long.\n" * 1000)
-    return file
-
-
 @pytest.fixture
 def start(text, tmp_path, monkeypatch):
     """Calls start() on a machine of this test, as a process of this test."""

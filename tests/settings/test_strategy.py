@@ -1,6 +1,5 @@
 """Strategies' folders: what each says, what is refused, a folder and an engine of one's own."""
 
-import copy
 import json
 
 import pytest
@@ -17,7 +16,7 @@ from distributed_training.settings.strategies import (
     strategy_defaults,
     strategy_options,
 )
-from tests.support import named_strategy, refused
+from tests.support import named_strategy, own_json, refused
 
 SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp", *SPLIT]
@@ -25,18 +24,6 @@ DEEPSPEED = ["zero1", "zero2", "zero3", "offload", "infinity", "hybrid"]
 # What the strategies mean, by DeepSpeed's words.
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "hybrid": 1}
 DEVICES = {"offload": ("cpu", "none"), "infinity": ("nvme", "nvme")}
-
-
-def own_json(name="zero2", **changes):
-    """The DeepSpeed JSON of a strategy; a dotted key changes one value."""
-    document = copy.deepcopy(dict(named_strategy(name).document))
-    for path, value in changes.items():
-        *parents, last = path.split(".")
-        section = document
-        for part in parents:
-            section = section[part]
-        section[last] = value
-    return document
 
 
 def given_json(tmp_path, document, strategy="zero2"):
