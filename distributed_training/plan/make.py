@@ -6,6 +6,7 @@ No torch import.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -76,9 +77,25 @@ def draft_plan(
     """Decide what follows from CONFIG and the machine; check only that the layout exists."""
     requested, strategy, notes = config, load_strategy(config), list[str]()
     config = choose_model(config, machine, notes)
-    model = find_model(config.model)
     mesh = fill_mesh(strategy, num_processes, config)
     config = choose_settings(config, machine, strategy, mesh, notes)
+    plan = lay_out(config, strategy, mesh, machine, processes_here)
+    return replace(plan, requested=requested, notes=[*notes, *plan.notes])
+
+
+def lay_out(
+    config: RunConfig,
+    strategy: Strategy,
+    mesh: dict[str, int],
+    machine: Machine,
+    processes_here: int,
+) -> Plan:
+    """A draft for a CONFIG in which only the micro-batches may be open.
+
+    Raises UserError where a setting does not go with the mesh.
+    """
+    requested, notes, num_processes = config, list[str](), math.prod(mesh.values())
+    model = find_model(config.model)
     layout = build_layout(config, strategy, model.size, mesh)
     schedule = cost.schedule_of(config, strategy, mesh["pp"])
     batch = cut_batch(config, mesh, schedule)
