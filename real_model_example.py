@@ -46,6 +46,7 @@ CONFIG = {
     "pipeline_cut": None,  # blocks of each stage, "7,7,7,3"; None: equal estimated cost
     "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
     "compile": "auto",  # torch.compile; auto: on GPUs
+    "cuda_graphs": "auto",  # a training step as one launch; auto: where that is correct
     # What is looked at and kept.
     "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
     "eval_samples": 200,  # validation samples used; -1: all

@@ -28,17 +28,13 @@ def apply_checkpointing(model: Decoder, mode: str) -> None:
         block.forward = functools.partial(again, block.forward)
 
 
-def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
+def apply_compile(model: Decoder) -> None:
     """Compile every block's forward and the loss, in place. All blocks share one graph; FSDP's and
     ZeRO-3's hooks run around it, so embedding and last norm, which they serve too, stay eager.
-
-    With `cuda_graphs` one call launches a block's kernels. It needs parameters that stay where they
-    are, gradients that nobody holds on to, and cudagraph_mark_step_begin before each step.
     """
-    mode = "reduce-overhead" if cuda_graphs else "default"
     for block in model.blocks.values():
-        block.forward = torch.compile(block.forward, mode=mode)
-    model.loss = torch.compile(model.loss, mode=mode)
+        block.forward = torch.compile(block.forward)
+    model.loss = torch.compile(model.loss)
 
 
 def apply_fsdp(

@@ -103,6 +103,8 @@ class RunConfig(Options):
         help="what the backward pass computes again instead of keeping it")
     compile: bool | Auto = spread(AUTO,
         help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
+    cuda_graphs: bool | Auto = spread(AUTO,
+        help="launch a training step as one CUDA graph; auto: wherever that is correct")
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
         help="steps between evaluations, besides each epoch's end; 0: none")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")

@@ -230,6 +230,7 @@ OPTIONS = {
     "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "compile": st.sampled_from(["auto", True, False]),
+    "cuda_graphs": st.sampled_from(["auto", True, False]),
     "pack": st.booleans(),
     "max_steps": st.integers(1, 2**31) | st.just(-1),
     "eval_every": st.integers(0, 100),
