@@ -15,7 +15,7 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.display import Display, short_path
+from distributed_training.records.display import Display
 from distributed_training.records.metrics import PeakMemory, StepTimer, Tracker, disk_bytes
 from distributed_training.records.record import RunRecord, append_metrics
 from distributed_training.run import checkpoint
@@ -217,7 +217,7 @@ class Trainer:
             self.engine, self.plan, self.topology,
             step=self.step, data_fingerprint=self.data.fingerprint,
         )  # fmt: skip
-        self._say(f"saved {short_path(folder)}")
+        self._say(f"saved {folder.parent.name}/{folder.name}")
 
     def _say(self, text: str) -> None:
         self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
