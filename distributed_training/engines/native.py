@@ -198,7 +198,13 @@ class NativeEngine(base.Engine):
 
     def _forward(self, *tensors: torch.Tensor) -> torch.Tensor | None:
         """None but on the last stage."""
-        return self.module(*tensors) if self.pipeline is None else self.pipeline.relay(*tensors)
+        run = self.module if self.pipeline is None else self.pipeline.relay
+        output = run(*tensors)
+        # A replayed step gathers parameters itself, and leaves what is gathered here out of date.
+        for module in self.parts.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return output
 
     def describe_dtypes(self) -> dict[str, str]:
         parameter = str(self.parameters[0].dtype)
