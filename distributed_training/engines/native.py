@@ -94,7 +94,7 @@ class NativeEngine(base.Engine):
             terms = apply_tp(part, mesh["tp"], sequence_parallel=config.sequence_parallel)
         apply_checkpointing(part, config.activation_checkpointing)
         if config.compile:
-            apply_compile(part)
+            apply_compile(part, ends=topology.tp == 1)
         if self.copies_only and topology.world_size > 1:
             # Backward all-reduces gradients: their mean over all ranks, in fp32 buckets.
             options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
