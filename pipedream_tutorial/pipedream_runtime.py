@@ -19,17 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipedream.config import Rule, main_with_errors, parse_arguments
-from pipedream.errors import UserError
-from pipedream.launch import Process, launch, run_worker, this_process
-from pipedream.prediction import MeasuredRun, build_record, calibrate, can_predict, predict
-from pipedream.runtime_table import render
-from pipedream.schedules import SCHEDULES
-from pipedream.trace import write_trace
-from pipedream.training_orders import schedule_for_training, trainable
+from pipedream.config import Rule, parse_arguments
+from pipedream.errors import UserError, main_with_errors
+from pipedream.runtime.launch import Process, launch, run_worker, this_process
+from pipedream.runtime.prediction import MeasuredRun, calibrate, can_predict, predict
+from pipedream.runtime.record import build_record, render
+from pipedream.schedules.catalogue import SCHEDULES, schedule_for_training, trainable
+from pipedream.simulate.trace import write_trace
 
 if TYPE_CHECKING:
-    from pipedream.session import Outcome
+    from pipedream.runtime.session import Outcome
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: processes, each with one stage of the model
@@ -204,7 +203,7 @@ def main() -> NoReturn:
 
 def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
     """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.session import about, run_session  # torch is imported by the stages only
+    from pipedream.runtime.session import about, run_session
 
     how = about({key: config[key] for key in CONFIG}, arguments)
 

@@ -73,7 +73,7 @@ def run_warm(arguments, num_stages, log, *, limit_s):
     """The stages' exit codes. Each is a new process, as torchrun would start it, but forked from a
     server that has imported torch. Past the limit all are killed, which their codes say."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch.distributed", "pipedream.session"])
+    server.set_forkserver_preload(["torch.distributed", "pipedream.runtime.session"])
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     size = {"WORLD_SIZE": str(num_stages), "LOCAL_WORLD_SIZE": str(num_stages)}

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pipedream import results
-from pipedream.closed_forms import CLOSED_FORMS
 from pipedream.errors import UserError
-from pipedream.results import FOLDER, drawn_from, fill, load_records, pages, stale, tables
-from pipedream.results_text import checked, makespan_error, on_gpu, points_error, render_page
-from pipedream.schedules import SCHEDULES
+from pipedream.results import pages as results
+from pipedream.results.pages import FOLDER, drawn_from, fill, load_records, pages, stale, tables
+from pipedream.results.text import checked, makespan_error, on_gpu, points_error, render_page
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.closed_forms import CLOSED_FORMS
 
 PAGES = ["README.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.ops import FORWARD, Op, Schedule
-from pipedream.oracle import build_trainers, run_schedule, train
-from pipedream.simulator import needs
-from pipedream.stages import build_stages, build_task, evaluate
-from pipedream.trainer import StageTrainer, Weights
-from pipedream.training_orders import schedule_for_training
+from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.ops import FORWARD, Op, Schedule
+from pipedream.simulate.needs import needs
+from pipedream.train.models import build_stages, build_task, evaluate
+from pipedream.train.oracle import build_trainers, run_schedule, train
+from pipedream.train.trainer import StageTrainer, Weights
 from torch import nn
 
 SEED, RATE = 5, 0.4

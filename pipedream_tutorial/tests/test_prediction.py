@@ -8,11 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from pipedream.ops import repeat
-from pipedream.policies import POLICIES
-from pipedream.prediction import (
+from pipedream.runtime.prediction import (
     MeasuredRun,
-    build_record,
     calibrate,
     can_predict,
     communication_ns,
@@ -22,10 +19,12 @@ from pipedream.prediction import (
     received_before_sent,
     utilisation,
 )
-from pipedream.runtime_table import render
-from pipedream.schedules import build_schedule
-from pipedream.simulator import Costs, simulate
-from pipedream.trace import MeasuredEvent, transfers
+from pipedream.runtime.record import build_record, render
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import repeat
+from pipedream.schedules.policies import POLICIES
+from pipedream.simulate.simulator import Costs, simulate
+from pipedream.simulate.trace import MeasuredEvent, transfers
 
 FOLDER = Path(__file__).resolve().parent.parent
 MS = 10**6

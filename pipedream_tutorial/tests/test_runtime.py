@@ -7,17 +7,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from pipedream.channels import Inbox, Neighbour, Neighbours
 from pipedream.errors import UserError
-from pipedream.ops import Op
-from pipedream.oracle import train
-from pipedream.policies import weight_use
-from pipedream.prediction import makespan_ns
-from pipedream.runtime import EventClock, Station, pace_from_ms, run_stage
-from pipedream.session import on_gpus
-from pipedream.stages import build_stages, build_task
-from pipedream.training_orders import schedule_for_training
-from pipedream.workload import build_workload
+from pipedream.runtime.channels import Inbox, Neighbour, Neighbours
+from pipedream.runtime.clocks import EventClock
+from pipedream.runtime.prediction import makespan_ns
+from pipedream.runtime.session import on_gpus
+from pipedream.runtime.stage import Station, pace_from_ms, run_stage
+from pipedream.runtime.workload import build_workload
+from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.ops import Op
+from pipedream.schedules.policies import weight_use
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import train
 from pipedream_runtime import read_config
 from starting import FAST, no_process_is_left, run, run_warm, started  # noqa: F401
 
@@ -334,7 +335,7 @@ def test_event_clock_times_the_work_and_not_the_launches():
 
 def test_a_run_timed_by_events(monkeypatch):
     """The path that a GPU takes: anchored, marked, waited for, and only then read."""
-    monkeypatch.setattr("pipedream.runtime.dist.barrier", lambda: None)
+    monkeypatch.setattr("pipedream.runtime.stage.dist.barrier", lambda: None)
     device, m = FakeDevice(), 3
     task = build_task(seed=1)
     (module,) = build_stages(1, 1, seed=1)
@@ -385,7 +386,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         log.append(("post", number))
         return FakeWork(log, number)
 
-    monkeypatch.setattr("pipedream.channels.dist.irecv", irecv)
+    monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
     neighbour = Neighbour(
         rank=1,
         incoming=None,

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pipedream_simple
 import pytest
-from pipedream.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.errors import UserError
-from pipedream.measures import idle, peak_activations
-from pipedream.ops import load_csv, repeat
-from pipedream.policies import POLICIES, weight_use
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import build_costs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import load_csv, repeat
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.simulator import build_costs, simulate
 
 SCRIPT = Path(pipedream_simple.__file__)
 CASE = Case(

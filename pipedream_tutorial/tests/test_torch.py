@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.ops import load_csv, save_csv
-from pipedream.schedules import build_schedule
-from pipedream.simulator import build_costs, simulate
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import load_csv, save_csv
+from pipedream.simulate.simulator import build_costs, simulate
 from torch.distributed.pipelining import schedules as theirs
 
 CHILD = Path(__file__).with_name("run_csv.py")

@@ -4,12 +4,12 @@ import weakref
 
 import pytest
 import torch
-from pipedream.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
-from pipedream.oracle import build_trainers, run_schedule, train
-from pipedream.policies import POLICIES, weight_use
-from pipedream.stages import build_stages, build_task
-from pipedream.trainer import StageTrainer
-from pipedream.training_orders import schedule_for_training
+from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import build_trainers, run_schedule, train
+from pipedream.train.trainer import StageTrainer
 from torch import nn
 
 NAMES = ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"]
