@@ -208,14 +208,13 @@ def test_every_picture_is_shown_and_every_file_is_on_the_map() -> None:
     text = (FOLDER / "README.md").read_text()
     for picture in (FOLDER / "figures").iterdir():
         assert f"](figures/{picture.name})" in text, picture.name
-    rows = re.findall(r"^\| ([^|]+) \|", text.partition("## What is in this folder")[2], re.M)
-    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    patterns = [name if "/" in name else f"pipedream/{name}" for name in named]
-    files = [*(FOLDER / "pipedream").glob("*.py"), *FOLDER.glob("*.py"), FOLDER / "run.sh"]
-    for file in files:
-        name = str(file.relative_to(FOLDER))
-        there = name in named or any(Path(name).match(pattern) for pattern in patterns)
-        assert there or file.name == "__init__.py", name
+    section = text.partition("## What is in this folder")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)/` \|(.*)$", section, re.M))
+    for file in (FOLDER / "pipedream").glob("*/*.py"):
+        there = f"`{file.stem}`" in rows[file.parent.name]
+        assert there or file.stem in ("__init__", "__main__"), file
+    for file in (*(FOLDER / "pipedream").glob("*.py"), *FOLDER.glob("*.py"), FOLDER / "run.sh"):
+        assert f"`{file.name}`" in section or file.name == "__init__.py", file
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -197,9 +197,8 @@ class _Run:
 
     def advance(self, rank: int) -> list[int]:
         """Run the rank's operations up to the first that has to wait; the ranks that this frees."""
-        order, begun, ended, bound = (
-            lines[rank] for lines in (self.schedule.orders, self.starts, self.ends, self.bounds)
-        )
+        order, begun = self.schedule.orders[rank], self.starts[rank]
+        ended, bound = self.ends[rank], self.bounds[rank]
         done, waiting, communication = self.done, self.waiting, self.clock.communication
         keys_of, duration = self.wanted.keys_of, self.clock.duration
         now = ended[-1] if ended else 0
