@@ -87,6 +87,7 @@ def test_split_backward_gives_the_bits_of_the_whole_one() -> None:
             batch_size=2,
             num_microbatches=2,
             learning_rate=0.1,
+            cut=split,
         )
         trainer.forward(0, x)
         if split:
@@ -148,6 +149,7 @@ def test_versions_and_staleness_are_those_counted_from_the_order(name: str, p: i
         batch_size=m,
         num_microbatches=m * num_batches,
         learning_rate=0.1,
+        cut=schedule.cuts_backward,
     )
     history = [[{n: w.detach().clone() for n, w in t.weights.items()}] for t in trainers]
     forward: list[dict[int, int]] = [{} for _ in trainers]

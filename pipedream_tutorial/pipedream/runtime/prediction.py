@@ -6,7 +6,7 @@ Imports no torch. Times of the simulator are nanoseconds here, kept as exact fra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import median
 
@@ -123,20 +123,36 @@ def calibrate(events: Sequence[MeasuredEvent], schedule: Schedule) -> Costs:
 def can_predict(calibrated_on: Schedule, other: Schedule) -> bool:
     """Whether durations of `calibrated_on` tell those of `other`: not if only one of them cuts its
     backward passes, for where the cut lies in a whole one has not been measured."""
-    return _cuts(calibrated_on) or not _cuts(other)
-
-
-def _cuts(schedule: Schedule) -> bool:
-    return any(op.kind == WEIGHT_GRADIENT for op in schedule.ops())
+    return calibrated_on.cuts_backward or not other.cuts_backward
 
 
 def predict(schedule: Schedule, costs: Costs) -> Prediction:
-    """Run the orders in the simulator with calibrated costs."""
-    timeline = simulate(schedule, costs)
+    """Run the orders in the simulator with calibrated costs; where the schedule has other stages
+    than they are of, each gets its share of the layers."""
+    timeline = simulate(schedule, _recut(costs, len(schedule.chains[0])))
     return Prediction(
         timeline=timeline,
         makespan_ns=timeline.makespan,
         utilisation=1 - idle(timeline).makespan_fraction,
+    )
+
+
+def _recut(costs: Costs, num_stages: int) -> Costs:
+    def each(durations: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
+        n = len(durations)
+        # In units of 1 / (n num_stages) of the model a stage of theirs is num_stages long.
+        return tuple(
+            sum(
+                durations[piece // num_stages] for piece in range(place * n, (place + 1) * n)
+            ) / Fraction(num_stages)
+            for place in range(num_stages)
+        )  # fmt: skip
+
+    return replace(
+        costs,
+        forward=each(costs.forward),
+        input_gradient=each(costs.input_gradient),
+        weight_gradient=each(costs.weight_gradient),
     )
 
 

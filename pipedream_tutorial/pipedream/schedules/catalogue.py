@@ -60,9 +60,9 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
 
 @cache
 def trainable() -> tuple[str, ...]:
-    """Names of the schedules with one stage a rank; the others are simulated only."""
+    """Names of the schedules with one copy of the model; the others are simulated only."""
     built = {name: build_schedule(name, 4, 8) for name in SCHEDULES}  # sizes that suit them all
-    return tuple(n for n, s in built.items() if s.stages_per_rank == len(s.chains) == 1)
+    return tuple(n for n, s in built.items() if len(s.chains) == 1)
 
 
 def schedule_for_training(
@@ -87,3 +87,18 @@ def schedule_for_training(
         )
     whole = build_schedule(name, num_stages, num_microbatches * num_batches)
     return whole, POLICIES[entry.policy]
+
+
+def layers_of_a_stage(layers_of_a_rank: int, schedule: Schedule) -> int:
+    """How many of a rank's layers each of its stages has.
+
+    Raises UserError where they cannot be cut evenly.
+    """
+    v = schedule.stages_per_rank
+    if layers_of_a_rank % v:
+        raise UserError(
+            f"{schedule.name} cuts a rank's layers into {v} stages, and there are "
+            f"{layers_of_a_rank}",
+            f"set layers_per_stage to a multiple of {v}",
+        )
+    return layers_of_a_rank // v

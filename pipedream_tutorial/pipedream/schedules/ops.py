@@ -73,6 +73,11 @@ class Schedule:
     def num_microbatches(self) -> int:
         return len({op.microbatch for op in self.ops()})
 
+    @property
+    def cuts_backward(self) -> bool:
+        """Whether some backward passes are run as I and W."""
+        return any(op.kind == WEIGHT_GRADIENT for op in self.ops())
+
     def ops(self) -> Iterable[Op]:
         """All operations, those in pairs too."""
         return (op for order in self.orders for item in order for op in item.parts)

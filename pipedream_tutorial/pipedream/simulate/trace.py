@@ -136,6 +136,12 @@ def trace_document(
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that sends, operation that receives) for each result that leaves its rank."""
     ranks = schedule.ranks()
+    return [(a, b) for a, b in handed_on(schedule) if ranks[a] != ranks[b]]
+
+
+def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
+    """(operation that gives, operation that takes) for each result that another stage takes in."""
+    ranks = schedule.ranks()
     after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
     before = {b: a for a, b in after.items()}
     back = {(op.stage, op.microbatch): op for op in ranks if op.kind in (BACKWARD, INPUT_GRADIENT)}
@@ -145,8 +151,7 @@ def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
             receiver = Op(FORWARD, after.get(op.stage, -1), op.microbatch)
         else:
             receiver = back.get((before.get(op.stage, -1), op.microbatch), op)
-        sends = op.kind != WEIGHT_GRADIENT and receiver in ranks
-        if sends and ranks[receiver] != ranks[op]:
+        if op.kind != WEIGHT_GRADIENT and receiver in ranks and receiver != op:
             found.append((op, receiver))
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
@@ -43,9 +43,10 @@ def build_trainers(
     batch_size: int,
     num_microbatches: int,
     learning_rate: float,
+    cut: bool = False,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> list[StageTrainer]:
-    """One trainer a stage; the last one has the loss."""
+    """One trainer a stage; the last one has the loss. `cut`: backward passes in two halves."""
     last = len(stages) - 1
     return [
         trainer_class(
@@ -57,6 +58,7 @@ def build_trainers(
             num_microbatches=num_microbatches,
             learning_rate=learning_rate,
             loss=nn.functional.cross_entropy if stage == last else None,
+            cut=cut,
         )
         for stage, module in enumerate(stages)
     ]
@@ -75,20 +77,19 @@ def run_schedule(
     stage sees its own operations in its rank's order, whatever the others do meanwhile. `order`
     is one of them; by default that of the simulator's clock, all operations equally long.
     """
-    tensors: dict[Op, torch.Tensor | None] = {}
+    outputs: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> what F gave
+    gradients: dict[tuple[int, int], torch.Tensor | None] = {}  # what B or I gave
     last = len(trainers) - 1
     for op in _in_time_order(schedule) if order is None else order:
         kind, stage, i = op
         trainer = trainers[stage]
         inputs, target = task.microbatch(i)
         if kind == FORWARD:
-            x = inputs if stage == 0 else tensors.pop(Op(FORWARD, stage - 1, i))
-            assert x is not None
-            tensors[op] = trainer.forward(i, x, target if stage == last else None)
+            x = inputs if stage == 0 else outputs.pop((stage - 1, i))
+            outputs[stage, i] = trainer.forward(i, x, target if stage == last else None)
         elif kind in (BACKWARD, INPUT_GRADIENT):
-            above = Op(kind, stage + 1, i)
             step = trainer.backward if kind == BACKWARD else trainer.input_gradient
-            tensors[op] = step(i, None if stage == last else tensors.pop(above))
+            gradients[stage, i] = step(i, None if stage == last else gradients.pop((stage + 1, i)))
         else:
             trainer.weight_gradient(i)
         if watch is not None:
@@ -112,14 +113,19 @@ def train(
     watch: Watcher | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> TrainResult:
-    """Train the small model under a schedule of SCHEDULES for `num_batches` batches."""
+    """Train the small model under a schedule of SCHEDULES for `num_batches` batches.
+
+    `num_stages` counts ranks; a rank's `layers_per_stage` are cut into the stages that it holds.
+    """
     schedule, policy = schedule_for_training(name, num_stages, num_microbatches, num_batches)
+    layers = layers_of_a_stage(layers_per_stage, schedule)
     trainers = build_trainers(
-        build_stages(num_stages, layers_per_stage, seed=seed),
+        build_stages(len(schedule.chains[0]), layers, seed=seed),
         policy,
         batch_size=num_microbatches,
         num_microbatches=num_microbatches * num_batches,
         learning_rate=learning_rate,
+        cut=schedule.cuts_backward,
         trainer_class=trainer_class,
     )
     run_schedule(schedule, trainers, build_task(seed=seed), watch)

@@ -7,13 +7,15 @@ process and sends them. That their results are the same bits is a matter of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from pipedream.schedules.policies import Policy
+from pipedream.train.cut import CutLinears, LinearCall
 
 Weights = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -24,10 +26,13 @@ class _InFlight:
     """What a microbatch leaves on a stage between its forward and its backward pass."""
 
     x: torch.Tensor
-    out: torch.Tensor
+    out: torch.Tensor | None
     version: int
     weights: Weights
-    output_gradient: torch.Tensor | None = None
+    calls: list[LinearCall]
+    """Where backward passes are cut: those of linear layers."""
+    others: Sequence[torch.Tensor | None] = ()
+    """Gradients that I has made: those of the other layers' weights."""
 
 
 class StageTrainer:
@@ -49,13 +54,15 @@ class StageTrainer:
         num_microbatches: int,
         learning_rate: float,
         loss: Loss | None = None,
+        cut: bool = False,
     ) -> None:
         """`batch_size` counts microbatches; `loss` belongs to the last stage only. `module` gives
-        the first version of the weights, in its memory, and is not used afterwards."""
+        the first version of the weights, in its memory, and is not used afterwards. `cut` asks for
+        backward passes in two halves, I and W."""
         self.module, self.policy, self.loss = _without_weights(module), policy, loss
         self.stage, self.num_stages = stage, num_stages
         self.batch_size, self.num_microbatches = batch_size, num_microbatches
-        self.learning_rate = learning_rate
+        self.learning_rate, self.cut = learning_rate, cut
         self.versions = {0: {n: p.detach() for n, p in module.named_parameters()}}
         for tensor in self.versions[0].values():
             tensor.requires_grad_()
@@ -87,13 +94,15 @@ class StageTrainer:
         x = x.detach()
         if self.stage > 0:
             x.requires_grad_()
-        out = torch.func.functional_call(self.module, weights, (x,))
+        with CutLinears() if self.cut else nullcontext() as linears:
+            out = torch.func.functional_call(self.module, weights, (x,))
         if self.loss is not None:
             assert target is not None
             loss = self.loss(out, target)
             self.losses[microbatch] = loss.detach()
             out = loss / self.batch_size
-        self.in_flight[microbatch] = _InFlight(x, out, version, weights)
+        calls = linears.calls if linears else []
+        self.in_flight[microbatch] = _InFlight(x, out, version, weights, calls)
         self.num_forwards = microbatch + 1
         return out.detach()
 
@@ -104,7 +113,12 @@ class StageTrainer:
 
         output_gradient: as the output; None on the last stage. Returns None on the first stage.
         """
+        if self.cut:
+            gradient = self.input_gradient(microbatch, output_gradient)
+            self.weight_gradient(microbatch)
+            return gradient
         flight = self.in_flight.pop(microbatch)
+        assert flight.out is not None
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
             flight.out, [*inputs, *flight.weights.values()], output_gradient
@@ -117,19 +131,28 @@ class StageTrainer:
     ) -> torch.Tensor | None:
         """The half of the backward pass that the stage before waits for (I)."""
         flight = self.in_flight[microbatch]
-        flight.output_gradient = output_gradient
-        if self.stage == 0:
-            return None
-        (gradient,) = torch.autograd.grad(flight.out, flight.x, output_gradient, retain_graph=True)
-        return gradient
+        assert self.cut
+        assert flight.out is not None
+        inputs = [flight.x] if self.stage > 0 else []
+        gradients = torch.autograd.grad(
+            flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=True
+        )
+        flight.out, flight.others = None, gradients[len(inputs) :]
+        return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> None:
         """The half that nobody waits for (W)."""
         flight = self.in_flight.pop(microbatch)
-        gradients = torch.autograd.grad(
-            flight.out, list(flight.weights.values()), flight.output_gradient
-        )
-        self._accumulate(gradients)
+        found = {
+            id(weight): gradient
+            for weight, gradient in zip(flight.weights.values(), flight.others, strict=True)
+            if gradient is not None
+        }
+        for call in flight.calls:
+            for weight, gradient in call.weight_gradients():
+                before = found.get(id(weight))
+                found[id(weight)] = gradient if before is None else before + gradient
+        self._accumulate(tuple(found[id(weight)] for weight in flight.weights.values()))
 
     def _accumulate(self, gradients: tuple[torch.Tensor, ...]) -> None:
         if self.gradients is None:
