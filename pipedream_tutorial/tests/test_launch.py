@@ -157,7 +157,10 @@ def test_torchrun_works_too(tmp_path):
         (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
         (["--record", "/no/such/folder/x.json"], "make it first"),
         (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
-        (["--schedule=zb-v", "--num_stages=2"], "zb-v is simulated only"),  # the stages find out
+        (
+            ["--schedule=chimera", "--num_stages=2"],
+            "chimera is simulated only",
+        ),  # the stages find out
     ],
 )
 @pytest.mark.timeout(60)

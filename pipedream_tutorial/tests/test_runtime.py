@@ -8,12 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Inbox, Neighbour, Neighbours
+from pipedream.runtime.channels import Inbox, Peer
 from pipedream.runtime.clocks import EventClock
 from pipedream.runtime.prediction import makespan_ns
-from pipedream.runtime.session import on_gpus
-from pipedream.runtime.stage import Station, pace_from_ms, run_stage
-from pipedream.runtime.workload import build_workload
+from pipedream.runtime.stage import Station, pace_from_ms, run_rank
+from pipedream.runtime.workload import build_workload, on_gpus
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
@@ -22,14 +21,13 @@ from pipedream.train.oracle import train
 from pipedream_runtime import read_config
 from starting import FAST, no_process_is_left, run, started, warm  # noqa: F401
 
-# Every schedule with one stage a rank. Those beyond the first five are not asked for by anybody,
-# but the runtime knows none by name.
+# Every schedule with one copy of the model; the runtime knows none by name.
 SCHEDULES = [
     "pipedream", "pipedream-vertical", "pipedream-2bw", "1f1b", "gpipe",
-    "pipedream-no-stash", "naive", "zb-h1", "zb-h2",
+    "pipedream-no-stash", "naive", "zb-h1", "zb-h2", "interleaved", "zb-v",
 ]  # fmt: skip
 MICROBATCHES = [3, 4, 8]
-TRAINING = {"layers_per_stage": 1, "num_batches": 2, "seed": 5, "learning_rate": 0.2}
+TRAINING = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate": 0.2}
 
 
 @pytest.mark.timeout(180)
@@ -52,7 +50,8 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
         (case["schedule"], case["num_microbatches"]): case["measured"]["peak_versions"]
         for case in json.loads(record.read_text())["cases"]
     }
-    assert found.keys() == versions.keys() == {(s, m) for s in SCHEDULES for m in MICROBATCHES}
+    cases = {(s, m) for s in SCHEDULES for m in MICROBATCHES}
+    assert found.keys() == versions.keys() == cases
     for (name, m), stages in found.items():
         _check_against_one_process(name, p, m, stages, versions[name, m])
 
@@ -64,16 +63,17 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
         alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
     finally:
         torch.set_num_threads(threads)
-    initial = build_stages(p, TRAINING["layers_per_stage"], seed=TRAINING["seed"])
+    schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
+    v = schedule.stages_per_rank
+    initial = build_stages(p * v, TRAINING["layers_per_stage"] // v, seed=TRAINING["seed"])
     for ours, theirs, module in zip(stages, alone.weights, initial, strict=True):
         before = dict(module.named_parameters())
         assert ours.keys() == theirs.keys() == before.keys()
         for key, tensor in ours.items():
             assert torch.equal(tensor, theirs[key]), (name, p, m, key)
             assert not torch.equal(tensor, before[key]), "nothing was learnt"
-    schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
     uses = weight_use(schedule, policy, m)
-    assert peak_versions == [uses[stage].peak_versions for stage in range(p)]
+    assert peak_versions == [uses[stage].peak_versions for stage in range(p * v)]
     assert peak_versions == alone.peak_versions
 
 
@@ -230,8 +230,8 @@ def test_all_leaves_out_what_the_sizes_refuse_and_says_so(tmp_path):
     ran = [case["schedule"] for case in cases]
     assert "1f1b" in ran
     assert "zb-h1" not in ran
-    (note,) = [line for line in done.stderr.splitlines() if line.startswith("note: left out")]
-    assert "zb-h1" in note
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: left out")]
+    assert [note.split(": ")[2] for note in notes] == ["interleaved", "zb-h1"]
 
 
 @pytest.mark.timeout(120)
@@ -356,12 +356,13 @@ def test_a_run_timed_by_events(monkeypatch):
     task = build_task(seed=1)
     (module,) = build_stages(1, 1, seed=1)
     station = Station(
-        stage=0,
+        rank=0,
+        modules={0: module},
         num_stages=1,
-        module=module,
         loss=torch.nn.functional.cross_entropy,
         task=task,
-        neighbours=Neighbours(before=None, after=None),
+        peers={},
+        forms=[((8, 8), torch.float64)],
         clock=EventClock(device.event, device.synchronize),
         receive_depth=2,
         learning_rate=0.1,
@@ -369,7 +370,7 @@ def test_a_run_timed_by_events(monkeypatch):
     )
     schedule, policy = schedule_for_training("1f1b", 1, m, 1)
     begun = time.perf_counter_ns()
-    done = run_stage(
+    done = run_rank(
         station, schedule, policy, num_microbatches=m, num_batches=1, pace=pace_from_ms(2, 4)
     )
     ended = time.perf_counter_ns()
@@ -403,21 +404,13 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         return FakeWork(log, number)
 
     monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
-    neighbour = Neighbour(
-        rank=1,
-        incoming=None,
-        outgoing=None,
-        shape=(2,),
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-    )
+    peer = Peer(rank=1, incoming=None, outgoing=None, device=torch.device("cpu"))
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
-    inbox = Inbox(neighbour, sent, depth)
+    inbox = Inbox(peer, [(op, ((2,), torch.float64)) for op in sent], depth)
     assert len(log) == min(depth, 4)
     for microbatch in (0, 3, 1, 2):  # another order than the sender's
-        op, tensor = inbox.take(microbatch)
-        assert op == Op("F", 1, microbatch)
-        assert tensor.tolist() == [sent.index(op)] * 2
+        op = Op("F", 1, microbatch)
+        assert inbox.take(op).tolist() == [sent.index(op)] * 2
         ahead = sum(1 if what == "post" else -1 for what, _ in log)
         assert ahead == min(depth, 4 - sum(what == "wait" for what, _ in log))
     assert [number for what, number in log if what == "wait"] == [0, 1, 2, 3]

@@ -293,8 +293,8 @@ def test_a_schedule_is_known_in_any_case(capsys, monkeypatch):
 
 
 def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
-    text = call(capsys, monkeypatch, "--schedule", "zb-v", "--steps", "5")
-    assert "Not trained: ZB-V: zb-v is simulated only" in text
+    text = call(capsys, monkeypatch, "--schedule", "chimera", "--steps", "5")
+    assert "Not trained: Chimera: chimera is simulated only" in text
 
 
 @pytest.mark.parametrize(

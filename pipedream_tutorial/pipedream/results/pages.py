@@ -22,7 +22,15 @@ from typing import Any
 
 from pipedream.config import FOLDER
 from pipedream.errors import UserError, nearest
-from pipedream.results.text import describe, final_loss_table, printed, render_page, summary
+from pipedream.results.text import (
+    bubble_table,
+    cut_table,
+    describe,
+    final_loss_table,
+    printed,
+    render_page,
+    summary,
+)
 from pipedream.results.traffic import MODELS, comparison_table
 from pipedream.runtime.record import RECORD_FORMAT
 from pipedream.schedules.catalogue import SCHEDULES
@@ -95,6 +103,10 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         "memory": memory_table,
         "final losses": lambda: final_loss_table(study),
         "prediction": lambda: summary(load_records(folder / "records")),
+        "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
+        "measured bubbles": lambda: bubble_table(
+            _load(folder / "records/cpu-runtime-zero-bubble.json")
+        ),
         "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }
     for name in MODELS:

@@ -26,14 +26,13 @@ BENCHMARK = (
 
 
 def describe(record: Record) -> str:
-    """'4 stages, CPU, 20 + 40 ms slept' or '4 stages on H200, from GPipe'."""
+    """'4 stages, CPU, 20 + 40 ms slept, times from GPipe'."""
     device = record["machine"]["device"].partition(",")[0]
     text = f"{record['num_stages']} stages, {device}"
     slept = record["emulated_ms"]
     if slept["forward"] or slept["backward"]:
-        return text + f", {slept['forward']:g} + {slept['backward']:g} ms slept"
-    source = SCHEDULES[record["calibration"]["schedule"]].title
-    return f"{record['num_stages']} stages, {device}, times from {source}"
+        text += f", {slept['forward']:g} + {slept['backward']:g} ms slept"
+    return f"{text}, times from {SCHEDULES[record['calibration']['schedule']].title}"
 
 
 def checked(record: Record) -> list[Mapping[str, Any]]:
@@ -256,9 +255,8 @@ def gradient_table(study: Record) -> str:
 
 
 def _share(error: float | None) -> str:
-    if error is None:
-        return "infinite"
-    return "exactly 0" if error == 0 else f"{100 * error:.2g}%"
+    shown = {None: "infinite", 0: "exactly 0"}
+    return shown[error] if not error else f"{100 * error:.2g}%"
 
 
 def final_loss_table(study: Record) -> str:
@@ -286,3 +284,38 @@ def _loss(row: Mapping[str, Any] | None) -> str:
         text = f"{row['median']:.3f}" if row["median"] < 100 else f"{row['median']:,.0f}"
     diverged = f" ({row['num_diverged']} of {len(row['losses'])} diverged)"
     return text + diverged * (row["num_diverged"] > 0)
+
+
+def bubble_table(record: Record) -> str:
+    """A line a run: measured against simulated makespan and idle share."""
+    lines = [
+        "| schedule | m | makespan, ms | simulated | idle | simulated | weights of one process |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for case in record["cases"]:
+        measured, predicted = case["measured"], case["predicted"]
+        equal = "equal" if measured["weights_equal"] else "DIFFERENT"
+        lines.append(
+            f"| {SCHEDULES[case['schedule']].title + ' *' * case['calibrated_on']} "
+            f"| {case['num_microbatches']} | {measured['makespan_ms']:,.0f} "
+            f"| {predicted['makespan_ms']:,.0f} | {100 * measured['bubble']:.1f}% "
+            f"| {100 * predicted['bubble']:.1f}% | {equal} |"
+        )
+    return "\n".join(lines).replace(" *", r" \*")
+
+
+WAYS = {
+    "whole": "whole pass (B under I)",
+    "cut": "cut as above",
+    "torch": "torch's `stage_backward_input` and `stage_backward_weight`",
+    "twice": "autograd asked twice",
+}
+
+
+def cut_table(record: Record) -> str:
+    """A line for each way of cutting a backward pass."""
+    lines = ["| way | F, ms | I, ms | W, ms | (I + W) / B |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, way in record["ways"].items():
+        lines.append("| ".join([f"| {WAYS[name]} ", *(f"{ms:.0f} " for ms in way["ms"]),
+                                f"{way['ratio']:.2f} |"]))  # fmt: skip
+    return "\n".join(lines)

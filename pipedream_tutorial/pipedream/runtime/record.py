@@ -76,8 +76,8 @@ def build_record(
 
 
 def _measured(run: MeasuredRun) -> dict[str, Any]:
-    stages = range(run.schedule.num_ranks)
-    used = utilisation(run.events, len(stages))
+    stages = range(len(run.schedule.chains[0]))
+    used = utilisation(run.events, run.schedule.num_ranks)
     medians = {key: median(ns) for key, ns in durations_ns(run.events).items()}
 
     def per_stage(*kinds: str) -> list[float]:
@@ -233,6 +233,9 @@ def _line(case: Mapping[str, Any]) -> str:
             f"{predicted['makespan_ms']:9.1f} {error:+5.1f}  "
             f"{100 * measured['bubble']:8.2f} {100 * predicted['bubble']:9.2f} {points:+7.2f}"
         )
-    versions = ",".join(map(str, measured["peak_versions"]))
+    kept = measured["peak_versions"]
+    versions = ",".join(map(str, kept))
+    if len(kept) > 4 and len(set(kept)) == 1:
+        versions = f"{kept[0]} each"
     equal = {None: "not checked", True: "equal", False: "DIFFER"}[measured["weights_equal"]]
     return f"{line}  {versions:8}  {equal}"

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipedream.errors import UserError
-from pipedream.plan.profile import device_name
-from pipedream.runtime.channels import connect, connection_to, meet_neighbours
+from pipedream.runtime.channels import Peer, connect, connection_to, forms_of
 from pipedream.runtime.clocks import build_clock
 from pipedream.runtime.launch import Process, meet
 from pipedream.runtime.prediction import MeasuredRun, makespan_ns
-from pipedream.runtime.stage import Station, pace_from_ms, run_stage, warm_up_compute
+from pipedream.runtime.stage import Station, pace_from_ms, run_rank, warm_up_compute
 from pipedream.runtime.workload import (
-    Workload,
     build_workload,
-    count,
-    describe_workload,
+    describe,
+    emulated_ms,
     equal_bits,
     on_cpu,
+    on_gpus,
     train_alone,
 )
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Schedule
 from pipedream.schedules.policies import Policy
+from pipedream.simulate.trace import transfers
 from pipedream.train.trainer import Weights
 
 Config = Mapping[str, Any]
@@ -69,29 +67,6 @@ def build_cases(config: Config) -> list[Case]:
     ]
 
 
-def on_gpus(config: Config) -> bool:
-    """Whether the stages run on GPUs: where device=auto finds one for each of them, they do.
-
-    Raises UserError where device=cuda finds fewer.
-    """
-    wanted, stages, gpus = config["device"], config["num_stages"], torch.cuda.device_count()
-    if wanted == "cuda" and gpus < stages:
-        fewer = "set num_stages to that, " if gpus else ""
-        raise UserError(
-            f"device=cuda needs a GPU for each of {stages} stages, and this machine has "
-            f"{gpus or 'none'}",
-            f"{fewer}run it where there are {stages}, or add --set device=cpu",
-        )
-    return wanted != "cpu" and gpus >= stages
-
-
-def emulated_ms(config: Config, device: torch.device) -> tuple[float, float]:
-    """Forward and backward durations that are slept: on a CPU as CONFIG says, on a GPU none."""
-    if device.type == "cuda":
-        return 0.0, 0.0
-    return float(config["forward_ms"]), float(config["backward_ms"])
-
-
 def run_session(
     config: Config,
     process: Process,
@@ -106,24 +81,26 @@ def run_session(
     """
     cases = build_cases(config)
     device = _take_device(config, process)
-    workload = build_workload(config, device)
     timeout = datetime.timedelta(seconds=float(config["timeout_s"]))
     meet(process, timeout)
-    station = _build_station(config, process, device, workload, timeout)
     if process.rank == 0:
-        say(_describe(config, device, workload))
-    del workload
-    warm_up_compute(station)
+        say(describe(config, device))
+    peers = _connect(config, process, device, cases, timeout)
+    stations = _build_stations(config, process, device, cases, peers)
+    for station in stations.values():
+        warm_up_compute(station)
     runs: list[MeasuredRun] = []
     weights: list[list[Weights]] = []
     wanted = keep_weights or config["check_weights"]
     for case in cases:
+        station = stations[_placement(case.schedule, process.rank)]
         gathered = _gather(_run_case(config, station, case, with_weights=wanted), process)
         if gathered is None:
             continue
         summaries, stage_weights = zip(*gathered, strict=True)
         runs.append(_measured_run(config, case, summaries))
-        weights.append(list(stage_weights))
+        by_stage = {stage: own for of_rank in stage_weights for stage, own in of_rank.items()}
+        weights.append([own for _, own in sorted(by_stage.items())])
         seconds = makespan_ns(runs[-1].events) / 1e9
         say(f"  {case.name}, m={case.num_microbatches}: {seconds:.3f} s")
         keep(runs)
@@ -155,61 +132,94 @@ def _take_device(config: Config, process: Process) -> torch.device:
     return device
 
 
-def _build_station(
+def _connect(
     config: Config,
     process: Process,
     device: torch.device,
-    workload: Workload,
+    cases: Sequence[Case],
     timeout: datetime.timedelta,
-) -> Station:
-    """Connect this stage to its neighbours; of the workload's stages it keeps only its own."""
-    stage, p = process.rank, process.world_size
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    groups = connect(
-        stage, p, backend=backend, device=device, timeout=timeout, max_ctas=config["nccl_max_ctas"]
-    )
-    module = workload.modules[stage]
-    example, _ = workload.task.microbatch(0)
-    neighbours = meet_neighbours(stage, p, groups, module, example)
-    return Station(
-        stage=stage,
-        num_stages=p,
-        module=module.cpu(),
-        loss=workload.loss if stage == p - 1 else None,
-        task=workload.task,
-        neighbours=neighbours,
-        clock=build_clock(device),
-        receive_depth=config["receive_depth"],
-        learning_rate=config["learning_rate"],
+) -> dict[int, Peer]:
+    """All peers that some case sends messages between."""
+    pairs = set()
+    for case in cases:
+        ranks = case.schedule.ranks()
+        pairs |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(case.schedule)}
+    return connect(
+        process.rank,
+        pairs,
+        backend="nccl" if device.type == "cuda" else "gloo",
         device=device,
+        timeout=timeout,
+        max_ctas=config["nccl_max_ctas"],
     )
+
+
+Placement = tuple[int, ...]
+"""The stages of one rank; where a rank holds v, the model is cut into v stages for each rank."""
+
+
+def _placement(schedule: Schedule, rank: int) -> Placement:
+    return tuple(sorted({op.stage for item in schedule.orders[rank] for op in item.parts}))
+
+
+def _build_stations(
+    config: Config,
+    process: Process,
+    device: torch.device,
+    cases: Sequence[Case],
+    peers: dict[int, Peer],
+) -> dict[Placement, Station]:
+    """One for each set of stages that this rank holds in some case; of a workload's stages only
+    its own are kept."""
+    found = {}
+    for stages in dict.fromkeys(_placement(case.schedule, process.rank) for case in cases):
+        workload = build_workload(config, device, chunks=len(stages))
+        example, _ = workload.task.microbatch(0)
+        found[stages] = Station(
+            rank=process.rank,
+            modules={stage: workload.modules[stage].cpu() for stage in stages},
+            num_stages=len(workload.modules),
+            loss=workload.loss,
+            task=workload.task,
+            peers=peers,
+            forms=forms_of(workload.modules, example),
+            clock=build_clock(device),
+            receive_depth=config["receive_depth"],
+            learning_rate=config["learning_rate"],
+            device=device,
+        )
+    return found
 
 
 def _run_case(
     config: Config, station: Station, case: Case, *, with_weights: bool
-) -> tuple[list[Summary], Weights]:
-    """Of each repeat what rank 0 needs to know, and the last one's weights if they are wanted.
+) -> tuple[list[Summary], dict[int, Weights]]:
+    """Of each repeat what rank 0 needs to know, and the last one's weights by
+    stage if they are wanted.
 
     Warm-up runs come first; nothing is slept in them.
     """
     sizes = {"num_microbatches": case.num_microbatches, "num_batches": config["num_batches"]}
     for _ in range(config["warmups"]):
-        run_stage(station, case.schedule, case.policy, pace=pace_from_ms(0, 0), **sizes)
-    pace = pace_from_ms(*emulated_ms(config, station.device))
-    summaries, weights = [], {}
+        run_rank(station, case.schedule, case.policy, pace=pace_from_ms(0, 0), **sizes)
+    pace = pace_from_ms(*emulated_ms(config, station.device), case.schedule.stages_per_rank)
+    summaries: list[Summary] = []
+    weights: dict[int, Weights] = {}
     for repeat in range(config["repeats"]):
-        run = run_stage(station, case.schedule, case.policy, pace=pace, **sizes)
+        run = run_rank(station, case.schedule, case.policy, pace=pace, **sizes)
         summaries.append(
             {
                 "events": run.events,
-                "peak_versions": run.trainer.peak_versions,
+                "peak_versions": {s: t.peak_versions for s, t in run.trainers.items()},
                 "peak_memory_bytes": run.peak_memory_bytes,
                 "waited_for_host": run.waited_for_host,
-                "losses": {i: float(loss) for i, loss in run.trainer.losses.items()},
+                "losses": {
+                    i: float(loss) for t in run.trainers.values() for i, loss in t.losses.items()
+                },
             }
         )
         if with_weights and repeat == config["repeats"] - 1:
-            weights = on_cpu(run.trainer.weights)
+            weights = {stage: on_cpu(t.weights) for stage, t in run.trainers.items()}
         del run  # or its memory would count in the next one's peak
     return summaries, weights
 
@@ -221,7 +231,9 @@ def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ..
     spans = [makespan_ns(of_repeat) for of_repeat in events]
     median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
     chosen = repeats[median]
-    m, losses = case.num_microbatches, chosen[-1]["losses"]
+    m = case.num_microbatches
+    losses = next(rank["losses"] for rank in chosen if rank["losses"])
+    versions = sorted(kept for rank in chosen for kept in rank["peak_versions"].items())
     memory = [stage["peak_memory_bytes"] for stage in chosen]
     waited = [stage["waited_for_host"] for stage in chosen]
     return MeasuredRun(
@@ -232,7 +244,7 @@ def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ..
         num_batches=config["num_batches"],
         events=events[median],
         repeat_makespans_ns=tuple(spans),
-        peak_versions=tuple(stage["peak_versions"] for stage in chosen),
+        peak_versions=tuple(count for _, count in versions),
         peak_memory_bytes=None if None in memory else tuple(memory),
         waited_for_host=None if None in waited else tuple(waited),
         losses=tuple(
@@ -250,46 +262,3 @@ def _gather(item: Any, process: Process) -> list[Any] | None:
     with connection_to("the other stages"):
         dist.gather_object(item, items)
     return items
-
-
-def _describe(config: Config, device: torch.device, workload: Workload) -> str:
-    p = config["num_stages"]
-    forward, backward = emulated_ms(config, device)
-    where, gpus = "NCCL, a GPU each", torch.cuda.device_count()
-    if device.type == "cpu":
-        few = gpus and config["device"] == "auto"
-        where = "gloo, on the CPU" + f", as there are {gpus} GPUs for {p} stages" * bool(few)
-    lines = [f"{count(p, 'stage')}, a process each ({where}): {workload.text}"]
-    if forward or backward:
-        lines.append(
-            f"emulated device: each forward sleeps {forward:g} ms and each backward "
-            f"{backward:g} ms on top of its small real computation"
-        )
-    return "\n".join(lines)
-
-
-def about(config: Config, arguments: list[str]) -> dict[str, Any]:
-    """What a record says of how it came about: command, versions, machine, emulation, workload,
-    CONFIG."""
-    on_gpu = on_gpus(config)
-    device = torch.device("cuda" if on_gpu else "cpu")
-    forward, backward = emulated_ms(config, device)
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if on_gpu:
-        versions |= {
-            "cuda": str(torch.version.cuda),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return {
-        "command": " ".join(["python pipedream_runtime.py", *arguments]),
-        "versions": versions,
-        "machine": {
-            "device": device_name(device),
-            "gpus": torch.cuda.device_count() if on_gpu else 0,
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "emulated_ms": {"forward": forward, "backward": backward},
-        "workload": describe_workload(config, device),
-        "config": {key: config[key] for key in sorted(config)},
-    }

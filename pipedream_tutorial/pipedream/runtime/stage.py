@@ -1,4 +1,4 @@
-"""One stage in its own process: runs its rank's order, with messages in and out, and times it.
+"""One rank in its own process: runs its order, with messages in and out, and times it.
 
 The runtime knows no schedule by name. It takes operations one after the other, waits for what an
 operation needs from a neighbour, runs it on the StageTrainer and sends on what it gives.
@@ -9,37 +9,42 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipedream.runtime.channels import Inbox, Neighbours, Outbox, arriving_from, connection_to
+from pipedream.runtime.channels import Form, Inbox, Outbox, Peer, connection_to
 from pipedream.runtime.clocks import Clock
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import POLICIES, Policy
-from pipedream.simulate.trace import MeasuredEvent
+from pipedream.simulate.trace import MeasuredEvent, handed_on
 from pipedream.train.models import Task
 from pipedream.train.trainer import Loss, StageTrainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Station:
-    """All that one process needs to be a stage, whatever the schedule."""
+    """All that one process needs to be a rank, whatever the schedule."""
 
-    stage: int
+    rank: int
+    modules: Mapping[int, nn.Module]
+    """stage -> initial weights, on the CPU, for the stages of this rank; every run trains copies
+    on `device`."""
     num_stages: int
-    module: nn.Module
-    """Initial weights, on the CPU; every run trains a copy on `device`."""
-    loss: Loss | None
-    """Of the last stage only."""
+    """Of the whole model, on all ranks."""
+    loss: Loss
+    """Of the last stage."""
     task: Task
-    neighbours: Neighbours
+    peers: Mapping[int, Peer]
+    forms: Sequence[Form]
+    """By stage: what leaves it forward."""
     clock: Clock
     receive_depth: int
     """How many receives are posted before they are asked for."""
@@ -48,11 +53,12 @@ class Station:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageRun:
-    """What one stage brings home from a run."""
+class RankRun:
+    """What one rank brings home from a run."""
 
     events: list[MeasuredEvent]
-    trainer: StageTrainer
+    trainers: dict[int, StageTrainer]
+    """By stage."""
     peak_memory_bytes: int | None
     waited_for_host: float | None
     """Share of the operations that the GPU had done within AT_ONCE_NS of their being handed over, 0
@@ -63,30 +69,34 @@ Pace = Mapping[str, float]
 """kind of operation -> seconds that are slept in it, to stand in for a device's work."""
 
 
-def pace_from_ms(forward_ms: float | Fraction, backward_ms: float | Fraction) -> Pace:
-    """Durations to sleep; I and W take half of a whole backward pass each."""
-    half = float(backward_ms) / 2000
-    return {
-        FORWARD: float(forward_ms) / 1000,
-        BACKWARD: 2 * half,
-        INPUT_GRADIENT: half,
-        WEIGHT_GRADIENT: half,
-    }
+def pace_from_ms(
+    forward_ms: float | Fraction, backward_ms: float | Fraction, stages_per_rank: int = 1
+) -> Pace:
+    """Durations to sleep, of one stage; I and W take half of a whole backward pass each."""
+    forward, half = (float(ms) / 1000 / stages_per_rank for ms in (forward_ms, backward_ms / 2))
+    return {FORWARD: forward, BACKWARD: 2 * half, INPUT_GRADIENT: half, WEIGHT_GRADIENT: half}
 
 
 def build_trainer(
-    station: Station, policy: Policy, *, num_microbatches: int, num_batches: int
+    station: Station,
+    stage: int,
+    policy: Policy,
+    *,
+    num_microbatches: int,
+    num_batches: int,
+    cut: bool,
 ) -> StageTrainer:
-    """A trainer of the station's initial weights; `num_microbatches` counts those of a batch."""
+    """A trainer of a stage's initial weights; `num_microbatches` counts those of a batch."""
     return StageTrainer(
-        copy.deepcopy(station.module).to(station.device),
+        copy.deepcopy(station.modules[stage]).to(station.device),
         policy,
-        stage=station.stage,
+        stage=stage,
         num_stages=station.num_stages,
         batch_size=num_microbatches,
         num_microbatches=num_microbatches * num_batches,
         learning_rate=station.learning_rate,
-        loss=station.loss,
+        loss=station.loss if stage == station.num_stages - 1 else None,
+        cut=cut,
     )
 
 
@@ -96,23 +106,21 @@ def warm_up_compute(station: Station) -> None:
     The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU loads
     each kernel on first use, which can wait for ever while a receive is pending.
     """
-    inputs, target = station.task.microbatch(0)
-    before, is_last = station.neighbours.before, station.loss is not None
-    if before is not None:
-        inputs = torch.zeros(before.shape, dtype=before.dtype, device=station.device)
-    for policy in ("flush", "in-place"):
-        trainer = build_trainer(station, POLICIES[policy], num_microbatches=4, num_batches=1)
-        for i in range(4):
+    for stage, policy, cut in product(station.modules, ("flush", "in-place"), (False, True)):
+        inputs, target = station.task.microbatch(0)
+        is_last = stage == station.num_stages - 1
+        if stage > 0:
+            shape, dtype = station.forms[stage - 1]
+            inputs = torch.zeros(shape, dtype=dtype, device=station.device)
+        trainer = build_trainer(
+            station, stage, POLICIES[policy], num_microbatches=2, num_batches=1, cut=cut
+        )
+        for i in range(2):
             out = trainer.forward(i, inputs, target if is_last else None)
-            gradient = None if is_last else torch.zeros_like(out)
-            if i % 2:
-                trainer.input_gradient(i, gradient)
-                trainer.weight_gradient(i)
-            else:
-                trainer.backward(i, gradient)
+            trainer.backward(i, None if is_last else torch.zeros_like(out))
 
 
-def run_stage(
+def run_rank(
     station: Station,
     schedule: Schedule,
     policy: Policy,
@@ -120,14 +128,23 @@ def run_stage(
     num_microbatches: int,
     num_batches: int,
     pace: Pace,
-) -> StageRun:
-    """Train a copy of the initial weights under a schedule. All stages have to call this together.
+) -> RankRun:
+    """Train a copy of the initial weights under a schedule. All ranks have to call this together.
 
-    Raises StageLostError when a neighbour is gone.
+    Raises StageLostError when a peer is gone.
     """
-    trainer = build_trainer(
-        station, policy, num_microbatches=num_microbatches, num_batches=num_batches
-    )
+    trainers = {
+        stage: build_trainer(
+            station,
+            stage,
+            policy,
+            num_microbatches=num_microbatches,
+            num_batches=num_batches,
+            cut=schedule.cuts_backward,
+        )
+        for stage in station.modules
+    }
+    route = _Route(schedule, station)
     on_gpu = station.device.type == "cuda"
     with _no_garbage_collection():
         station.clock.start()
@@ -135,28 +152,57 @@ def run_stage(
             torch.cuda.reset_peak_memory_stats(station.device)
         with connection_to("the other stages"):
             dist.barrier()
-        spans, outboxes = _run_order(station, schedule, trainer, pace)
+        spans, outboxes = _run_order(station, route, trainers, pace)
         for outbox in outboxes:
             outbox.drain()
         station.clock.finish()
-    read = station.clock.read
-    return StageRun(
-        events=[
-            MeasuredEvent(
-                rank=station.stage,
-                kind=op.kind,
-                stage=op.stage,
-                microbatch=op.microbatch,
-                start_ns=read(start),
-                end_ns=read(end),
-                thread=thread,
-            )
-            for thread, op, start, end in spans
-        ],
-        trainer=trainer,
+    return RankRun(
+        events=_events(station, spans),
+        trainers=trainers,
         peak_memory_bytes=torch.cuda.max_memory_allocated(station.device) if on_gpu else None,
         waited_for_host=_waited_for_host(station.clock, spans),
     )
+
+
+def _events(station: Station, spans: list[_Span]) -> list[MeasuredEvent]:
+    read = station.clock.read
+    return [
+        MeasuredEvent(
+            rank=station.rank,
+            kind=op.kind,
+            stage=op.stage,
+            microbatch=op.microbatch,
+            start_ns=read(start),
+            end_ns=read(end),
+            thread=thread,
+        )
+        for thread, op, start, end in spans
+    ]
+
+
+class _Route:
+    """A rank's operations, and where what they take in comes from and what they give goes."""
+
+    def __init__(self, schedule: Schedule, station: Station) -> None:
+        ranks, own = schedule.ranks(), station.rank
+        self.ops = [op for item in schedule.orders[own] for op in item.parts]
+        self.source: dict[Op, tuple[Op, int]] = {}
+        """operation -> (the one whose result it takes in, the rank of that one)"""
+        self.target: dict[Op, int] = {}
+        """operation -> the rank that takes its result in"""
+        self.arriving: dict[int, list[tuple[Op, Form]]] = {peer: [] for peer in station.peers}
+        """peer -> what it sends, in its order"""
+        takes = dict(handed_on(schedule))
+        for giver, taker in takes.items():
+            if ranks[taker] == own:
+                self.source[taker] = giver, ranks[giver]
+            if ranks[giver] == own:
+                self.target[giver] = ranks[taker]
+        for peer, arriving in self.arriving.items():
+            for op in (op for item in schedule.orders[peer] for op in item.parts):
+                if op in takes and ranks[takes[op]] == own:
+                    cut = op.stage if op.kind == FORWARD else op.stage - 1
+                    arriving.append((op, station.forms[cut]))
 
 
 _Span = tuple[str, Op, Any, Any]
@@ -171,40 +217,42 @@ def _waited_for_host(clock: Clock, spans: list[_Span]) -> float | None:
 
 
 def _run_order(
-    station: Station, schedule: Schedule, trainer: StageTrainer, pace: Pace
+    station: Station, route: _Route, trainers: Mapping[int, StageTrainer], pace: Pace
 ) -> tuple[list[_Span], list[Outbox]]:
-    """Run the stage's operations; (thread, operation, mark at its start, mark at its end) of each,
+    """Run the rank's operations; (thread, operation, mark at its start, mark at its end) of each,
     and what may still be on its way."""
     spans: list[_Span] = []
-    mark, before, after = station.clock.mark, station.neighbours.before, station.neighbours.after
-    inboxes, outboxes = {}, {}
-    for forward, source, target in ((True, before, after), (False, after, before)):
-        if source is not None:
-            arriving = arriving_from(_own_ops(schedule, source.rank), forward=forward)
-            inboxes[forward] = Inbox(source, arriving, station.receive_depth)
-        if target is not None:
-            outboxes[forward] = Outbox(target)
-    for op in _own_ops(schedule, station.stage):
-        forward, received = op.kind == FORWARD, None
-        if forward in inboxes and op.kind != WEIGHT_GRADIENT:
+    mark = station.clock.mark
+    inboxes = {
+        rank: Inbox(peer, route.arriving[rank], station.receive_depth)
+        for rank, peer in station.peers.items()
+    }
+    outboxes = {rank: Outbox(peer) for rank, peer in station.peers.items()}
+    kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
+    for op in route.ops:
+        received = None
+        giver, rank = route.source.get(op, (op, station.rank))
+        if rank != station.rank:
             begun = mark()
-            sender, received = inboxes[forward].take(op.microbatch)
-            spans.append(("receive", sender, begun, mark()))
+            received = inboxes[rank].take(giver)
+            spans.append(("receive", giver, begun, mark()))
+        elif giver != op:
+            received = kept.pop(giver)
         begun = mark()
-        result = _compute(op, station, trainer, received)
+        result = _compute(op, station, trainers[op.stage], received)
         if pace[op.kind] > 0:
             time.sleep(pace[op.kind])
         spans.append(("compute", op, begun, mark()))
-        if result is not None and forward in outboxes:
+        to = route.target.get(op)
+        if result is None or to is None:
+            continue
+        if to == station.rank:
+            kept[op] = result
+        else:
             begun = mark()
-            outboxes[forward].send(result)
+            outboxes[to].send(result)
             spans.append(("send", op, begun, mark()))
     return spans, list(outboxes.values())
-
-
-def _own_ops(schedule: Schedule, stage: int) -> list[Op]:
-    """The operations of a stage, which is a rank's only one."""
-    return [op for item in schedule.orders[stage] for op in item.parts]
 
 
 def _compute(
@@ -213,7 +261,7 @@ def _compute(
     if op.kind == FORWARD:
         inputs, target = station.task.microbatch(op.microbatch)
         x = inputs if received is None else received
-        return trainer.forward(op.microbatch, x, target if station.loss is not None else None)
+        return trainer.forward(op.microbatch, x, None if trainer.loss is None else target)
     if op.kind == WEIGHT_GRADIENT:
         trainer.weight_gradient(op.microbatch)
         return None

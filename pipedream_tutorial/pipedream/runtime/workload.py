@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 from pipedream.errors import UserError
+from pipedream.plan.profile import device_name
+from pipedream.schedules.catalogue import layers_of_a_stage
 from pipedream.schedules.ops import Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.train.models import GPT2_SIZES, GPT2Size, Task, build_stages, build_task, gpt2_layers
@@ -36,13 +40,14 @@ class Workload:
     """Model, layers, microbatch and dtype in words."""
 
 
-def build_workload(config: Mapping[str, Any], device: torch.device) -> Workload:
-    """The model and data that CONFIG asks for, on a device.
+def build_workload(config: Mapping[str, Any], device: torch.device, chunks: int = 1) -> Workload:
+    """The model and data that CONFIG asks for, on a device, each rank's layers cut into `chunks`.
 
     Raises UserError when the model's layers cannot be cut evenly into the stages.
     """
-    name, p, seed = config["model"], config["num_stages"], config["seed"]
+    name, p, seed = config["model"], config["num_stages"] * chunks, config["seed"]
     layers, batch, dtype = _sizes(config, device)
+    layers = layers_of_a_stage(layers, chunks)
     text = describe_workload(config, device)
     if name == "mlp":
         return Workload(
@@ -129,7 +134,7 @@ def train_alone(
     config: Mapping[str, Any], schedule: Schedule, policy: Policy, m: int, device: torch.device
 ) -> list[Weights]:
     """The final weights of every stage, on the CPU. `m`: microbatches in a batch."""
-    workload = build_workload(config, device)
+    workload = build_workload(config, device, schedule.stages_per_rank)
     last = len(workload.modules) - 1
     trainers = [
         StageTrainer(
@@ -141,6 +146,7 @@ def train_alone(
             num_microbatches=m * config["num_batches"],
             learning_rate=config["learning_rate"],
             loss=workload.loss if stage == last else None,
+            cut=schedule.cuts_backward,
         )
         for stage, module in enumerate(workload.modules)
     ]
@@ -164,3 +170,70 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """torch.equal would take what has diverged to NaN on both sides as different."""
     a, b = (tensor.flatten().view(torch.uint8) for tensor in (a, b))
     return torch.equal(a, b)
+
+
+def on_gpus(config: Mapping[str, Any]) -> bool:
+    """Whether the stages run on GPUs: where device=auto finds one for each of them, they do.
+
+    Raises UserError where device=cuda finds fewer.
+    """
+    wanted, stages, gpus = config["device"], config["num_stages"], torch.cuda.device_count()
+    if wanted == "cuda" and gpus < stages:
+        fewer = "set num_stages to that, " if gpus else ""
+        raise UserError(
+            f"device=cuda needs a GPU for each of {stages} stages, and this machine has "
+            f"{gpus or 'none'}",
+            f"{fewer}run it where there are {stages}, or add --set device=cpu",
+        )
+    return wanted != "cpu" and gpus >= stages
+
+
+def emulated_ms(config: Mapping[str, Any], device: torch.device) -> tuple[float, float]:
+    """Forward and backward durations that are slept: on a CPU as CONFIG says, on a GPU none."""
+    if device.type == "cuda":
+        return 0.0, 0.0
+    return float(config["forward_ms"]), float(config["backward_ms"])
+
+
+def describe(config: Mapping[str, Any], device: torch.device) -> str:
+    """What is about to run, in words."""
+    p = config["num_stages"]
+    forward, backward = emulated_ms(config, device)
+    where, gpus = "NCCL, a GPU each", torch.cuda.device_count()
+    if device.type == "cpu":
+        few = gpus and config["device"] == "auto"
+        where = "gloo, on the CPU" + f", as there are {gpus} GPUs for {p} stages" * bool(few)
+    lines = [f"{count(p, 'stage')}, a process each ({where}): {describe_workload(config, device)}"]
+    if forward or backward:
+        lines.append(
+            f"emulated device: each forward sleeps {forward:g} ms and each backward "
+            f"{backward:g} ms on top of its small real computation"
+        )
+    return "\n".join(lines)
+
+
+def about(config: Mapping[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """What a record says of how it came about: command, versions, machine, emulation, workload,
+    CONFIG."""
+    on_gpu = on_gpus(config)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    forward, backward = emulated_ms(config, device)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if on_gpu:
+        versions |= {
+            "cuda": str(torch.version.cuda),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return {
+        "command": " ".join(["python pipedream_runtime.py", *arguments]),
+        "versions": versions,
+        "machine": {
+            "device": device_name(device),
+            "gpus": torch.cuda.device_count() if on_gpu else 0,
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "emulated_ms": {"forward": forward, "backward": backward},
+        "workload": describe_workload(config, device),
+        "config": {key: config[key] for key in sorted(config)},
+    }

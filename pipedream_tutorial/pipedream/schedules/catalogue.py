@@ -89,16 +89,14 @@ def schedule_for_training(
     return whole, POLICIES[entry.policy]
 
 
-def layers_of_a_stage(layers_of_a_rank: int, schedule: Schedule) -> int:
+def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
     """How many of a rank's layers each of its stages has.
 
     Raises UserError where they cannot be cut evenly.
     """
-    v = schedule.stages_per_rank
-    if layers_of_a_rank % v:
+    if layers_of_a_rank % stages_per_rank:
         raise UserError(
-            f"{schedule.name} cuts a rank's layers into {v} stages, and there are "
-            f"{layers_of_a_rank}",
-            f"set layers_per_stage to a multiple of {v}",
+            f"a rank's {layers_of_a_rank} layers cannot be cut into {stages_per_rank} stages",
+            f"set layers_per_stage to a multiple of {stages_per_rank}",
         )
-    return layers_of_a_rank // v
+    return layers_of_a_rank // stages_per_rank

@@ -118,7 +118,7 @@ def train(
     `num_stages` counts ranks; a rank's `layers_per_stage` are cut into the stages that it holds.
     """
     schedule, policy = schedule_for_training(name, num_stages, num_microbatches, num_batches)
-    layers = layers_of_a_stage(layers_per_stage, schedule)
+    layers = layers_of_a_stage(layers_per_stage, schedule.stages_per_rank)
     trainers = build_trainers(
         build_stages(len(schedule.chains[0]), layers, seed=seed),
         policy,
