@@ -7,20 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from distributed_training.data.cache import is_whole
 from distributed_training.data.corpus import read_corpus
-from distributed_training.data.samples import AUTO_SAMPLES, Data, prepare_data
+from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, describe_work
 from distributed_training.settings.config import replace as with_values
 
-QUICKLY_CUT = 4_000_000  # characters
+QUICKLY_CUT = 4_000_000  # bytes
 
 
 def peek_data(plan: Plan) -> Data | None:
     """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
     tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
-    if sum(map(len, corpus.train)) > QUICKLY_CUT:
+    if corpus.train.num_bytes > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as folder:
         return prepare_data(corpus, tokenizer, plan.config, Path(folder))
@@ -32,10 +33,14 @@ def cut_data(plan: Plan) -> Data:
 
 
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
-    """Read, tokenise (or find in <output_dir>/.cache) and cut the corpus that the plan names."""
-    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
+    """The samples, from the part of the cache that was filled when the run was planned. Where there
+    is none, as on a machine with a disk of its own, read and tokenise what the plan names."""
+    config, tokenizer = plan.config, Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"
-    return prepare_data(corpus, tokenizer, plan.config, cache_dir), tokenizer
+    if plan.cache and is_whole(cache_dir / plan.cache):
+        folder, padding_id = cache_dir / plan.cache, tokenizer.eos_id
+        return cut_samples(folder, config.dataset, padding_id, config), tokenizer
+    return prepare_data(read_corpus(config.dataset), tokenizer, config, cache_dir), tokenizer
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:
@@ -53,4 +58,6 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         notes.append(f"warm-up is {warmup} of {num_steps} steps, not {config.warmup_steps}")
         config = with_values(config, warmup_steps=warmup)
     work = describe_work(config, plan.batch.global_batch_size)
-    return replace(plan, config=config, work=work, num_steps=num_steps, notes=notes)
+    return replace(
+        plan, config=config, work=work, num_steps=num_steps, notes=notes, cache=data.cache
+    )

@@ -1,10 +1,13 @@
+import json
 import multiprocessing
 import time
 
 import numpy as np
 import pytest
 
-from distributed_training.data.corpus import Corpus
+from distributed_training.data import cache
+from distributed_training.data.corpus import Corpus, Source, read_corpus
+from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import EMPTY, IGNORE_INDEX, prepare_data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.config import build_config
@@ -14,7 +17,16 @@ from tests.support import refused
 WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "called", "by", "name"]
 
 
-def make_corpus(num_texts=12, validation=True, records=False, seed=0):
+def in_memory(train, validation=None, name="made"):
+    """A corpus of running text."""
+    train, held_out = (
+        None if texts is None else Source(form=RUNNING, texts=tuple(texts))
+        for texts in (train, validation)
+    )
+    return Corpus(name=name, train=train, validation=held_out)
+
+
+def make_corpus(num_texts=12, validation=True, seed=0):
     """Texts of several lines of random length, one line in five blank."""
     random = np.random.default_rng(seed)
 
@@ -27,7 +39,7 @@ def make_corpus(num_texts=12, validation=True, records=False, seed=0):
 
     texts = [text(index) for index in range(num_texts)]
     held_out = [text("v1"), text("v2")] if validation else None
-    return Corpus(name="made", train=texts, validation=held_out, records=records)
+    return in_memory(texts, held_out)
 
 
 def prepare(tmp_path, tokenizer, corpus=None, **config):
@@ -49,8 +61,8 @@ def all_rows(samples):
 def test_packing_makes_every_token_but_the_first_a_target_once(seq_len, tokenizer, tmp_path):
     corpus = make_corpus()
     data = prepare(tmp_path, tokenizer, corpus, max_length=seq_len)
-    for samples, texts in ((data.train, corpus.train), (data.validation, corpus.validation)):
-        stream = token_stream(tokenizer, texts)
+    for samples, source in ((data.train, corpus.train), (data.validation, corpus.validation)):
+        stream = token_stream(tokenizer, source.texts)
         used = (len(stream) - 1) // seq_len * seq_len  # what does not fill a block is left out
         inputs, targets = all_rows(samples)
         assert inputs.shape == targets.shape == (used // seq_len, seq_len)
@@ -61,9 +73,13 @@ def test_packing_makes_every_token_but_the_first_a_target_once(seq_len, tokenize
 
 @pytest.mark.parametrize(("records", "seq_len"), [(False, 16), (True, 80)])
 def test_padded_samples_are_lines_or_records(records, seq_len, tokenizer, tmp_path):
-    corpus = make_corpus(records=records)
-    data = prepare(tmp_path, tokenizer, corpus, pack=False, max_length=seq_len)
-    texts = corpus.train
+    corpus = make_corpus()
+    texts = corpus.train.texts
+    if records:
+        file = tmp_path / "a.jsonl"
+        file.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "the end"]))
+        corpus = read_corpus(str(file))
+    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
     if not records:
         texts = [line for text in texts for line in text.splitlines() if line.strip()]
     inputs, targets = all_rows(data.train)
@@ -84,11 +100,11 @@ def test_padded_samples_are_lines_or_records(records, seq_len, tokenizer, tmp_pa
 def test_a_source_without_a_split_gives_its_end(tokenizer, tmp_path):
     corpus = make_corpus(num_texts=60, validation=False)
     data = prepare(tmp_path, tokenizer, corpus)
-    total = (len(token_stream(tokenizer, corpus.train)) - 1) // 16
+    total = (len(token_stream(tokenizer, corpus.train.texts)) - 1) // 16
     assert len(data.train) + len(data.validation) == total
     assert len(data.validation) == round(0.05 * total) > 1
     joined = np.concatenate([all_rows(data.train)[0], all_rows(data.validation)[0]]).ravel()
-    np.testing.assert_array_equal(joined, token_stream(tokenizer, corpus.train)[: total * 16])
+    np.testing.assert_array_equal(joined, token_stream(tokenizer, corpus.train.texts)[: total * 16])
 
 
 def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_path):
@@ -111,12 +127,12 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
         (["a"], ["b" * 99], True),
         (["a"], None, True),
         (["a"], None, False),
-        ([], ["b" * 99], False),
+        (["b"], [], False),
         (["word " * 99], ["b"], True),
     ],
 )
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
-    corpus = Corpus(name="short", train=train, validation=validation, records=False)
+    corpus = in_memory(train, validation, name="short")
     with refused("dataset='short' is too short", "16 tokens", " 0 for ", "smaller max_length"):
         prepare(tmp_path, tokenizer, corpus, pack=pack)
 
@@ -165,7 +181,6 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
             (tokenizer, make_corpus(seed=1), {}),
             (tokenizer, make_corpus(validation=False), {}),
             (tokenizer, None, {"pack": False}),
-            (tokenizer, make_corpus(records=True), {"pack": False}),
             (Tokenizer(tmp_path / "other"), None, {}),
         ],
         start=3,  # the first, and the tokenizer's
@@ -175,7 +190,7 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, 0.5, 0.99, None])
-@pytest.mark.parametrize("name", ["train-tokens.npy", "validation-starts.npy"])
+@pytest.mark.parametrize("name", ["train-ids.npy", "validation-starts.npy", "meta.json"])
 def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     first = prepare(tmp_path, tokenizer, pack=False)
     expected = all_rows(first.train)[0]
@@ -192,16 +207,42 @@ def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     assert str(folder) in caplog.text
 
 
-def test_a_failed_tokenisation_leaves_no_cache(tokenizer, tmp_path, monkeypatch):
-    def encode_batch(_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("damage", [None, "train-ids.npy", "train.json"])
+@pytest.mark.parametrize("part", [1, 3])
+def test_what_was_tokenised_before_a_kill_is_not_done_again(
+    part, damage, tokenizer, tmp_path, monkeypatch
+):
+    corpus = make_corpus(num_texts=100)
+    expected = all_rows(prepare(tmp_path / "whole", tokenizer, corpus).train)
+    monkeypatch.setattr(cache, "_BATCH", 2000)
+    monkeypatch.setattr(cache, "_PART", part)
+    own, seen = tokenizer.encode_batch, []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "encode_batch", encode_batch)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(tmp_path, tokenizer)
-    assert cache_folders(tmp_path) == []
-    assert len(prepare(tmp_path, tokenizer).train) > 0
+    def encode_batch(texts):
+        if len(seen) == 20:
+            raise KeyboardInterrupt
+        seen.append(texts)
+        return own(texts)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
+    folder = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder, tokenizer, corpus)
+    (partial,) = cache_folders(folder)
+    assert partial.suffix == ".partial"
+    if damage is not None:
+        content = (partial / damage).read_bytes()
+        (partial / damage).write_bytes(content[: len(content) // 2])
+    before = [text for texts in seen for text in texts]
+    seen.clear()
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: seen.append(texts) or own(texts))
+    for found, wanted in zip(
+        all_rows(prepare(folder, tokenizer, corpus).train), expected, strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+    again = {*before} & {text for texts in seen for text in texts}
+    assert len(again) == len(before) if damage else len(again) < len(before) / 2
+    assert [path.suffix for path in cache_folders(folder)] == [""]
 
 
 def test_fingerprint_changes_with_what_is_trained_on(tokenizer, tmp_path):
