@@ -78,12 +78,12 @@ def is_whole(folder: Path, *, say: bool = False) -> bool:
     return True
 
 
-def load_tokens(folder: Path) -> dict[str, Tokens]:
-    """The splits; OSError, ValueError or EOFError where the folder is not whole."""
-    names = json.loads((folder / _META).read_bytes())
-    return {
+def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
+    """(form of the texts, splits); OSError, ValueError or EOFError where it is not whole."""
+    meta = json.loads((folder / _META).read_bytes())
+    return meta["form"], {
         split: Tokens(**{part: _map(folder, split, part) for part in parts})
-        for split, parts in names.items()
+        for split, parts in meta["splits"].items()
     }
 
 
@@ -107,7 +107,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     ) as bar:
         for split, source in wanted.items():
             _fill_split(building, split, source, tokenizer, by_line, bar)
-    meta = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
+    parts = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
+    meta = {"form": corpus.train.form, "splits": parts}
     (building / _META).write_text(json.dumps(meta))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     os.replace(building, folder)  # so that a cache is never half written

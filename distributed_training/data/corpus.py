@@ -8,7 +8,7 @@ import itertools
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed_training.data import files as on_disk
@@ -20,6 +20,7 @@ from distributed_training.settings.files import user_path
 
 EMBEDDED = "embedded"
 WIKITEXT = "wikitext-2"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that hold tests, vendored code or generated tables, not prose or code.
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 _SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
@@ -85,25 +86,65 @@ class Corpus:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
-def read_corpus(dataset: str) -> Corpus:
-    """Find a resolved `dataset`: "embedded", "wikitext-2" or a path; its texts are read later.
+def read_corpus(dataset: str, validation: str | None = None) -> Corpus:
+    """Find a resolved `dataset`, and another for validation; the texts are read later.
 
-    Raises UserError for a path that is missing, empty or of an unsupported kind.
+    Raises UserError for one that is missing, empty or of an unsupported kind.
     """
+    corpus = _find_corpus(dataset, "dataset")
+    if validation is None:
+        return corpus
+    own = _find_corpus(validation, "validation_dataset")
+    return replace(corpus, validation=own.validation or own.train)
+
+
+def _find_corpus(dataset: str, key: str) -> Corpus:
     if dataset == EMBEDDED:
         return Corpus(name=EMBEDDED, train=Source(form=RUNNING, texts=tuple(read_embedded())))
     if dataset == WIKITEXT:
         try:
             parquet = hub.fetch_wikitext()
         except OSError as error:
-            raise hub.cannot_fetch("dataset", WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
+            raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
         splits = {
             split: Source(form=RUNNING, texts=tuple(_read_wikitext(path)))
             for split, path in parquet.items()
         }
         return Corpus(name=WIKITEXT, **splits)
-    path = user_path("dataset", dataset)
-    return Corpus(name=str(path), train=_find_source(path, f"dataset={str(path)!r}"))
+    if is_hub_name(dataset):
+        return _read_from_hub(key, dataset)
+    path = user_path(key, dataset)
+    return Corpus(name=str(path), train=_find_source(path, f"{key}={str(path)!r}"))
+
+
+def is_hub_name(dataset: str) -> bool:
+    """Whether this is user/name or user/name:config, and no path."""
+    is_file = Path(dataset).suffix in (*TEXT_KINDS, *RECORD_KINDS)
+    named = _HUB_NAME.fullmatch(dataset) is not None and not is_file
+    return named and not user_path("dataset", dataset).exists()
+
+
+def ask_hub(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
+    """Files of a dataset of the Hub by split, none without `download`; UserError where it is not
+    available."""
+    name, _, config = dataset.partition(":")
+    try:
+        return hub.fetch_dataset(name, config or None, download=download)
+    except OSError as error:
+        words = ", ".join(repr(word) for word in (name, config) if word)
+        what = f"{key}={dataset!r} is neither a path nor a dataset that the Hugging Face Hub gives"
+        command = f'python -c "import datasets; datasets.load_dataset({words})"'
+        fix = f"if it exists, on a machine with internet access run: {command}; then copy "
+        raise UserError(what, str(error), f"{fix}~/.cache/huggingface here") from None
+
+
+def _read_from_hub(key: str, dataset: str) -> Corpus:
+    splits, what = ask_hub(key, dataset, download=True), f"{key}={dataset!r}"
+    if "train" not in splits:
+        raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
+    used = {split: splits[split] for split in ("train", "validation") if split in splits}
+    found = {split: _find_form(tuple(files), what) for split, files in used.items()}
+    return Corpus(name=dataset, **found)
 
 
 def _find_source(path: Path, what: str) -> Source:
@@ -132,9 +173,14 @@ def _find_source(path: Path, what: str) -> Source:
         on_disk.check_file(file)
     if texts:
         return Source(form=RUNNING, files=tuple(files))
+    return _find_form(tuple(files), what)
+
+
+def _find_form(files: tuple[Path, ...], what: str) -> Source:
+    """Records, all of the form of the first."""
     for file in files:
         for where, record in on_disk.read_records(file):
-            return Source(form=pieces.find_form(record, where), files=tuple(files))
+            return Source(form=pieces.find_form(record, where), files=files)
     raise UserError(f"{what} contains no text")
 
 

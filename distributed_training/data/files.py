@@ -21,6 +21,7 @@ from distributed_training.settings.errors import UserError
 TEXT_KINDS = (".txt", ".md")  # a file is one text
 RECORD_KINDS = (".jsonl", ".csv", ".parquet")  # a line or a row is one record
 ARROW = ".arrow"  # what the datasets library keeps; rows are records
+COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
 _BLOCK_BYTES = 2**20
 _ROWS = 256  # of a parquet file, decoded at a time
 # The longer marks first: UTF-32's begins with UTF-16's.
@@ -56,6 +57,8 @@ def read_blocks(path: Path) -> Iterator[str]:
     with _opened(path) as file:
         head = file.read(4)
         mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
+        if not mark and head.count(0) > 1:
+            raise _not_utf8(path, "it begins with zeros", "UTF-16LE", "UTF-16 without its mark")
         position = len(mark)
         file.seek(position)
         decoder = codecs.getincrementaldecoder(_MARKS.get(mark, "utf-8"))()
@@ -68,7 +71,9 @@ def read_blocks(path: Path) -> Iterator[str]:
             try:
                 text = held + decoder.decode(data, final=not more)
             except UnicodeDecodeError as error:
-                raise _wrong_encoding(path, error, position - begun) from None
+                byte, place = error.object[error.start], position - begun + error.start
+                why = f"{error.encoding}: {error.reason}, 0x{byte:02x} in position {place}"
+                raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
             position += len(data)
             held = "\r" * (more and text.endswith("\r"))
             yield text[: len(text) - len(held)].replace("\r\n", "\n")
@@ -108,7 +113,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for row in rows:
             yield f"{path} line {rows.line_num}", row
     except csv.Error as error:
-        raise UserError(f"{path} line {rows.line_num} is not CSV", str(error)) from None
+        where = f"{path} line {rows.line_num + 1}"
+        raise UserError(f"{where} is not CSV", str(error)) from None
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
@@ -123,7 +129,8 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
                 table = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
-                batches = table.iter_batches(_ROWS)
+                names = [name for name in table.schema_arrow.names if name in COLUMNS]
+                batches = table.iter_batches(_ROWS, columns=names or None)
             for batch in batches:
                 for first in range(0, batch.num_rows, _ROWS):
                     for row in batch.slice(first, _ROWS).to_pylist():
@@ -143,13 +150,11 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _wrong_encoding(path: Path, error: UnicodeDecodeError, position: int) -> UserError:
-    byte = error.object[error.start : error.start + 1].hex()
-    why = f"{error.encoding}: {error.reason}, 0x{byte} in position {position + error.start}"
+def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:
     copy = path.with_suffix(f".utf8{path.suffix}")
-    command = shlex.join(["iconv", "-f", "LATIN1", "-t", "UTF-8", str(path), "-o", str(copy)])
-    what, fix = f"dataset file {path} cannot be read", f"give UTF-8; if it is Latin-1: {command}"
-    return UserError(what, why, fix)
+    command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
+    fix = f"give UTF-8; if it is {name}: {command}"
+    return UserError(f"dataset file {path} cannot be read", why, fix)
 
 
 def _first_line(error: Exception) -> str:

@@ -109,7 +109,7 @@ def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
             if not isinstance(words.get(name), str):
                 raise _wrong(f"{where}: a message", name, MESSAGES)
         if words["role"] == ASSISTANT:
-            pieces.append(Piece(ask(before), counts=False, eos=False, ends=False))
+            pieces.append(Piece(f"{before}{ASSISTANT}:", counts=False, eos=False, ends=False))
             pieces.append(Piece(f" {words['content']}", ends=False))
             before = ""
         else:
@@ -118,9 +118,9 @@ def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
     return [*pieces[:-1], pieces[-1]._replace(ends=True)] if pieces else []
 
 
-def ask(turns: str) -> str:
-    """What the assistant answers to."""
-    return f"{turns}{ASSISTANT}:"
+def ask(question: str) -> str:
+    """What a model trained on chats is given to answer a question."""
+    return f"user: {question}\n{ASSISTANT}:"
 
 
 def _wrong(where: str, name: str, form: str, kind: str = "string") -> UserError:

@@ -13,6 +13,7 @@ import numpy as np
 
 from distributed_training.data.cache import Tokens, load_tokens, tokenise
 from distributed_training.data.corpus import Corpus
+from distributed_training.data.pieces import RUNNING
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -87,6 +88,7 @@ class Data:
     validation: Samples
     fingerprint: str  # equal means the same tokens in the same order
     cache: str = ""  # name of its folder in the token cache
+    form: str = RUNNING  # of the training texts, as in data/pieces.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class StepBatch:
     # (inputs, targets), each int64 [micro_batch_size, seq_len]; `num_microbatches` pairs
     micro_batches: list[tuple[np.ndarray, np.ndarray]]
     num_targets: int  # real ones of the global batch, over all replicas and micro-batches
+    num_tokens: int  # likewise, prompts included
 
 
 def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
@@ -107,7 +110,7 @@ def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_
 def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> Data:
     """The samples of a folder of the cache; UserError where the text, called `name`, is too short
     or has fewer samples than asked for."""
-    splits, seq_len = load_tokens(folder), config.max_length
+    (form, splits), seq_len = load_tokens(folder), config.max_length
     train, *rest = (_cut(tokens, config, padding_id) for tokens in splits.values())
     if rest:
         validation = rest[0]
@@ -117,7 +120,9 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
     counts = f"{len(train)} for training and {len(validation)} for validation"
     why = f"cut into samples of {seq_len} tokens, {name!r} gives {counts}"
     if len(train) == 0 or len(validation) == 0:
-        what = f"dataset={name!r} is too short"
+        own = config.validation_dataset if len(train) else None
+        what = f"validation_dataset={own!r}" if own else f"dataset={name!r}"
+        what += " is too short"
         raise UserError(what, why, "use a longer text or a smaller max_length")
     asked = config.num_samples
     wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
@@ -129,7 +134,9 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
     fingerprint = hashlib.sha256(f"{folder.name} {seq_len} {len(train)}".encode()).hexdigest()[:16]
-    return Data(train=train, validation=validation, fingerprint=fingerprint, cache=folder.name)
+    return Data(
+        train=train, validation=validation, fingerprint=fingerprint, cache=folder.name, form=form
+    )
 
 
 def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
@@ -185,7 +192,8 @@ class Sampler:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
         own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
-        return StepBatch(own, samples.count_targets(indices))
+        num_tokens = int(samples.lengths[indices[indices != EMPTY]].sum())
+        return StepBatch(own, samples.count_targets(indices), num_tokens)
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distributed_training.data.cache import is_whole
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import ask_hub, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
@@ -20,11 +20,18 @@ QUICKLY_CUT = 4_000_000  # bytes
 
 def peek_data(plan: Plan) -> Data | None:
     """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
-    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
-    if corpus.train.num_bytes > QUICKLY_CUT:
+    config, tokenizer = plan.config, Tokenizer(plan.tokenizer_dir)
+    named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+    on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
+    for key, name in on_hub.items():
+        ask_hub(key, name, download=False)
+    if on_hub:
+        return None
+    corpus = read_corpus(config.dataset, config.validation_dataset)
+    if sum(part.num_bytes for part in (corpus.train, corpus.validation) if part) > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as folder:
-        return prepare_data(corpus, tokenizer, plan.config, Path(folder))
+        return prepare_data(corpus, tokenizer, config, Path(folder))
 
 
 def cut_data(plan: Plan) -> Data:
@@ -40,7 +47,8 @@ def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
     if plan.cache and is_whole(cache_dir / plan.cache):
         folder, padding_id = cache_dir / plan.cache, tokenizer.eos_id
         return cut_samples(folder, config.dataset, padding_id, config), tokenizer
-    return prepare_data(read_corpus(config.dataset), tokenizer, config, cache_dir), tokenizer
+    corpus = read_corpus(config.dataset, config.validation_dataset)
+    return prepare_data(corpus, tokenizer, config, cache_dir), tokenizer
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:
@@ -50,6 +58,9 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         if there < AUTO_SAMPLES:
             notes.append(f"the text has {there} samples to train on, not {AUTO_SAMPLES}")
         config = with_values(config, num_samples=there)
+    if data.train.counts is not None:
+        share = f"{100 * data.train.learnt_share:.1f}% of the tokens"
+        notes.append(f"only the answers are learnt and count in the loss: {share}")
     num_steps = config.epochs * math.ceil(there / plan.batch.global_batch_size)
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)

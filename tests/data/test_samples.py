@@ -11,7 +11,7 @@ from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import EMPTY, IGNORE_INDEX, prepare_data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.config import build_config
-from tests.data.test_sampler import padded_samples
+from tests.data.test_sampler import make_sampler, padded_samples
 from tests.support import refused
 
 WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "called", "by", "name"]
@@ -135,6 +135,12 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
     corpus = in_memory(train, validation, name="short")
     with refused("dataset='short' is too short", "16 tokens", " 0 for ", "smaller max_length"):
         prepare(tmp_path, tokenizer, corpus, pack=pack)
+
+
+def test_too_short_a_validation_file_is_named(tokenizer, tmp_path):
+    with refused("validation_dataset='b.txt' is too short", " 0 for validation"):
+        corpus = in_memory(["word " * 99], ["b"])
+        prepare(tmp_path, tokenizer, corpus, validation_dataset="b.txt")
 
 
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
@@ -286,3 +292,95 @@ def test_two_processes_make_one_cache(tmp_path):
     assert sorted([calls_1, calls_2]) == [0, 2]  # one process tokenised the two splits
     np.testing.assert_array_equal(inputs_1, inputs_2)
     assert len(cache_folders(tmp_path)) == 1
+
+
+QUESTIONS = [
+    {"prompt": f"what is {n} and {n}?" + " please" * (40 * (n % 4 == 3)), "completion": f" {n + n}"}
+    for n in range(30)
+]
+
+
+def answers(tmp_path, rows=QUESTIONS):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return read_corpus(str(file))
+
+
+def answer_stream(tokenizer):
+    """The reference: (ids, whether each is learnt) of every record, with its end-of-text."""
+    rows = []
+    for row in QUESTIONS:
+        prompt, completion = tokenizer.encode_batch([row["prompt"], row["completion"]])
+        learnt = [False] * len(prompt) + [True] * (len(completion) + 1)
+        rows.append(([*prompt, *completion, tokenizer.eos_id], learnt))
+    return rows
+
+
+@pytest.mark.parametrize("seq_len", [8, 20, 64])
+def test_packed_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
+    data = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), max_length=seq_len)
+    pairs = [pair for row in answer_stream(tokenizer) for pair in zip(*row, strict=True)]
+    ids, learnt = (np.array(part) for part in zip(*pairs, strict=True))
+    blocks = []
+    for first in range(0, len(ids) - seq_len, seq_len):
+        wanted = np.where(learnt, ids, IGNORE_INDEX)[first + 1 : first + seq_len + 1]
+        if (wanted != IGNORE_INDEX).any():  # a block of a prompt alone teaches nothing
+            blocks.append((ids[first : first + seq_len], wanted))
+    inputs, targets = (
+        np.concatenate([all_rows(data.train)[place], all_rows(data.validation)[place]])
+        for place in (0, 1)
+    )
+    np.testing.assert_array_equal(inputs, [block for block, _ in blocks])
+    np.testing.assert_array_equal(targets, [wanted for _, wanted in blocks])
+    if seq_len == 8:
+        assert len(blocks) < (len(ids) - 1) // seq_len  # some were left out
+
+
+@pytest.mark.parametrize("seq_len", [8, 20, 64])
+def test_padded_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
+    corpus = answers(tmp_path)
+    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
+    expected = []
+    for ids, learnt in answer_stream(tokenizer):
+        wanted = np.where(learnt, ids, IGNORE_INDEX)[1 : seq_len + 1]
+        if (wanted != IGNORE_INDEX).any():
+            expected.append(
+                np.pad(wanted, (0, seq_len - len(wanted)), constant_values=IGNORE_INDEX)
+            )
+    found = np.concatenate([all_rows(data.train)[1], all_rows(data.validation)[1]])
+    np.testing.assert_array_equal(found, expected)
+    assert len(expected) < len(QUESTIONS) or seq_len == 64
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_step_counts_exactly_the_targets_that_it_has(pack, tokenizer, tmp_path):
+    """Under every cut of the global batch, and none has no target: the loss is divided by it."""
+    config = {"max_length": 24, "pack": pack}
+    samples = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), **config).train
+    assert (samples.num_targets > 0).all()
+    for step in range(40):
+        counts = set()
+        for micro, number, replicas in [(1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 1, 2)]:
+            ranks = [
+                make_sampler(
+                    num_samples=len(samples), micro_batch_size=micro, num_microbatches=number,
+                    num_replicas=replicas, replica=replica,
+                ).step_batch(samples, step)
+                for replica in range(replicas)
+            ]  # fmt: skip
+            real = [targets for rank in ranks for _, targets in rank.micro_batches]
+            counts |= {rank.num_targets for rank in ranks}
+            counts.add(sum(int((targets != IGNORE_INDEX).sum()) for targets in real))
+            assert {rank.num_tokens for rank in ranks} == {ranks[0].num_tokens}
+            assert ranks[0].num_tokens > ranks[0].num_targets
+        assert len(counts) == 1
+        assert counts != {0}
+    assert samples.learnt_share == pytest.approx(
+        samples.count_targets(np.arange(len(samples))) / samples.lengths.sum()
+    )
+
+
+def test_answers_that_nobody_sees_are_no_data(tokenizer, tmp_path):
+    corpus = answers(tmp_path, [{"prompt": "so long " * 50, "completion": " yes"}] * 9)
+    with refused("too short", "gives 0 for training"):
+        prepare(tmp_path / "cache", tokenizer, corpus, pack=False)
