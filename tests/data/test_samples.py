@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 
-from distributed_training.data import cache
 from distributed_training.data.corpus import Corpus, Source, read_corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import EMPTY, IGNORE_INDEX, prepare_data
@@ -211,44 +210,6 @@ def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     assert (folder / name).read_bytes() == content
     assert cache_folders(tmp_path) == [folder]
     assert str(folder) in caplog.text
-
-
-@pytest.mark.parametrize("damage", [None, "train-ids.npy", "train.json"])
-@pytest.mark.parametrize("part", [1, 3])
-def test_what_was_tokenised_before_a_kill_is_not_done_again(
-    part, damage, tokenizer, tmp_path, monkeypatch
-):
-    corpus = make_corpus(num_texts=100)
-    expected = all_rows(prepare(tmp_path / "whole", tokenizer, corpus).train)
-    monkeypatch.setattr(cache, "_BATCH", 2000)
-    monkeypatch.setattr(cache, "_PART", part)
-    own, seen = tokenizer.encode_batch, []
-
-    def encode_batch(texts):
-        if len(seen) == 20:
-            raise KeyboardInterrupt
-        seen.append(texts)
-        return own(texts)
-
-    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
-    folder = tmp_path / "cache"
-    with pytest.raises(KeyboardInterrupt):
-        prepare(folder, tokenizer, corpus)
-    (partial,) = cache_folders(folder)
-    assert partial.suffix == ".partial"
-    if damage is not None:
-        content = (partial / damage).read_bytes()
-        (partial / damage).write_bytes(content[: len(content) // 2])
-    before = [text for texts in seen for text in texts]
-    seen.clear()
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: seen.append(texts) or own(texts))
-    for found, wanted in zip(
-        all_rows(prepare(folder, tokenizer, corpus).train), expected, strict=True
-    ):
-        np.testing.assert_array_equal(found, wanted)
-    again = {*before} & {text for texts in seen for text in texts}
-    assert len(again) == len(before) if damage else len(again) < len(before) / 2
-    assert [path.suffix for path in cache_folders(folder)] == [""]
 
 
 def test_fingerprint_changes_with_what_is_trained_on(tokenizer, tmp_path):
