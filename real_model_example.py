@@ -19,7 +19,8 @@ CONFIG = {
     "num_samples": "auto",  # training samples an epoch; auto: up to 1000, -1: all
     "seed": 42,  # initial weights, order of the data, dropout
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
-    "dataset": "auto",  # wikitext-2, embedded, a .txt or .jsonl file or a folder of them
+    "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name of the Hub
+    "validation_dataset": None,  # likewise; None: the dataset's own split, or else its last 5%
     "tokenizer": "auto",  # gpt2, embedded, a folder with vocab.json and merges.txt
     "weights": "auto",  # pretrained, random, a folder in Hugging Face's format
     "precision": "auto",  # bf16, fp16, fp32; master weights are fp32 in every case

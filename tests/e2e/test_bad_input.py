@@ -76,7 +76,7 @@ COMMAND_LINES = {
         ["short.txt", "too short", "max_length"],
     ),
     "dataset of another kind": (
-        ["--set", "dataset={tmp}/data.csv", "--num_gpus", "2"], ["data.csv", ".txt", ".jsonl"],
+        ["--set", "dataset={tmp}/data.doc", "--num_gpus", "2"], ["data.doc", ".txt", ".jsonl"],
     ),
     "jsonl that does not parse": (
         ["--set", "dataset={tmp}/bad.jsonl", "--num_gpus", "2"],
@@ -146,7 +146,7 @@ def files(tmp_path):
         "file.txt": "text",
         "empty.txt": " \n\n",
         "short.txt": "Too short to train on.",
-        "data.csv": "text\nabc\n",
+        "data.doc": "text\nabc\n",
         "bad.jsonl": '{"text": "fine"}\n{"text": fine}\n',
         "notext.jsonl": '{"body": "fine"}\n',
         "broken.json": '{\n  "epochs": 2\n  "seed": 3\n}\n',

@@ -35,7 +35,7 @@ def train(engine, *seeds):
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         ids = [torch.randint(0, 2048, (2, 8), generator=generator).numpy() for _ in range(4)]
-        engine.train_step(StepBatch([(ids[0], ids[1]), (ids[2], ids[3])], 32))
+        engine.train_step(StepBatch([(ids[0], ids[1]), (ids[2], ids[3])], 32, 32))
 
 
 def test_resuming_restores_adams_moments(plan, tmp_path):

@@ -211,6 +211,7 @@ OPTIONS = {
         [None] * 9 + ["zero1.json", "zero2.json", "zero3.json", "file", "missing.json", "."]
     ),
     "dataset": st.sampled_from(["auto", "embedded", "wikitext-2", "text.txt", "missing.txt"]),
+    "validation_dataset": st.sampled_from([None, "text.txt"]),
     "tokenizer": st.sampled_from(["auto", "auto", "embedded", "gpt2", "missing", "file", "."]),
     "weights": st.sampled_from(["auto", "auto", "random", "pretrained", "missing", "file", "."]),
     "precision": st.sampled_from(["auto", "bf16", "fp16", "fp32"]),
@@ -245,7 +246,15 @@ OPTIONS = {
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb"]),
     "verbose": st.booleans(),
 }
-PATHS = ("deepspeed_config", "dataset", "tokenizer", "weights", "output_dir", "offload_dir")
+PATHS = (
+    "deepspeed_config",
+    "dataset",
+    "validation_dataset",
+    "tokenizer",
+    "weights",
+    "output_dir",
+    "offload_dir",
+)
 PATHS += ("resume",)
 WORDS = (None, "auto", "embedded", "gpt2", "wikitext-2", "random", "pretrained")
 

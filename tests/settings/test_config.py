@@ -25,8 +25,9 @@ from tests.support import refused
 # Another value for each key, valid by itself: those of the work, then the others.
 WORK = {
     "model": "gpt2", "epochs": 5, "max_length": 64, "num_samples": -1, "seed": 5,
-    "dataset": "embedded", "tokenizer": "gpt2", "weights": "random", "precision": "fp32",
-    "learning_rate": 0.5, "lr_schedule": "linear", "warmup_steps": 5, "weight_decay": 0.5,
+    "dataset": "embedded", "validation_dataset": "b.txt", "tokenizer": "gpt2",
+    "weights": "random", "precision": "fp32", "learning_rate": 0.5, "lr_schedule": "linear",
+    "warmup_steps": 5, "weight_decay": 0.5,
     "max_grad_norm": None, "dropout": 0.5, "pack": False, "max_steps": 5,
 }  # fmt: skip
 NOT_WORK = {
@@ -48,7 +49,8 @@ ALIASES = {
     "num_epochs": "epochs", "gradient_clipping": "max_grad_norm", "warmup": "warmup_steps",
     "num_warmup_steps": "warmup_steps", "save_steps": "checkpoint_every",
     "eval_steps": "eval_every", "model_name": "model", "model_name_or_path": "model",
-    "data": "dataset", "train_file": "dataset", "out_dir": "output_dir",
+    "data": "dataset", "train_file": "dataset", "validation_file": "validation_dataset",
+    "eval_dataset": "validation_dataset", "out_dir": "output_dir",
 }  # fmt: skip
 
 
