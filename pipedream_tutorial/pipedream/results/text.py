@@ -255,7 +255,7 @@ def gradient_table(study: Record) -> str:
 
 
 def _share(error: float | None) -> str:
-    shown = {None: "infinite", 0: "exactly 0"}
+    shown: dict[float | None, str] = {None: "infinite", 0: "exactly 0"}
     return shown[error] if not error else f"{100 * error:.2g}%"
 
 
