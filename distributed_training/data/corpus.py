@@ -151,29 +151,25 @@ def _find_source(path: Path, what: str) -> Source:
     """The files at a path, and their form by the first record."""
     kinds = (*TEXT_KINDS, *RECORD_KINDS)
     if not path.exists():
-        fix = (
-            f'give a {", ".join(kinds)} file, a folder of them, "auto", "wikitext-2" or "embedded"'
-        )
+        fix = f'give a {", ".join(kinds)} file, a folder of them, "wikitext-2" or "embedded"'
         raise UserError(f"{what} does not exist", fix=fix)
-    files = [path]
-    if path.is_dir():
-        below = sorted(file for file in path.rglob("*") if file.suffix in kinds)
-        hidden = [
-            any(part.startswith(".") for part in file.relative_to(path).parts) for file in below
-        ]
-        files = [file for file, hide in zip(below, hidden, strict=True) if not hide]
-        files = [file for file in files if not file.is_dir()]
+    files = _list_files(path, kinds) if path.is_dir() else (path,)
     found = sorted({file.suffix or "a file without an extension" for file in files})
-    texts = all(kind in TEXT_KINDS for kind in found)
-    if not files or not (texts or all(kind in RECORD_KINDS for kind in found)):
+    texts, records = ({*found} <= {*some} for some in (TEXT_KINDS, RECORD_KINDS))
+    if not files or not (texts or records):
         why = f"found {', '.join(found) or 'no ' + ' or '.join(kinds) + ' file'}"
         fix = f"give {' and '.join(TEXT_KINDS)} files, or {', '.join(RECORD_KINDS)} files, not both"
         raise UserError(f"{what} cannot be read", why, fix)
     for file in files:
         on_disk.check_file(file)
-    if texts:
-        return Source(form=RUNNING, files=tuple(files))
-    return _find_form(tuple(files), what)
+    return Source(form=RUNNING, files=files) if texts else _find_form(files, what)
+
+
+def _list_files(folder: Path, kinds: Iterable[str]) -> tuple[Path, ...]:
+    """Files of these kinds below a folder, in the order of their names, but for hidden ones."""
+    below = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix in kinds)
+    seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
+    return tuple(folder / path for path in seen if not (folder / path).is_dir())
 
 
 def _find_form(files: tuple[Path, ...], what: str) -> Source:

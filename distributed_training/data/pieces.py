@@ -76,7 +76,9 @@ def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
 def find_form(record: Any, where: str) -> str:
     """TEXT, PROMPT or MESSAGES. Raises UserError for a record that is none of these."""
     keys = record if isinstance(record, dict) else {}
-    if form := next((form for form in _EXAMPLES if form in keys), None):
+    # Datasets of chats often repeat the first question as "prompt".
+    forms = [TEXT, MESSAGES, PROMPT] if "completion" not in keys else [TEXT, PROMPT, MESSAGES]
+    if form := next((form for form in forms if form in keys), None):
         return form
     why = f"it has {', '.join(map(shown, keys)) or 'no columns'}"
     raise UserError(f'{where} has no "text" string', why, "give " + " or ".join(_EXAMPLES.values()))

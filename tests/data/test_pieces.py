@@ -115,6 +115,16 @@ def test_a_record_of_another_form_is_refused(record, form, words):
         cut_record(record, form, "a.jsonl line 3")
 
 
+def test_the_form_of_a_record_with_several_columns():
+    for keys, form in {
+        ("prompt", "messages"): "messages",
+        ("prompt", "messages", "completion"): "prompt",
+        ("messages", "text", "prompt"): "text",
+        ("prompt", "answer"): "prompt",
+    }.items():
+        assert find_form(dict.fromkeys(keys, "a"), "here") == form
+
+
 def test_a_record_without_any_text_says_what_it_has():
     with refused('no "text" string', "'body', 'label'", '"completion"', '"messages"'):
         find_form({"body": "a", "label": 1}, "here")
