@@ -19,7 +19,8 @@ CONFIG = {
     "num_samples": "auto",  # training samples an epoch; auto: up to 1000, -1: all
     "seed": 42,  # initial weights, order of the data, dropout
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
-    "dataset": "auto",  # wikitext-2, embedded, a .txt or .jsonl file or a folder of them
+    "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name of the Hub
+    "validation_dataset": None,  # likewise; None: the dataset's own split, or else its last 5%
     "tokenizer": "auto",  # gpt2, embedded, a folder with vocab.json and merges.txt
     "weights": "auto",  # pretrained, random, a folder in Hugging Face's format
     "precision": "auto",  # bf16, fp16, fp32; master weights are fp32 in every case
@@ -46,6 +47,7 @@ CONFIG = {
     "pipeline_cut": None,  # blocks of each stage, "7,7,7,3"; None: equal estimated cost
     "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
     "compile": "auto",  # torch.compile; auto: on GPUs
+    "cuda_graphs": "auto",  # a training step as one launch; auto: where that is correct
     # What is looked at and kept.
     "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
     "eval_samples": 200,  # validation samples used; -1: all

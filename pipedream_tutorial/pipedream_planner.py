@@ -15,10 +15,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipedream.config import Rule, main_with_errors, parse_arguments, shipped
-from pipedream.errors import UserError, nearest
-from pipedream.planner import Plan, make_plan, plan_pipeline
-from pipedream.profile import (
+from pipedream.config import Rule, parse_arguments, shipped
+from pipedream.errors import UserError, main_with_errors, nearest
+from pipedream.plan.planner import Plan, make_plan, plan_pipeline
+from pipedream.plan.profile import (
     Layer,
     Profile,
     device_name,
@@ -26,7 +26,7 @@ from pipedream.profile import (
     measure_profile,
     save_profile,
 )
-from pipedream.replicated import full_speed_in_flight, simulate_plan
+from pipedream.plan.replicated import full_speed_in_flight, simulate_plan
 
 CONFIG: dict[str, Any] = {
     # A profile's path (it ends in .json), or a model to measure here: gpt2, gpt2-medium.
@@ -132,7 +132,7 @@ def get_profile(config: dict[str, Any]) -> Profile:
 def measure_gpt2(config: dict[str, Any]) -> Profile:
     """Measure the model that config["profile"] names, with random weights and tokens."""
     import torch
-    from pipedream.gpt2_layers import GPT2_SIZES, gpt2_layer_names, gpt2_layers
+    from pipedream.train.models import GPT2_SIZES, gpt2_layer_names, gpt2_layers
 
     name, batch, sequence = config["profile"], config["batch"], config["sequence"]
     if name not in GPT2_SIZES:

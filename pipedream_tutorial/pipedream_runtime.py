@@ -19,17 +19,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipedream.config import Rule, main_with_errors, parse_arguments
-from pipedream.errors import UserError
-from pipedream.launch import Process, launch, run_worker, this_process
-from pipedream.prediction import MeasuredRun, build_record, calibrate, can_predict, predict
-from pipedream.runtime_table import render
-from pipedream.schedules import SCHEDULES
-from pipedream.trace import write_trace
-from pipedream.training_orders import schedule_for_training, trainable
+from pipedream.config import Rule, parse_arguments
+from pipedream.errors import UserError, main_with_errors
+from pipedream.runtime.launch import Process, launch, run_worker, this_process
+from pipedream.runtime.prediction import MeasuredRun, calibrate, can_predict, predict
+from pipedream.runtime.record import build_record, render
+from pipedream.schedules.catalogue import (
+    SCHEDULES,
+    layers_of_a_stage,
+    schedule_for_training,
+    trainable,
+)
+from pipedream.simulate.trace import write_trace
 
 if TYPE_CHECKING:
-    from pipedream.session import Outcome
+    from pipedream.runtime.session import Outcome
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: processes, each with one stage of the model
@@ -75,7 +79,7 @@ RULES: dict[str, Rule] = {
     ),
     "num_batches": Rule(text="batches in a run", kind=int, low=1, high=1000),
     "schedule": Rule(
-        text="one run for each; all: those with one stage a rank, the others are simulated only",
+        text="one run for each; all: those with one copy of the model",
         kind=str,
         many=True,
         choices=("all", *SCHEDULES),
@@ -182,7 +186,11 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
     for name in trainable():
         try:
             for m in config["num_microbatches"]:
-                schedule_for_training(name, config["num_stages"], m, config["num_batches"])
+                schedule, _ = schedule_for_training(
+                    name, config["num_stages"], m, config["num_batches"]
+                )
+                if config["layers_per_stage"]:
+                    layers_of_a_stage(config["layers_per_stage"], schedule.stages_per_rank)
             fitting.append(name)
         except UserError as error:
             if os.environ.get("RANK") is None:  # the process that starts the stages
@@ -204,7 +212,8 @@ def main() -> NoReturn:
 
 def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
     """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.session import about, run_session  # torch is imported by the stages only
+    from pipedream.runtime.session import run_session  # torch is imported by the stages only
+    from pipedream.runtime.workload import about
 
     how = about({key: config[key] for key in CONFIG}, arguments)
 

@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipedream.comparison import Case, Refused, Row, compare, measure, measure_csv
-from pipedream.config import SHARED_RULES, Rule, main_with_errors, parse_arguments
-from pipedream.errors import UserError, nearest
-from pipedream.grid import (
+from pipedream.config import SHARED_RULES, Rule, parse_arguments
+from pipedream.draw.terminal import (
     LEGEND,
     bold,
     draw,
@@ -28,10 +26,12 @@ from pipedream.grid import (
     use_colour,
     width,
 )
-from pipedream.ops import save_csv
-from pipedream.policies import POLICIES
-from pipedream.schedules import SCHEDULES
-from pipedream.trace import write_trace
+from pipedream.errors import UserError, main_with_errors, nearest
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.ops import save_csv
+from pipedream.schedules.policies import POLICIES
+from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.simulate.trace import write_trace
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one a rank
@@ -254,7 +254,7 @@ MIXED = "*: backward passes see newer weights than their forward passes did: no 
 
 def print_training(config: dict[str, Any]) -> None:
     """Train a small model under each weight policy, or under the schedule that was named."""
-    name, p, m = config["schedule"], config["num_stages"], config["num_microbatches"]
+    name = config["schedule"]
     if name != "all" and name not in SCHEDULES:
         print("Not trained: an order from a file is simulated only.")
         return
@@ -265,17 +265,9 @@ def print_training(config: dict[str, Any]) -> None:
             "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
         )
         return
-    heading = (
-        f"Trained: {config['layers_per_stage']} layers on each of {p} stages, "
-        f"{config['steps']} batches of {m} microbatches, SGD at {config['learning_rate']:g}"
-    )
-    print(bold(heading))
-    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
-    print(
-        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
-    )
+    print_training_heading(config)
     import torch  # takes seconds, while the tables above are read
-    from pipedream.studies import TRAINED, compare_training
+    from pipedream.train.studies import TRAINED, compare_training
 
     torch.set_num_threads(1)
     refused = []
@@ -283,12 +275,8 @@ def print_training(config: dict[str, Any]) -> None:
         try:
             (row,) = compare_training(
                 schedule_names=[one],
-                num_stages=p,
-                num_microbatches=m,
-                layers_per_stage=config["layers_per_stage"],
-                learning_rate=config["learning_rate"],
                 num_batches=config["steps"],
-                seed=config["seed"],
+                **{key: config[key] for key in TRAINING_KEYS},
             )
         except UserError as error:
             refused.append(f"{SCHEDULES[one].title}: {error}")
@@ -305,6 +293,20 @@ def print_training(config: dict[str, Any]) -> None:
     print_wrapped("", TRAINING_NOTES)
 
 
+def print_training_heading(config: dict[str, Any]) -> None:
+    heading = (
+        f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} stages, "
+        f"{config['steps']} batches of {config['num_microbatches']} microbatches, SGD at "
+        f"{config['learning_rate']:g}"
+    )
+    print(bold(heading))
+    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
+    print(
+        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
+    )
+
+
+TRAINING_KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
 TRAINING_NOTES = (
     "final loss: mean of the last batches that hold every sample once. gradient off: what the "
     "backward passes gave against autograd through the whole model, relative; at the weights that "

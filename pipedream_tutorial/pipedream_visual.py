@@ -12,31 +12,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipedream.comparison import Case, Refused, Row, measure
-from pipedream.config import (
-    SHARED_RULES,
-    Rule,
-    errors_in_one_line,
-    main_with_errors,
-    parse_arguments,
-    shipped,
-)
-from pipedream.errors import UserError
-from pipedream.figure_data import Standing, forwards_only, idle_curves, same_orders, standings
-from pipedream.policies import POLICIES, weight_use
-from pipedream.simulator import Timeline, simulate
+from pipedream.config import SHARED_RULES, Rule, parse_arguments, shipped
+from pipedream.draw.data import Standing, forwards_only, idle_curves, same_orders, standings
+from pipedream.errors import UserError, errors_in_one_line, main_with_errors
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.comparison import Case, Refused, Row, measure
+from pipedream.simulate.simulator import Timeline, simulate
 
 with errors_in_one_line():  # matplotlib may be missing
     from matplotlib.figure import Figure
-    from pipedream.figures import (
+    from pipedream.draw.compare import draw_bubble, draw_gradient_error, draw_utilization
+    from pipedream.draw.figures import (
         draw_all_schedules,
         draw_microbatch_backward,
         draw_microbatch_forward,
         draw_naive,
         draw_weight_versioning,
     )
-    from pipedream.figures_compare import draw_bubble, draw_gradient_error, draw_utilization
-    from pipedream.figures_memory import draw_activations_and_versions, draw_memory_vs_bubble
+    from pipedream.draw.memory import draw_activations_and_versions, draw_memory_vs_bubble
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,
@@ -135,7 +128,7 @@ def gradient_error(work: Work, path: Path) -> Figure:
 
 def _load_study(path: Path) -> list[dict[str, Any]]:
     """The record's rows of gradient errors; UserError where there is no such record."""
-    fix = f"type python -m pipedream.studies {path} to make it"
+    fix = f"type python -m pipedream.train.studies {path} to make it"
     if not path.is_file():
         raise UserError(f"{path} with the measured gradient errors is not there", fix)
     try:

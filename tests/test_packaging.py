@@ -68,7 +68,7 @@ def test_what_the_package_imports_is_declared():
 
 def test_what_the_tutorial_imports_is_in_its_requirements():
     folder = ROOT / "pipedream_tutorial"
-    files = [*folder.glob("pipedream/*.py"), *folder.glob("*.py")]
+    files = [*folder.glob("pipedream/**/*.py"), *folder.glob("*.py")]
     found = distributions(imported(files))
     listed = names((folder / "requirements.txt").read_text().splitlines())
     assert found - listed - BROUGHT_ALONG == set()

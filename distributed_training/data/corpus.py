@@ -1,25 +1,73 @@
-"""Where text comes from: local files, WikiText-2, or Python's own sources. No torch import."""
+"""Where text comes from: local files, the Hub, or Python's own sources. No torch import."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import json
+import itertools
 import re
 import sysconfig
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed_training.data import hub
+from distributed_training.data import files as on_disk
+from distributed_training.data import hub, pieces
+from distributed_training.data.files import RECORD_KINDS, TEXT_KINDS
+from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 
 EMBEDDED = "embedded"
 WIKITEXT = "wikitext-2"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that hold tests, vendored code or generated tables, not prose or code.
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 _SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The texts of a split, in files that are read anew each time, or in memory."""
+
+    form: str  # RUNNING, where a padded sample is a line; else that of the records
+    files: tuple[Path, ...] = ()
+    texts: tuple[str, ...] = ()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether only a part of each record is learnt."""
+        return self.form in pieces.ANSWERS
+
+    @property
+    def num_bytes(self) -> int:
+        """About as long as the text is."""
+        return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
+
+    def read(self, *, by_line: bool) -> Iterator[Piece]:
+        """What is tokenised, in its order; of running text, where asked, line by line."""
+        if self.form == RUNNING:
+            cut = pieces.cut_lines if by_line else pieces.cut_text
+            in_memory = ([text] for text in self.texts)
+            for blocks in itertools.chain(map(on_disk.read_blocks, self.files), in_memory):
+                yield from _leave_out_blank(cut(blocks))
+        else:
+            for file in self.files:
+                for where, record in on_disk.read_records(file):
+                    yield from pieces.cut_record(record, self.form, where)
+
+    def digest(self) -> str:
+        """SHA-256 of form and contents."""
+        digest = hashlib.sha256(self.form.encode())
+        for file in self.files:
+            own = hashlib.sha256()
+            for block in on_disk.read_bytes(file):
+                own.update(block)
+            digest.update(own.digest())
+        for text in self.texts:
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,51 +75,122 @@ class Corpus:
     """Texts with their split. `validation` is None when the source has no split of its own."""
 
     name: str
-    train: list[str]
-    validation: list[str] | None
-    records: bool  # whether a text is one sample (a .jsonl record); otherwise each line is one
+    train: Source
+    validation: Source | None = None
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all texts and the split: equal corpora have equal fingerprints."""
-        digest = hashlib.sha256(b"records" if self.records else b"lines")
-        for part in (self.train, self.validation or []):
-            digest.update(b"\0part\0")
-            for text in part:
-                data = text.encode()
-                digest.update(len(data).to_bytes(8, "little") + data)
-        return digest.hexdigest()
+        """SHA-256 over all contents and the split: equal corpora have equal fingerprints. Reads
+        everything."""
+        parts = [part.digest() if part else "" for part in (self.train, self.validation)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
-def read_corpus(dataset: str) -> Corpus:
-    """Read a resolved `dataset`: "embedded", "wikitext-2" or a path. Raises UserError for a path
-    that is missing, empty, not UTF-8 or of an unsupported kind."""
+def read_corpus(dataset: str, validation: str | None = None) -> Corpus:
+    """Find a resolved `dataset`, and another for validation; the texts are read later.
+
+    Raises UserError for one that is missing, empty or of an unsupported kind.
+    """
+    corpus = _find_corpus(dataset, "dataset")
+    if validation is None:
+        return corpus
+    own = _find_corpus(validation, "validation_dataset")
+    return replace(corpus, validation=own.validation or own.train)
+
+
+def _find_corpus(dataset: str, key: str) -> Corpus:
     if dataset == EMBEDDED:
-        return Corpus(name=EMBEDDED, train=read_embedded(), validation=None, records=False)
+        return Corpus(name=EMBEDDED, train=Source(form=RUNNING, texts=tuple(read_embedded())))
     if dataset == WIKITEXT:
         try:
             parquet = hub.fetch_wikitext()
         except OSError as error:
-            raise hub.cannot_fetch("dataset", WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
-        splits = {split: _read_wikitext(path) for split, path in parquet.items()}
-        return Corpus(name=WIKITEXT, records=False, **splits)
-    path = user_path("dataset", dataset)
-    what = f"dataset={str(path)!r}"
+            raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
+        splits = {
+            split: Source(form=RUNNING, texts=tuple(_read_wikitext(path)))
+            for split, path in parquet.items()
+        }
+        return Corpus(name=WIKITEXT, **splits)
+    if is_hub_name(dataset):
+        return _read_from_hub(key, dataset)
+    path = user_path(key, dataset)
+    return Corpus(name=str(path), train=_find_source(path, f"{key}={str(path)!r}"))
+
+
+def is_hub_name(dataset: str) -> bool:
+    """Whether this is user/name or user/name:config, and no path."""
+    is_file = Path(dataset).suffix in (*TEXT_KINDS, *RECORD_KINDS)
+    named = _HUB_NAME.fullmatch(dataset) is not None and not is_file
+    return named and not user_path("dataset", dataset).exists()
+
+
+def ask_hub(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
+    """Files of a dataset of the Hub by split, none without `download`; UserError where it is not
+    available."""
+    name, _, config = dataset.partition(":")
+    try:
+        return hub.fetch_dataset(name, config or None, download=download)
+    except OSError as error:
+        words = ", ".join(repr(word) for word in (name, config) if word)
+        what = f"{key}={dataset!r} is neither a path nor a dataset that the Hugging Face Hub gives"
+        command = f'python -c "import datasets; datasets.load_dataset({words})"'
+        fix = f"if it exists, on a machine with internet access run: {command}; then copy "
+        raise UserError(what, str(error), f"{fix}~/.cache/huggingface here") from None
+
+
+def _read_from_hub(key: str, dataset: str) -> Corpus:
+    splits, what = ask_hub(key, dataset, download=True), f"{key}={dataset!r}"
+    if "train" not in splits:
+        raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
+    used = {split: splits[split] for split in ("train", "validation") if split in splits}
+    found = {split: _find_form(tuple(files), what) for split, files in used.items()}
+    return Corpus(name=dataset, **found)
+
+
+def _find_source(path: Path, what: str) -> Source:
+    """The files at a path, and their form by the first record."""
+    kinds = (*TEXT_KINDS, *RECORD_KINDS)
     if not path.exists():
-        fix = 'give a .txt or .jsonl file, a folder of them, "auto", "wikitext-2" or "embedded"'
+        fix = f'give a {", ".join(kinds)} file, a folder of them, "wikitext-2" or "embedded"'
         raise UserError(f"{what} does not exist", fix=fix)
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".jsonl"))
-    kinds = ", ".join(sorted({file.suffix or "a file without an extension" for file in files}))
-    if kinds not in (".txt", ".jsonl"):
-        why = f"found {kinds or 'no .txt or .jsonl file'}"
-        raise UserError(f"{what} cannot be read", why, "give .txt files or .jsonl files, not both")
-    read = _read_records if kinds == ".jsonl" else lambda file: [_read_text(file)]
-    texts = [text for file in files for text in read(file) if text.strip()]
-    if not texts:
-        raise UserError(f"{what} contains no text")
-    return Corpus(name=str(path), train=texts, validation=None, records=kinds == ".jsonl")
+    files = _list_files(path, kinds) if path.is_dir() else (path,)
+    found = sorted({file.suffix or "a file without an extension" for file in files})
+    texts, records = ({*found} <= {*some} for some in (TEXT_KINDS, RECORD_KINDS))
+    if not files or not (texts or records):
+        why = f"found {', '.join(found) or 'no ' + ' or '.join(kinds) + ' file'}"
+        fix = f"give {' and '.join(TEXT_KINDS)} files, or {', '.join(RECORD_KINDS)} files, not both"
+        raise UserError(f"{what} cannot be read", why, fix)
+    for file in files:
+        on_disk.check_file(file)
+    return Source(form=RUNNING, files=files) if texts else _find_form(files, what)
+
+
+def _list_files(folder: Path, kinds: Iterable[str]) -> tuple[Path, ...]:
+    """Files of these kinds below a folder, in the order of their names, but for hidden ones."""
+    below = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix in kinds)
+    seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
+    return tuple(folder / path for path in seen if not (folder / path).is_dir())
+
+
+def _find_form(files: tuple[Path, ...], what: str) -> Source:
+    """Records, all of the form of the first."""
+    for file in files:
+        for where, record in on_disk.read_records(file):
+            return Source(form=pieces.find_form(record, where), files=files)
+    raise UserError(f"{what} contains no text")
+
+
+def _leave_out_blank(parts: Iterable[Piece]) -> Iterator[Piece]:
+    """Nothing, where there is nothing but white space."""
+    held = list[Piece]()
+    for piece in parts:
+        held.append(piece)
+        if piece.text.strip():
+            break
+    else:
+        return
+    yield from held
+    yield from parts
 
 
 def read_embedded() -> list[str]:
@@ -103,29 +222,3 @@ def split_articles(rows: Iterable[str]) -> list[str]:
     """Join rows into articles at level-one headings (` = Title = `, not ` = = Section = = `)."""
     articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", "".join(rows))
     return [text for text in articles if text.strip()]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what, fix = f"dataset file {path} cannot be read", "give UTF-8 text; iconv converts other"
-        raise UserError(what, str(error), fix) from None
-
-
-def _read_records(path: Path) -> list[str]:
-    """The "text" of each line of a .jsonl file."""
-    texts = []
-    # Not splitlines(): a line separator such as U+2028 may occur inside a JSON string.
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            where = f"{path} line {number} column {error.colno}"
-            raise UserError(f"{where} is not JSON", error.msg) from None
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise UserError(f'{path} line {number} has no "text" string', fix='{"text": "..."}')
-        texts.append(record["text"])
-    return texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,38 @@ def fetch_wikitext() -> dict[str, Path]:
     """Paths of WikiText-2's parquet files by split; OSError when they are not available."""
     paths = fetch_all(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
     return dict(zip(WIKITEXT_FILES, paths, strict=True))
+
+
+def fetch_dataset(name: str, config: str | None, *, download: bool = True) -> dict[str, list[Path]]:
+    """Arrow files of any dataset by split, through the datasets library and its cache; without
+    `download` only ask whether it is there. OSError with one line on why when it is not available.
+    """
+    try:
+        import datasets
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
+        datasets.logging.set_verbosity_error()
+        try:  # asks once, where the library would retry for half a minute
+            url = hf_hub_url(name, "README.md", repo_type="dataset")
+            get_hf_file_metadata(url, timeout=TIMEOUT_S)
+        except (EntryNotFoundError, RepositoryNotFoundError):
+            pass
+        except Exception:
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+        builder = datasets.load_dataset_builder(name, config)
+        if not download:
+            return {}
+        builder.download_and_prepare()
+        splits = builder.as_dataset()
+        return {
+            split: [Path(file["filename"]) for file in part.cache_files]
+            for split, part in splits.items()
+        }
+    except Exception as error:  # its own, those of huggingface_hub, pyarrow, the HTTP client
+        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...]) -> Path:

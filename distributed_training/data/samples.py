@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
-import logging
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-from filelock import FileLock
 
+from distributed_training.data.cache import Tokens, load_tokens, tokenise
 from distributed_training.data.corpus import Corpus
+from distributed_training.data.pieces import RUNNING
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -25,9 +22,6 @@ IGNORE_INDEX = -100
 EMPTY = -1  # index of "no sample": fills up a step that the data do not
 AUTO_SAMPLES = 1000
 HELD_OUT = 0.05  # share kept for validation where the source has no split of its own
-_CACHE_VERSION = 1
-_PARTS = ("tokens", "starts")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +31,53 @@ class Samples:
 
     tokens: np.ndarray  # ids of all texts in a row
     starts: np.ndarray  # where each sample starts, [num_samples]
-    lengths: np.ndarray  # targets of each sample, [num_samples]
+    lengths: np.ndarray  # tokens of each sample, [num_samples]
     seq_len: int  # tokens of a sample as the model sees it, padding included
     padding_id: int
+    counts: np.ndarray | None = None  # whether each of `tokens` is learnt; None: all are
+    learnt: np.ndarray | None = None  # targets of each sample that are learnt, at least 1; likewise
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def take(self, first: int, last: int) -> Samples:
         """Samples first..last-1, without copying tokens."""
-        return replace(self, starts=self.starts[first:last], lengths=self.lengths[first:last])
+        learnt = None if self.learnt is None else self.learnt[first:last]
+        starts, lengths = self.starts[first:last], self.lengths[first:last]
+        return replace(self, starts=starts, lengths=lengths, learnt=learnt)
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), each int64 [len(indices), seq_len]; padding has no target."""
+        """(inputs, targets), each int64 [len(indices), seq_len]; padding has no target, and what is
+        not learnt has none."""
         inputs = np.full((len(indices), self.seq_len), self.padding_id, dtype=np.int64)
         targets = np.full((len(indices), self.seq_len), IGNORE_INDEX, dtype=np.int64)
         for row, index in enumerate(indices):
             if index != EMPTY:
                 start, length = self.starts[index], self.lengths[index]
+                after = slice(start + 1, start + length + 1)
                 inputs[row, :length] = self.tokens[start : start + length]
-                targets[row, :length] = self.tokens[start + 1 : start + length + 1]
+                learnt = True if self.counts is None else self.counts[after]
+                np.copyto(targets[row, :length], self.tokens[after], where=learnt)
         return inputs, targets
 
+    @property
+    def num_targets(self) -> np.ndarray:
+        """Real targets of each sample: neither padding nor outside of answers, [num_samples]."""
+        return self.lengths if self.learnt is None else self.learnt
+
     def count_targets(self, indices: np.ndarray) -> int:
-        """Real (not padding) targets of these samples."""
-        return int(self.lengths[indices[indices != EMPTY]].sum())
+        """Real targets of these samples."""
+        return int(self.num_targets[indices[indices != EMPTY]].sum())
 
     @property
     def real_share(self) -> float:
-        """Share of positions that hold a real target; 1.0 when nothing is padded."""
+        """Share of positions that hold a token; 1.0 when nothing is padded."""
         return float(self.lengths.sum()) / (len(self) * self.seq_len)
+
+    @property
+    def learnt_share(self) -> float:
+        """Share of the tokens that are learnt; below 1.0 where only answers are."""
+        return float(self.num_targets.sum()) / float(self.lengths.sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +87,8 @@ class Data:
     train: Samples
     validation: Samples
     fingerprint: str  # equal means the same tokens in the same order
+    cache: str = ""  # name of its folder in the token cache
+    form: str = RUNNING  # of the training texts, as in data/pieces.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +98,31 @@ class StepBatch:
     # (inputs, targets), each int64 [micro_batch_size, seq_len]; `num_microbatches` pairs
     micro_batches: list[tuple[np.ndarray, np.ndarray]]
     num_targets: int  # real ones of the global batch, over all replicas and micro-batches
+    num_tokens: int  # likewise, prompts included
 
 
 def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
     """Tokenise (or find in `cache_dir`) and cut into samples; UserError where text is too short."""
-    seq_len = config.max_length
-    folder = _tokenise_once(corpus, tokenizer, config.pack, cache_dir)
-    train = _cut(folder, "train", config, tokenizer.eos_id)
-    if corpus.validation is not None:
-        validation = _cut(folder, "validation", config, tokenizer.eos_id)
+    folder = tokenise(corpus, tokenizer, config.pack, cache_dir)
+    return cut_samples(folder, corpus.name, tokenizer.eos_id, config)
+
+
+def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> Data:
+    """The samples of a folder of the cache; UserError where the text, called `name`, is too short
+    or has fewer samples than asked for."""
+    (form, splits), seq_len = load_tokens(folder), config.max_length
+    train, *rest = (_cut(tokens, config, padding_id) for tokens in splits.values())
+    if rest:
+        validation = rest[0]
     else:
         num_left = len(train) - max(1, round(HELD_OUT * len(train)))
         train, validation = train.take(0, num_left), train.take(num_left, len(train))
     counts = f"{len(train)} for training and {len(validation)} for validation"
-    why = f"cut into samples of {seq_len} tokens, {corpus.name!r} gives {counts}"
+    why = f"cut into samples of {seq_len} tokens, {name!r} gives {counts}"
     if len(train) == 0 or len(validation) == 0:
-        what = f"dataset={corpus.name!r} is too short"
+        own = config.validation_dataset if len(train) else None
+        what = f"validation_dataset={own!r}" if own else f"dataset={name!r}"
+        what += " is too short"
         raise UserError(what, why, "use a longer text or a smaller max_length")
     asked = config.num_samples
     wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
@@ -112,63 +134,31 @@ def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
     fingerprint = hashlib.sha256(f"{folder.name} {seq_len} {len(train)}".encode()).hexdigest()[:16]
-    return Data(train=train, validation=validation, fingerprint=fingerprint)
+    return Data(
+        train=train, validation=validation, fingerprint=fingerprint, cache=folder.name, form=form
+    )
 
 
-def _cut(folder: Path, split: str, config: RunConfig, padding_id: int) -> Samples:
-    """A split of the cache as blocks without padding, or as one sample per text."""
-    (tokens, texts), seq_len = _load_split(folder, split), config.max_length
+def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
+    """A split as blocks without padding, or as one sample per text; those in which nothing is
+    learnt, such as a prompt that fills the whole sample, are left out."""
+    ids, texts, counts = tokens
+    seq_len = config.max_length
     if config.pack:  # what does not fill a block is left out
-        starts = np.arange(0, max(0, len(tokens) - seq_len), seq_len)
-        return Samples(tokens, starts, np.full(len(starts), seq_len), seq_len, padding_id)
-    lengths = np.minimum(np.diff(texts) - 1, seq_len)
-    return Samples(tokens, texts[:-1][lengths > 0], lengths[lengths > 0], seq_len, padding_id)
-
-
-def _tokenise_once(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) -> Path:
-    """The folder below `cache_dir` with the ids of `corpus`, named by a hash of all that decides
-    them; of several processes one fills it and the others wait."""
-    settings = [_CACHE_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
-    folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-    splits = {"train": corpus.train, "validation": corpus.validation}
-    wanted = {split: texts for split, texts in splits.items() if texts is not None}
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        try:
-            for split in wanted:
-                _load_split(folder, split)
-            return folder
-        except (OSError, ValueError, EOFError) as error:
-            if folder.is_dir():
-                logger.warning("rebuilding the token cache %s: %s", folder, error)
-        megabytes = sum(len(text) for text in corpus.train) / 1e6
-        logger.info("Tokenising %s (%.1f MB of text), once ...", corpus.name, megabytes)
-        with TemporaryDirectory(dir=cache_dir, ignore_cleanup_errors=True) as building:
-            for split, texts in wanted.items():
-                if not (pack or corpus.records):  # a sample is a line
-                    texts = [line for text in texts for line in text.splitlines() if line.strip()]
-                for part, array in zip(_PARTS, _concatenate(tokenizer, texts), strict=True):
-                    np.save(Path(building, f"{split}-{part}.npy"), array)
-            shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
-            os.replace(building, folder)  # so that a cache is never half written
-    return folder
-
-
-def _concatenate(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """All ids in a row, end-of-text after each text, and where each text starts (plus the end)."""
-    dtype = np.uint16 if tokenizer.num_tokens <= 2**16 else np.int32
-    arrays = [
-        np.append(ids, tokenizer.eos_id).astype(dtype)
-        for first in range(0, len(texts), 1024)
-        for ids in tokenizer.encode_batch(texts[first : first + 1024])
-    ]
-    starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-    return np.concatenate([np.zeros(0, dtype), *arrays]), starts
-
-
-def _load_split(folder: Path, split: str) -> list[np.ndarray]:
-    """[ids of all texts in a row, mapped from disk; where each text starts, and the end]."""
-    return [np.load(folder / f"{split}-{part}.npy", mmap_mode="r") for part in _PARTS]
+        starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
+        lengths = np.broadcast_to(np.int64(seq_len), len(starts))
+    else:
+        lengths = np.minimum(np.diff(texts) - 1, seq_len)
+        starts, lengths = texts[:-1][lengths > 0], lengths[lengths > 0]
+    if counts is None or len(starts) == 0:
+        return Samples(ids, starts, lengths, seq_len, padding_id)
+    # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
+    edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
+    learnt = np.add.reduceat(counts, edges[:-1] if edges[-1] == len(ids) else edges, dtype=np.int64)
+    learnt = learnt[::2]
+    kept = learnt > 0
+    starts, lengths, learnt = starts[kept], lengths[kept], learnt[kept]
+    return Samples(ids, starts, lengths, seq_len, padding_id, counts, learnt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +183,7 @@ class Sampler:
         """Samples of a step, EMPTY where an epoch's last step has none left: int64
         [num_microbatches, num_replicas, micro_batch_size], the same on every rank."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        order = _order(self.seed, epoch, self.num_samples)
         first = position * self.global_batch_size
         chosen = _fill(order[first : first + self.global_batch_size], self.global_batch_size)
         return chosen.reshape(self.num_microbatches, self.num_replicas, self.micro_batch_size)
@@ -202,7 +192,8 @@ class Sampler:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
         own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
-        return StepBatch(own, samples.count_targets(indices))
+        num_tokens = int(samples.lengths[indices[indices != EMPTY]].sum())
+        return StepBatch(own, samples.count_targets(indices), num_tokens)
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""
@@ -216,6 +207,11 @@ class Sampler:
         for first in range(0, num_samples, per_call):
             chosen = _fill(np.arange(first, min(first + per_call, num_samples)), per_call)
             yield chosen.reshape(self.num_replicas, self.micro_batch_size)[self.replica]
+
+
+@functools.lru_cache(maxsize=1)  # of millions of samples it takes longer than a step
+def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 def _fill(indices: np.ndarray, length: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from distributed_training.settings.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_DIR = Path(__file__).parent / "assets" / "bpe-2048"
+CHAT_TEMPLATE = Path(__file__).parent / "assets" / "chat" / "chat_template.jinja"
 SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # for transformers; every GPT-2 tokenizer's
 
 
@@ -49,11 +50,19 @@ class Tokenizer:
         """Text for a list of ids, end-of-text left out."""
         return self._bpe.decode([i for i in ids if i != self.eos_id])
 
-    def save(self, folder: Path) -> None:
-        """Copy the files, so that `AutoTokenizer.from_pretrained(folder)` opens them."""
+    def save(self, folder: Path, *, chat: bool = False) -> None:
+        """Copy the files, so that `AutoTokenizer.from_pretrained(folder)` opens them; with `chat`
+        it has the template of data/pieces.py."""
         folder.mkdir(parents=True, exist_ok=True)
-        for file in (*(self.folder / name for name in TOKENIZER_FILES), SETTINGS):
+        own = [self.folder / name for name in TOKENIZER_FILES]
+        for file in (*own, SETTINGS, *([CHAT_TEMPLATE] if chat else [])):
             shutil.copyfile(file, folder / file.name)
+
+
+def is_chat(folder: Path) -> bool:
+    """Whether a model in this folder was trained on chats in our template."""
+    file = folder / CHAT_TEMPLATE.name
+    return file.is_file() and file.read_bytes() == CHAT_TEMPLATE.read_bytes()
 
 
 def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:

@@ -42,7 +42,7 @@ class DeepSpeedEngine(base.Engine):
         names = {parameter: name for name, parameter in model.named_parameters()}
         apply_checkpointing(model, config.activation_checkpointing)
         if config.compile:
-            apply_compile(model)
+            apply_compile(model, ends=False)
         if strategy.zero_stage == 3:
             # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])

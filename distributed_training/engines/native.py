@@ -22,6 +22,7 @@ from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile, apply_fsdp
 from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
+from distributed_training.parallel.graphs import StepGraph
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 from distributed_training.parallel.private import foreach_mul_
 from distributed_training.parallel.tensor import apply_tp
@@ -30,6 +31,7 @@ from distributed_training.plan.topology import Topology
 
 # fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
 INITIAL_LOSS_SCALE = 2.0**16
+NUM_EAGER_STEPS = 12  # before a step is captured; DDP arranges its buckets in the first eleven
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 # Keys by parameter name, so that processes with different parameters can write one checkpoint.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -48,8 +50,11 @@ class NativeEngine(base.Engine):
         mesh = None if self.copies_only else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
-        # One process has its gradients to itself; DDP and FSDP hold them in buffers of their own.
-        self.cuda_graphs = bool(config.compile) and on_gpu and topology.world_size == 1
+        self.step = StepGraph(
+            self._step,
+            topology.device,
+            num_eager_steps=NUM_EAGER_STEPS if config.cuda_graphs else None,
+        )
         last = len(layout.stages) - 1
         stages = {
             index: model.stage(blocks, is_first=index == 0, is_last=index == last)
@@ -70,9 +75,13 @@ class NativeEngine(base.Engine):
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         groups = parameter_groups(self.parts, config.weight_decay)
         rate = float(config.learning_rate)
-        self.optimizer = torch.optim.AdamW(groups, rate, fused=on_gpu, **base.ADAM)
-        # Replayed graphs return gradients in the same memory each time: we add them up elsewhere.
-        self.keep_gradients = self.cuda_graphs and plan.batch.num_microbatches > 1
+        # On GPUs what changes from step to step lies in memory that a graph reads.
+        self.optimizer = torch.optim.AdamW(
+            groups, rate, fused=on_gpu, capturable=on_gpu, **base.ADAM
+        )
+        self.rate = torch.tensor(rate, device=topology.device) if on_gpu else None
+        self.scale = torch.zeros((), device=topology.device)
+        self.set_learning_rate(rate)
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
 
@@ -85,7 +94,7 @@ class NativeEngine(base.Engine):
             terms = apply_tp(part, mesh["tp"], sequence_parallel=config.sequence_parallel)
         apply_checkpointing(part, config.activation_checkpointing)
         if config.compile:
-            apply_compile(part, cuda_graphs=self.cuda_graphs)
+            apply_compile(part, ends=topology.tp == 1)
         if self.copies_only and topology.world_size > 1:
             # Backward all-reduces gradients: their mean over all ranks, in fp32 buckets.
             options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
@@ -97,17 +106,29 @@ class NativeEngine(base.Engine):
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 
+    def set_learning_rate(self, rate: float) -> None:
+        super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
+
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
-        scale = self.loss_scale * self.topology.dp_size / batch.num_targets
+        self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
         self.parts.train()
+        arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
+        loss_sum, norm = self.step(*arrays)
+        skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
+        return base.StepResult(loss_sum, batch.num_targets, None if skipped else norm, skipped)
+
+    def _step(
+        self, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this rank's summed loss, gradient norm) of one optimizer step, [m, B, T] each."""
         if self.pipeline is None:
-            loss_sum = self._accumulate(batch, scale)
+            loss_sum = self._accumulate(inputs, targets)
         else:
-            arrays = map(np.concatenate, zip(*batch.micro_batches, strict=True))
-            inputs, targets = base.to_device(self.topology.device, *arrays)
             with self.rounded:
-                loss_sum = self.pipeline.forward_backward(inputs, targets, scale)
+                loss_sum = self.pipeline.forward_backward(
+                    inputs.flatten(0, 1), targets.flatten(0, 1), self.scale
+                )
         match_layouts(self.parameters)
         if self.terms:
             sum_gradients(self.terms, self.tp_group)
@@ -115,56 +136,55 @@ class NativeEngine(base.Engine):
             self.pipeline.add_tied_gradients()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return base.StepResult(own_sum, batch.num_targets, *self._update())
+        return own_sum, self._update()
 
-    def _accumulate(self, batch: StepBatch, scale: float) -> torch.Tensor:
+    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
-        for parameter in self.parameters if self.keep_gradients else ():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for index, arrays in enumerate(batch.micro_batches, start=1):
-            if self.cuda_graphs:
-                torch.compiler.cudagraph_mark_step_begin()
-            last = index == len(batch.micro_batches)
+        for index, micro_batch in enumerate(zip(inputs, targets, strict=True), start=1):
+            last = index == len(inputs)
             # DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the
             # shards of copies once a step.
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_all_reduce(last)
             elif isinstance(self.module, DistributedDataParallel):
                 self.module.require_backward_grad_sync = last
-            loss = self.module(*base.to_device(self.topology.device, *arrays))
-            (loss * scale).backward()
+            loss = self.module(*micro_batch)
+            (loss * self.scale).backward()
             loss_sum += loss.detach()
         return loss_sum
 
-    def _update(self) -> tuple[torch.Tensor | None, bool]:
-        """Unscale, clip, step; skip the step when fp16 gradients overflowed on any rank."""
+    def _update(self) -> torch.Tensor:
+        """Unscale, clip, step (not where fp16 gradients overflowed); the norm before clipping."""
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             foreach_mul_(gradients, 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
         norm = global_norm(self.parameters, self.topology, twice)
-        fp16 = self.compute_dtype is torch.float16
-        skipped = fp16 and not bool(norm.isfinite())
-        if not skipped:
+        if self.compute_dtype is not torch.float16 or bool(norm.isfinite()):
             if self.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.optimizer.zero_grad()
+        return norm
+
+    def _scale_loss(self, norm: torch.Tensor) -> bool:
+        """Set the loss scale for the next step; whether this one was skipped."""
+        skipped = not bool(norm.isfinite())
         self._good_steps = 0 if skipped else self._good_steps + 1
         if skipped:
             self.loss_scale = max(1.0, self.loss_scale / 2)
-        elif fp16 and self._good_steps % LOSS_SCALE_WINDOW == 0:
+        elif self._good_steps % LOSS_SCALE_WINDOW == 0:
             self.loss_scale *= 2
-        return (None if skipped else norm), skipped
+        return skipped
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        with base.evaluating(self.parts):
+        total = torch.zeros((), device=self.topology.device)
+        with base.evaluating(self.parts), self.step.memory():
             loss = self._forward(*base.to_device(self.topology.device, inputs, targets))
-        if loss is None or self.topology.tp_rank > 0:
-            return torch.zeros((), device=self.topology.device)
-        return loss.sum()
+            if loss is not None and self.topology.tp_rank == 0:
+                total += loss.sum()
+        return total
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1]
@@ -178,7 +198,13 @@ class NativeEngine(base.Engine):
 
     def _forward(self, *tensors: torch.Tensor) -> torch.Tensor | None:
         """None but on the last stage."""
-        return self.module(*tensors) if self.pipeline is None else self.pipeline.relay(*tensors)
+        run = self.module if self.pipeline is None else self.pipeline.relay
+        output = run(*tensors)
+        # A replayed step gathers parameters itself, and leaves what is gathered here out of date.
+        for module in self.parts.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return output
 
     def describe_dtypes(self) -> dict[str, str]:
         parameter = str(self.parameters[0].dtype)
@@ -196,10 +222,15 @@ class NativeEngine(base.Engine):
         dcp.load(state, checkpoint_id=folder / "dcp")
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.parts, self.optimizer, **states, options=_BY_NAME)
+        self.set_learning_rate(self.optimizer.param_groups[0]["lr"])
         self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
+        self.step.forget(NUM_EAGER_STEPS)
 
     def _state(self) -> dict[str, Any]:
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        super().set_learning_rate(rate)  # in a checkpoint it is a number
         model, optimizer = get_state_dict(self.parts, self.optimizer, options=_BY_NAME)
+        self.set_learning_rate(rate)
         scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
         return {"model": model, "optimizer": optimizer, **scale}
 

@@ -10,7 +10,8 @@ GPUs that is the time of the kernels in one more step under the profiler, which 
 slower, but not the kernels; copies count, too, but not NCCL's kernels, which run as long as they
 wait. between_operations is the same by the begin and end of the stages' operations, in which
 launching counts as computing. Exchanges of gradients and the optimizer follow that phase and are in
-the step time only.
+the step time only. Where a step is one CUDA graph, the step time is the graph's, and the idle share
+that of further steps which are launched op by op.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.stage import PipelineStage
 
+from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.measure import harness
 from distributed_training.measure.runs import Measured, Runs, collect, read_plan
 from distributed_training.parallel.pipeline import Pipeline
@@ -172,13 +174,15 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
     config, topology = run.plan.config, run.topology
     timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
     memory.begin()
-    timer.restart()
-    for step in range(NUM_STEPS):
-        if step in (0, NUM_WARMUP):
-            spans.marks.clear()
+    for step in range(NUM_EAGER_STEPS + 1 if config.cuda_graphs else 0):  # up to the capture
         run.engine.train_step(run.batch(step))
-        timer.mark()
+    timer.restart()
+    _train(run, spans, timer)
     memory.end()
+    if config.cuda_graphs and topology.pp > 1:  # a graph does not say when its parts begin and end
+        engine: Any = run.engine
+        engine.step.stop()
+        _train(run, spans, StepTimer(topology.device))
     num_timed = NUM_STEPS - NUM_WARMUP
     phases, reductions, computing = (spans.seconds(kind, num_timed) for kind in WATCHED)
     found: dict[str, Any] = {
@@ -201,6 +205,14 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
             device_name=run.plan.machine.gpu_name,
         )
     return found
+
+
+def _train(run: harness.Run, spans: Spans, timer: StepTimer) -> None:
+    for step in range(NUM_STEPS):
+        if step in (0, NUM_WARMUP):
+            spans.marks.clear()
+        run.engine.train_step(run.batch(step))
+        timer.mark()
 
 
 def build_record(

@@ -70,11 +70,17 @@ class Decoder(nn.Module):
         return them.
         """
         if self.is_first:
-            x = self.place(self.token_embedding(x))
+            x = self.enter(x)
         for block in self.blocks.values():
             x = block(x)
-        if not self.is_last:
-            return x
+        return self.leave(x, targets) if self.is_last else x
+
+    def enter(self, ids: torch.Tensor) -> torch.Tensor:
+        """What precedes the blocks, [B, T] -> [B, T, D]."""
+        return self.place(self.token_embedding(ids))
+
+    def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """What follows the blocks, [B, T, D] -> logits [B, T, V], or the summed loss."""
         x = self.norm_out(x)
         weight = self.output_weight.to(x.dtype)
         if targets is None:

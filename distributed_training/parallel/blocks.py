@@ -28,17 +28,16 @@ def apply_checkpointing(model: Decoder, mode: str) -> None:
         block.forward = functools.partial(again, block.forward)
 
 
-def apply_compile(model: Decoder, *, cuda_graphs: bool = False) -> None:
-    """Compile every block's forward and the loss, in place. All blocks share one graph; FSDP's and
-    ZeRO-3's hooks run around it, so embedding and last norm, which they serve too, stay eager.
-
-    With `cuda_graphs` one call launches a block's kernels. It needs parameters that stay where they
-    are, gradients that nobody holds on to, and cudagraph_mark_step_begin before each step.
-    """
-    mode = "reduce-overhead" if cuda_graphs else "default"
+def apply_compile(model: Decoder, *, ends: bool) -> None:
+    """Compile every block's forward, all of which share one graph, and what follows the last norm,
+    in place. With `ends`, what precedes and follows the blocks, too: not where ZeRO-3's hooks
+    run around embedding and last norm."""
     for block in model.blocks.values():
-        block.forward = torch.compile(block.forward, mode=mode)
-    model.loss = torch.compile(model.loss, mode=mode)
+        block.forward = torch.compile(block.forward)
+    if ends:
+        model.enter, model.leave = torch.compile(model.enter), torch.compile(model.leave)
+    else:
+        model.loss = torch.compile(model.loss)
 
 
 def apply_fsdp(

@@ -42,7 +42,7 @@ class Pipeline:
         some = next(iter(stages.values()))
         self.size, self.dtype = some.size, some.compute_dtype or torch.float32
         self.first, self.last = stages.get(0), stages.get(len(ranks) - 1)
-        self._scale = 1.0
+        self._scale = torch.ones((), device=device)
         other = topology.new_pipeline_group()
         # NCCL connects two processes at their first message and waits for both: here, at once.
         place, count = dist.get_rank(other), dist.get_world_size(other)
@@ -68,7 +68,7 @@ class Pipeline:
         )
 
     def forward_backward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
+        self, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
         """All micro-batches, [m B, T] each, for gradients of `scale` times the loss. Returns the
         summed loss where the last stage is, zero elsewhere."""

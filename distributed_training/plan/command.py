@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distributed_training.plan.choose import choose_model
 from distributed_training.plan.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.plan.machine import detect_machine
-from distributed_training.plan.make import choose_model
 from distributed_training.plan.rank import Choice, rank_layouts
 from distributed_training.plan.show import as_json, batch_script, command, table, why_first
 from distributed_training.settings.config import RunConfig

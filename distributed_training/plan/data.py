@@ -7,23 +7,31 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from distributed_training.data.corpus import read_corpus
-from distributed_training.data.samples import AUTO_SAMPLES, Data, prepare_data
+from distributed_training.data.cache import is_whole
+from distributed_training.data.corpus import ask_hub, is_hub_name, read_corpus
+from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, describe_work
 from distributed_training.settings.config import replace as with_values
 
-QUICKLY_CUT = 4_000_000  # characters
+QUICKLY_CUT = 4_000_000  # bytes
 
 
 def peek_data(plan: Plan) -> Data | None:
     """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
-    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
-    if sum(map(len, corpus.train)) > QUICKLY_CUT:
+    config, tokenizer = plan.config, Tokenizer(plan.tokenizer_dir)
+    named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+    on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
+    for key, name in on_hub.items():
+        ask_hub(key, name, download=False)
+    if on_hub:
+        return None
+    corpus = read_corpus(config.dataset, config.validation_dataset)
+    if sum(part.num_bytes for part in (corpus.train, corpus.validation) if part) > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as folder:
-        return prepare_data(corpus, tokenizer, plan.config, Path(folder))
+        return prepare_data(corpus, tokenizer, config, Path(folder))
 
 
 def cut_data(plan: Plan) -> Data:
@@ -32,10 +40,15 @@ def cut_data(plan: Plan) -> Data:
 
 
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
-    """Read, tokenise (or find in <output_dir>/.cache) and cut the corpus that the plan names."""
-    tokenizer, corpus = Tokenizer(plan.tokenizer_dir), read_corpus(plan.config.dataset)
+    """The samples, from the part of the cache that was filled when the run was planned. Where there
+    is none, as on a machine with a disk of its own, read and tokenise what the plan names."""
+    config, tokenizer = plan.config, Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"
-    return prepare_data(corpus, tokenizer, plan.config, cache_dir), tokenizer
+    if plan.cache and is_whole(cache_dir / plan.cache):
+        folder, padding_id = cache_dir / plan.cache, tokenizer.eos_id
+        return cut_samples(folder, config.dataset, padding_id, config), tokenizer
+    corpus = read_corpus(config.dataset, config.validation_dataset)
+    return prepare_data(corpus, tokenizer, config, cache_dir), tokenizer
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:
@@ -45,6 +58,9 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         if there < AUTO_SAMPLES:
             notes.append(f"the text has {there} samples to train on, not {AUTO_SAMPLES}")
         config = with_values(config, num_samples=there)
+    if data.train.counts is not None:
+        share = f"{100 * data.train.learnt_share:.1f}% of the tokens"
+        notes.append(f"only the answers are learnt and count in the loss: {share}")
     num_steps = config.epochs * math.ceil(there / plan.batch.global_batch_size)
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
@@ -53,4 +69,6 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         notes.append(f"warm-up is {warmup} of {num_steps} steps, not {config.warmup_steps}")
         config = with_values(config, warmup_steps=warmup)
     work = describe_work(config, plan.batch.global_batch_size)
-    return replace(plan, config=config, work=work, num_steps=num_steps, notes=notes)
+    return replace(
+        plan, config=config, work=work, num_steps=num_steps, notes=notes, cache=data.cache
+    )

@@ -48,6 +48,7 @@ class Plan:
     tokenizer_dir: Path = Path()
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
     checkpoint: Path | None = None  # where to resume from; None to start afresh
+    cache: str | None = None  # name of the samples' folder in the token cache; None as below
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed_training.models import find_model
+from distributed_training.plan.choose import choose_model, choose_settings
 from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.cost import schedule_of
-from distributed_training.plan.make import choose_model, choose_settings, lay_out
+from distributed_training.plan.make import lay_out
 from distributed_training.plan.mesh import all_meshes, divides
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.predict import Prediction, predict

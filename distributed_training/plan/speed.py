@@ -89,10 +89,7 @@ class _Step:
         self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
         self.eager = 1.0 if plan.config.compile else EAGER
         self.processes = [self._formulas(place) for place in range(self.pp)]
-        # One process with compiled blocks replays each as a CUDA graph (engines/native.py).
-        self.graph = bool(
-            plan.config.compile and plan.num_processes == 1 and not self.traits.rounded_weights
-        )
+        self.graph = plan.config.cuda_graphs is True  # one launch a step
 
     def _formulas(self, place: int) -> Formulas:
         count = self.plan.num_processes

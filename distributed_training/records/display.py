@@ -99,13 +99,14 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
-def _precision(dtypes: dict[str, str], compiled: bool) -> str:
+def _precision(dtypes: dict[str, str], config: dict[str, Any]) -> str:
     for long, short in _DTYPES.items():
         dtypes = {what: text.replace(long, short) for what, text in dtypes.items()}
     kinds = {dtypes.get(what) for what in ("arithmetic", "parameters", "gradients", "reduction")}
     text = "{arithmetic} arithmetic; parameters {parameters}; gradients {gradients}"
     text = "fp32" if kinds == {"fp32"} else text.format(**dtypes)
-    return text + "; compiled (the first step takes a while)" * compiled
+    text += "; compiled (the first step takes a while)" * config["compile"]
+    return text + "; one CUDA graph a step" * config.get("cuda_graphs", False)
 
 
 def header_rows(r: Record) -> list[tuple[str, str]]:
@@ -125,7 +126,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
         ("state", f"{state} of each process, by estimate"),
-        ("precision", _precision(r.dtypes or {}, config["compile"])),
+        ("precision", _precision(r.dtypes or {}, config)),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
         ("data", f"{_name(config['dataset'])}: {data['num_train_samples']} samples of {length} "
                  f"tokens{'' if real == 1 else f' ({100 * real:.1f}% real)'}, "

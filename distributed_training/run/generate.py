@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.data.pieces import ASSISTANT, ask
+from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.plan.plan import PLAN_FILE, load_plan
 from distributed_training.settings.errors import UserError
@@ -88,24 +89,29 @@ def generate(
     def logits(ids: torch.Tensor) -> torch.Tensor:
         return model(ids.to(device))
 
-    for text in _lines() if prompt is None else [prompt]:
+    chat, before = is_chat(folder), list[int]()
+    for text in _lines(chat) if prompt is None else [prompt]:
+        asked = tokenizer.encode_batch([ask(text) if chat else text])[0].tolist()
         ids = continuation(
-            logits, tokenizer.encode_batch([text])[0].tolist(), num_tokens=num_tokens,
+            logits, [*before, *asked], num_tokens=num_tokens,
             context=spec.size.num_positions, eos_id=tokenizer.eos_id, seed=seed, top_k=top_k,
             temperature=temperature,
         )  # fmt: skip
-        sys.stdout.write(text)
-        for part in _decoded(tokenizer, ids):
+        answer = list[int]()
+        sys.stdout.write(f"{ASSISTANT}:" if chat else text)
+        for part in _decoded(tokenizer, ids, answer):
             sys.stdout.write(part)
             sys.stdout.flush()
         print()
+        if chat:  # a dialogue goes on
+            before += [*asked, *answer, tokenizer.eos_id]
     return 0
 
 
-def _lines() -> Iterator[str]:
+def _lines(chat: bool) -> Iterator[str]:
     asks = sys.stdin.isatty()
     if asks:
-        print("Type the beginning of a text; Ctrl-D ends.")
+        print(f"Type {'a question' if chat else 'the beginning of a text'}; Ctrl-D ends.")
     while True:
         try:
             yield input("> " if asks else "")
@@ -113,9 +119,9 @@ def _lines() -> Iterator[str]:
             return
 
 
-def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of the ids, piece by piece, each as soon as its characters are whole."""
-    known: list[int] = []
+def _decoded(tokenizer: Tokenizer, ids: Iterable[int], known: list[int]) -> Iterator[str]:
+    """The text of the ids, piece by piece, each as soon as its characters are whole; the ids are
+    added to `known`, which is empty."""
     said = ""
     for token in ids:
         known.append(token)

@@ -15,7 +15,7 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.display import Display, short_path
+from distributed_training.records.display import Display
 from distributed_training.records.metrics import PeakMemory, StepTimer, Tracker, disk_bytes
 from distributed_training.records.record import RunRecord, append_metrics
 from distributed_training.run import checkpoint
@@ -111,9 +111,11 @@ class Trainer:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
         config, steps_per_epoch = self.plan.config, self.sampler.steps_per_epoch
         rate = learning_rate(config, self.step, self.num_steps)
-        row = {"epoch": self.step // steps_per_epoch, "learning_rate": rate}
         self.engine.set_learning_rate(rate)
-        result = self.engine.train_step(self.sampler.step_batch(self.data.train, self.step))
+        batch = self.sampler.step_batch(self.data.train, self.step)
+        row = {"epoch": self.step // steps_per_epoch, "learning_rate": rate}
+        row["num_tokens"] = batch.num_tokens
+        result = self.engine.train_step(batch)
         self.timer.mark()
         self.history.step += 1
         if result.skipped:
@@ -158,7 +160,7 @@ class Trainer:
                 "loss": loss_sum / result.num_targets,
                 "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
                 "step_time_s": seconds,
-                "tokens_per_s": result.num_targets / seconds,
+                "tokens_per_s": row["num_tokens"] / seconds,
             }
             rows.append(row)
             self.history.loss_curve.append([row["step"], row["loss"]])
@@ -170,7 +172,7 @@ class Trainer:
             epoch=rows[-1]["epoch"] + 1,
             loss=rows[-1]["loss"],
             rate=rows[-1]["learning_rate"],
-            tokens_per_s=sum(row["num_targets"] for row in rows) / sum(durations_s),
+            tokens_per_s=sum(row["num_tokens"] for row in rows) / sum(durations_s),
             left_s=(self.num_steps - self.step) * sum(durations_s) / len(rows),
         )
 
@@ -181,7 +183,7 @@ class Trainer:
         for indices in self.sampler.eval_indices(len(samples)):
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
-        num_targets = int(samples.lengths.sum())
+        num_targets = int(samples.num_targets.sum())
         loss = float(total) / num_targets
         perplexity = math.exp(min(loss, 700.0))
         row = {"step": self.step, "loss": loss, "perplexity": perplexity}
@@ -217,7 +219,7 @@ class Trainer:
             self.engine, self.plan, self.topology,
             step=self.step, data_fingerprint=self.data.fingerprint,
         )  # fmt: skip
-        self._say(f"saved {short_path(folder)}")
+        self._say(f"saved {folder.parent.name}/{folder.name}")
 
     def _say(self, text: str) -> None:
         self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from distributed_training.data.pieces import MESSAGES, ask
 from distributed_training.data.samples import Data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan import data as plan_data
@@ -203,8 +204,10 @@ def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
     """Generate the sample and write <run>/hf, as far as CONFIG asks; the sample. Collective."""
     engine, plan, display = trainer.engine, trainer.plan, trainer.display
     config, tp, eos_id, sample = plan.config, plan.mesh["tp"], tokenizer.eos_id, None
+    chat = trainer.data.form == MESSAGES
     if config.generate is not None:
-        prompt = tokenizer.encode_batch([config.generate])[0].tolist() or [eos_id]
+        text = ask(config.generate) if chat else config.generate
+        prompt = tokenizer.encode_batch([text])[0].tolist() or [eos_id]
         # The split of a window over tp may append tokens, which need positions, too.
         context = plan.size.num_positions // tp * tp
         # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
@@ -219,7 +222,7 @@ def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
         if state is not None:
             folder = plan.run_dir / "hf"
             plan.model.save(state, folder, eos_token_id=eos_id)
-            tokenizer.save(folder)
+            tokenizer.save(folder, chat=chat)
             display.say(f"exported {short_path(folder)} (Hugging Face's format)")
         dist.barrier()
     return sample

@@ -55,8 +55,12 @@ class RunConfig(Options):
     deepspeed_config: Text | None = spread(None,
         help="path of a DeepSpeed JSON; None: the strategy's own")
     dataset: Text = work(AUTO, aliases=("data", "train_file"),
-        help="wikitext-2, embedded, a .txt or .jsonl file or a folder of them; auto: wikitext-2 "
-        "where it is available, else embedded")
+        help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name or "
+        "user/name:config of the Hub, wikitext-2, embedded; auto: wikitext-2 where it is "
+        "available, else embedded")
+    validation_dataset: Text | None = work(None, aliases=("validation_file", "eval_dataset"),
+        help="what is evaluated on, given like dataset; None: the dataset's own validation split, "
+        "or else its last 5%")
     tokenizer: Text = work(AUTO,
         help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
     weights: Text = work(AUTO,
@@ -103,6 +107,8 @@ class RunConfig(Options):
         help="what the backward pass computes again instead of keeping it")
     compile: bool | Auto = spread(AUTO,
         help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
+    cuda_graphs: bool | Auto = spread(AUTO,
+        help="launch a training step as one CUDA graph; auto: wherever that is correct")
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
         help="steps between evaluations, besides each epoch's end; 0: none")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")

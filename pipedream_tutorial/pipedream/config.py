@@ -7,19 +7,16 @@ The same rules check what was typed and what was edited in the file.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import os
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipedream.errors import UserError, nearest, packages_needed
+from pipedream.errors import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent
 """The tutorial's own."""
@@ -220,23 +217,7 @@ def parse_arguments(
     """
     extra = extra or {}
     _check_keys(config, rules)
-    parser = _Parser(
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_list_keys(config, rules),
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE",
-        help="change a key of CONFIG; may be repeated",
-    )  # fmt: skip
-    for name, text in extra.items():
-        parser.add_argument(f"--{name}", metavar="PATH", help=text)
-    for key in config:
-        parser.add_argument(
-            f"--{key}", action="append", dest="changes", help=argparse.SUPPRESS,
-            type=(key + "={}").format,
-        )  # fmt: skip
+    parser = _build_parser(config, rules, description, extra)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -256,6 +237,29 @@ def parse_arguments(
         merged[key.strip()] = value
     values = {key: rules[key].check(key, value) for key, value in merged.items()}
     return {**values, **{name: getattr(given, name) for name in extra}}
+
+
+def _build_parser(
+    config: Mapping[str, Any], rules: Mapping[str, Rule], description: str, extra: Mapping[str, str]
+) -> _Parser:
+    parser = _Parser(
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_list_keys(config, rules),
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE",
+        help="change a key of CONFIG; may be repeated",
+    )  # fmt: skip
+    for name, text in extra.items():
+        parser.add_argument(f"--{name}", metavar="PATH", help=text)
+    for key in config:
+        parser.add_argument(
+            f"--{key}", action="append", dest="changes", help=argparse.SUPPRESS,
+            type=(key + "={}").format,
+        )  # fmt: skip
+    return parser
 
 
 def _check_keys(config: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
@@ -294,35 +298,3 @@ def shipped(path: Path) -> Path:
     started from any folder."""
     below = FOLDER / path
     return below if below.exists() and not path.exists() else path
-
-
-def main_with_errors(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
-    with errors_in_one_line():
-        main()
-        sys.stdout.flush()
-    sys.exit(0)
-
-
-@contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """Around what a script does, its imports of packages too: an error that the user can mend is
-    one line "error: ..." on stderr and exit code 2."""
-    try:
-        with packages_needed():
-            yield
-    except UserError as error:
-        message = str(error)
-    except BrokenPipeError:  # what reads our output has seen enough, such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        message = f"{error.filename}: {error.strerror}; give a path that can be read or written"
-    except KeyboardInterrupt:
-        sys.exit(130)
-    else:
-        return
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)

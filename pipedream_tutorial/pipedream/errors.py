@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -38,3 +41,35 @@ def packages_needed() -> Iterator[None]:
             f"{package} is not installed in this Python",
             "type python -m pip install -r requirements.txt in the tutorial's folder",
         ) from None
+
+
+def main_with_errors(main: Callable[[], None]) -> NoReturn:
+    """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
+    with errors_in_one_line():
+        main()
+        sys.stdout.flush()
+    sys.exit(0)
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Around what a script does, its imports of packages too: an error that the user can mend is
+    one line "error: ..." on stderr and exit code 2."""
+    try:
+        with packages_needed():
+            yield
+    except UserError as error:
+        message = str(error)
+    except BrokenPipeError:  # what reads our output has seen enough, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message = f"{error.filename}: {error.strerror}; give a path that can be read or written"
+    except KeyboardInterrupt:
+        sys.exit(130)
+    else:
+        return
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,6 +1,6 @@
 """One process of four: torch's pipeline runtime runs CSVs of ours on a small model, in fp64.
 
-    torchrun --standalone --nproc_per_node=4 run_csv.py FOLDER NAME...
+    run_csv.py FOLDER NAME...   (with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set)
 
 For each FOLDER/NAME.csv the gradients of this rank's stage are compared with those of the whole
 batch in one piece; FOLDER/rank<r>.json says how far they are apart and what was run in which order.
@@ -9,7 +9,6 @@ batch in one piece; FOLDER/rank<r>.json says how far they are apart and what was
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -70,7 +69,7 @@ def run(csv: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    # The launcher puts its workers into sessions of their own: none may outlive a killed test.
+    # None may outlive a killed test.
     signal.alarm(TIME_LIMIT_S)
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_default_dtype(torch.float64)
@@ -78,7 +77,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {name: run(folder / f"{name}.csv", rank, world) for name in names}
-    (folder / f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"found": found}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -69,37 +70,54 @@ def started(arguments):
         process.wait()
 
 
-def run_warm(arguments, num_stages, log, *, limit_s):
-    """The stages' exit codes. Each is a new process, as torchrun would start it, but forked from a
-    server that has imported torch. Past the limit all are killed, which their codes say."""
+def warm(arguments, num_stages, *, script=SCRIPT[1:], limit_s=60, before=None):
+    """Like run(), but each stage is forked from a server that has imported torch, and finds what
+    torchrun would set: without our launcher and the two seconds that torch takes to import.
+
+    `before` is a function that each process calls first. Past the limit all are killed, which the
+    exit code says.
+    """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch.distributed", "pipedream.session"])
+    server.set_forkserver_preload(PRELOAD)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     size = {"WORLD_SIZE": str(num_stages), "LOCAL_WORLD_SIZE": str(num_stages)}
-    stages = []
-    for rank in range(num_stages):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **dict([MARK])}
-        environment = {**address, **size, **own}
-        stages.append(server.Process(target=_be_a_stage, args=(arguments, environment, log)))
-        stages[-1].start()
-    end = time.monotonic() + limit_s
-    for stage in stages:
-        stage.join(max(0, end - time.monotonic()))
-    for stage in stages:
-        stage.kill()
-        stage.join()
-    return [stage.exitcode for stage in stages]
+    with tempfile.TemporaryDirectory() as folder:
+        stages = []
+        for rank in range(num_stages):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **dict([MARK])}
+            streams = [Path(folder, f"{stream}{rank}") for stream in ("out", "err")]
+            given = ([*script, *arguments], {**address, **size, **own}, streams, before)
+            stages.append(server.Process(target=_be_a_stage, args=given))
+            stages[-1].start()
+        end = time.monotonic() + limit_s
+        for stage in stages:
+            stage.join(max(0, end - time.monotonic()))
+        for stage in stages:
+            stage.kill()
+            stage.join()
+        said = ("".join(path.read_text() for path in sorted(Path(folder).glob(f"{stream}*")))
+                for stream in ("out", "err"))  # fmt: skip
+        code = next((stage.exitcode for stage in stages if stage.exitcode), 0)
+        return subprocess.CompletedProcess(script, code, *said)
 
 
-def _be_a_stage(arguments, environment, log):
+# sympy, by way of symbolic_shapes: the first autograd.grad with grad_outputs imports it.
+PRELOAD = [
+    "torch.distributed.pipelining", "torch.fx.experimental.symbolic_shapes",
+    "pipedream.runtime.session", "pytest", "psutil",
+]  # fmt: skip
+
+
+def _be_a_stage(argv, environment, streams, before):
     os.environ.update(environment)
     os.chdir(FOLDER)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    sys.argv = [*SCRIPT[1:], *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    if before is not None:
+        before()
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def last_line(text):

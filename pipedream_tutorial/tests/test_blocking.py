@@ -3,11 +3,20 @@
 from dataclasses import replace
 
 import pytest
-from pipedream.blocking import RECV, RUN, SEND, Action, Step, blocking_programs, run_blocking
 from pipedream.errors import UserError
-from pipedream.ops import Item, Op, Schedule
-from pipedream.schedules import build_schedule
-from pipedream.simulator import DeadlockError, build_costs, simulate
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import Item, Op, Schedule
+from pipedream.simulate.blocking import (
+    RECV,
+    RUN,
+    SEND,
+    Action,
+    Step,
+    blocking_programs,
+    run_blocking,
+)
+from pipedream.simulate.needs import DeadlockError
+from pipedream.simulate.simulator import build_costs, simulate
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 15)]
 

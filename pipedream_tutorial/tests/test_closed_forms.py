@@ -6,12 +6,12 @@ from fractions import Fraction
 from itertools import islice
 
 import pytest
-from pipedream.closed_forms import CLOSED_FORMS, Case, idle_fraction, short_run_versions
 from pipedream.errors import UserError
-from pipedream.measures import Idle, idle, peak_activations
-from pipedream.policies import POLICIES, weight_use
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import build_costs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, idle_fraction, short_run_versions
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import Idle, idle, peak_activations
+from pipedream.simulate.simulator import build_costs, simulate
 
 RANKS = range(1, 9)
 

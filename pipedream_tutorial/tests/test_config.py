@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.config import FOLDER, SHARED_RULES, Rule, main_with_errors, parse_arguments
-from pipedream.errors import UserError
+from pipedream.config import FOLDER, SHARED_RULES, Rule, parse_arguments
+from pipedream.errors import UserError, main_with_errors
 
 CONFIG = {
     "num_stages": 4,
@@ -233,7 +233,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         ("pipedream_visual.py", 2, "error: matplotlib is not installed"),
         ("pipedream_runtime.py", 2, "error: torch is not installed"),
-        ("pipedream/studies.py x.json", 2, "error: torch is not installed"),
+        ("pipedream/train/studies.py x.json", 2, "error: torch is not installed"),
         ("pipedream_planner.py --profile gpt2", 2, "error: torch is not installed"),
         ("pipedream_simple.py --verbose no", 0, "Not trained: torch is not installed"),
     ],

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pipedream import results
-from pipedream.closed_forms import CLOSED_FORMS
 from pipedream.errors import UserError
-from pipedream.results import FOLDER, drawn_from, fill, load_records, pages, stale, tables
-from pipedream.results_text import checked, makespan_error, on_gpu, points_error, render_page
-from pipedream.schedules import SCHEDULES
+from pipedream.results import pages as results
+from pipedream.results.pages import FOLDER, drawn_from, fill, load_records, pages, stale, tables
+from pipedream.results.text import checked, makespan_error, on_gpu, points_error, render_page
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.closed_forms import CLOSED_FORMS
 
 PAGES = ["README.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -208,14 +208,13 @@ def test_every_picture_is_shown_and_every_file_is_on_the_map() -> None:
     text = (FOLDER / "README.md").read_text()
     for picture in (FOLDER / "figures").iterdir():
         assert f"](figures/{picture.name})" in text, picture.name
-    rows = re.findall(r"^\| ([^|]+) \|", text.partition("## What is in this folder")[2], re.M)
-    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    patterns = [name if "/" in name else f"pipedream/{name}" for name in named]
-    files = [*(FOLDER / "pipedream").glob("*.py"), *FOLDER.glob("*.py"), FOLDER / "run.sh"]
-    for file in files:
-        name = str(file.relative_to(FOLDER))
-        there = name in named or any(Path(name).match(pattern) for pattern in patterns)
-        assert there or file.name == "__init__.py", name
+    section = text.partition("## What is in this folder")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)/` \|(.*)$", section, re.M))
+    for file in (FOLDER / "pipedream").glob("*/*.py"):
+        there = f"`{file.stem}`" in rows[file.parent.name]
+        assert there or file.stem in ("__init__", "__main__"), file
+    for file in (*(FOLDER / "pipedream").glob("*.py"), *FOLDER.glob("*.py"), FOLDER / "run.sh"):
+        assert f"`{file.name}`" in section or file.name == "__init__.py", file
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -21,31 +21,26 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
-from pipedream.closed_forms import CLOSED_FORMS, idle_fraction
-from pipedream.closed_forms import Case as ClosedCase
-from pipedream.comparison import Case, Row, measure
-from pipedream.config import main_with_errors
-from pipedream.drawing import KIND_COLOURS, LEAST, kind_colours, number, percent
-from pipedream.figure_data import (
-    forwards_only,
-    idle_curves,
-    same_orders,
-    standings,
-    wrong_backwards,
-)
-from pipedream.figures import draw_naive
-from pipedream.figures_compare import draw_gradient_error
-from pipedream.figures_memory import pareto_front
-from pipedream.figures_prediction import draw_prediction
-from pipedream.figures_steps import PICTURES as STEPS
-from pipedream.figures_steps import awaited, draw_picture
-from pipedream.measures import idle, peak_activations
-from pipedream.ops import FORWARD
-from pipedream.policies import POLICIES, weight_use
-from pipedream.results import load_records
-from pipedream.results_text import describe
-from pipedream.schedules import SCHEDULES
-from pipedream.simulator import Timeline, simulate
+from pipedream.draw.compare import draw_gradient_error
+from pipedream.draw.data import forwards_only, idle_curves, same_orders, standings, wrong_backwards
+from pipedream.draw.figures import draw_naive
+from pipedream.draw.grid import KIND_COLOURS, kind_colours
+from pipedream.draw.memory import pareto_front
+from pipedream.draw.page import LEAST, number, percent
+from pipedream.draw.prediction import draw_prediction
+from pipedream.draw.steps import PICTURES as STEPS
+from pipedream.draw.steps import awaited, draw_picture
+from pipedream.errors import main_with_errors
+from pipedream.results.pages import load_records
+from pipedream.results.text import describe
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
+from pipedream.schedules.closed_forms import Case as ClosedCase
+from pipedream.schedules.ops import FORWARD
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.comparison import Case, Row, measure
+from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.simulator import Timeline, simulate
 
 PICTURES = pipedream_visual.PICTURES
 FOLDER = Path(pipedream_visual.__file__).parent
@@ -609,7 +604,10 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["--only", "naive"], "naive_pipeline"),
         (["--set", "nothing=1"], "nothing"),
         (["--set", "stage_scale=1,2"], "give 4, such as 1,1,1,1"),
-        (["--only", "gradient_error", "--study", "no.json"], "python -m pipedream.studies no.json"),
+        (
+            ["--only", "gradient_error", "--study", "no.json"],
+            "python -m pipedream.train.studies no.json",
+        ),
     ],
 )
 def test_bad_values_get_one_line(

@@ -8,9 +8,18 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.grid import cells, choose_scale, draw, listed, number, percent, time_unit, use_colour
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import Timeline, build_costs, simulate
+from pipedream.draw.terminal import (
+    cells,
+    choose_scale,
+    draw,
+    listed,
+    number,
+    percent,
+    time_unit,
+    use_colour,
+)
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from pipedream.errors import UserError
-from pipedream.launch import this_process
+from pipedream.runtime.launch import this_process
 from starting import (
     ENVIRONMENT,
     FAST,
@@ -107,14 +107,14 @@ FAILING = """
 import os, sys
 sys.argv = ["pipedream_runtime.py", *sys.argv[1:]]
 import pipedream_runtime
-import pipedream.trainer
+import pipedream.train.trainer
 if os.environ["RANK"] == "1":
-    whole = pipedream.trainer.StageTrainer.backward
+    whole = pipedream.train.trainer.StageTrainer.backward
     def backward(self, microbatch, gradient=None):
         if microbatch == 5:
             raise ValueError("boom in microbatch 5")
         return whole(self, microbatch, gradient)
-    pipedream.trainer.StageTrainer.backward = backward
+    pipedream.train.trainer.StageTrainer.backward = backward
 pipedream_runtime.main()
 """
 
@@ -123,7 +123,7 @@ pipedream_runtime.main()
 def test_a_stage_that_raises_ends_the_others_and_is_named():
     arguments = ["--device=cpu", "--num_stages=3", "--schedule=1f1b", "--warmups=0", *FAST]
     parent = (
-        "import sys; from pipedream.launch import launch; "
+        "import sys; from pipedream.runtime.launch import launch; "
         "sys.exit(launch([sys.executable, *sys.argv[1:]], 3))"
     )
     done = run(["-c", FAILING, *arguments], start=[sys.executable, "-c", parent])
@@ -157,7 +157,10 @@ def test_torchrun_works_too(tmp_path):
         (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
         (["--record", "/no/such/folder/x.json"], "make it first"),
         (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
-        (["--schedule=zb-v", "--num_stages=2"], "zb-v is simulated only"),  # the stages find out
+        (
+            ["--schedule=chimera", "--num_stages=2"],
+            "chimera is simulated only",
+        ),  # the stages find out
     ],
 )
 @pytest.mark.timeout(60)

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.measures import activation_steps, critical_path, idle, peak_activations
-from pipedream.ops import Op, Schedule, one_chain
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import Costs, Timeline, build_costs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import Op, Schedule, one_chain
+from pipedream.simulate.measures import activation_steps, critical_path, idle, peak_activations
+from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
 
 def random_timelines(name: str, count: int = 12) -> list[Timeline]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.measures import peak_activations
-from pipedream.ops import Op, Pair, Schedule, load_csv, one_chain, repeat, save_csv
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import build_costs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import Op, Pair, Schedule, load_csv, one_chain, repeat, save_csv
+from pipedream.simulate.measures import peak_activations
+from pipedream.simulate.simulator import build_costs, simulate
 
 SIZES = {"dualpipe-v": (3, 7), "chimera": (4, 8)}
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
-from pipedream.planner import make_plan, plan_pipeline
-from pipedream.profile import Layer, load_profile
-from pipedream.replicated import simulate_plan
+from pipedream.plan.planner import make_plan, plan_pipeline
+from pipedream.plan.profile import Layer, load_profile
+from pipedream.plan.replicated import simulate_plan
 
 FOLDER = Path(__file__).resolve().parent.parent
 

@@ -4,10 +4,10 @@ import random
 from fractions import Fraction
 
 import pytest
-from pipedream.ops import Op, Schedule, repeat
-from pipedream.policies import POLICIES, Policy, WeightUse, weight_use
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import Costs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import Op, Schedule, repeat
+from pipedream.schedules.policies import POLICIES, Policy, WeightUse, weight_use
+from pipedream.simulate.simulator import Costs, simulate
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(max(1, p - 1), p + 3)]
 

@@ -1,18 +1,12 @@
 """Prediction from measurement: exact on runs that the simulator made, within 10 % on real ones."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
-from pipedream.ops import repeat
-from pipedream.policies import POLICIES
-from pipedream.prediction import (
+from pipedream.runtime.prediction import (
     MeasuredRun,
-    build_record,
     calibrate,
     can_predict,
     communication_ns,
@@ -22,12 +16,14 @@ from pipedream.prediction import (
     received_before_sent,
     utilisation,
 )
-from pipedream.runtime_table import render
-from pipedream.schedules import build_schedule
-from pipedream.simulator import Costs, simulate
-from pipedream.trace import MeasuredEvent, transfers
+from pipedream.runtime.record import build_record, render
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import repeat
+from pipedream.schedules.policies import POLICIES
+from pipedream.simulate.simulator import Costs, simulate
+from pipedream.simulate.trace import MeasuredEvent, transfers
+from starting import warm
 
-FOLDER = Path(__file__).resolve().parent.parent
 MS = 10**6
 
 
@@ -228,13 +224,12 @@ def test_real_runs_are_predicted_within_ten_percent(tmp_path):
     worst = []
     for attempt in range(ATTEMPTS):
         path = tmp_path / f"record-{attempt}.json"
-        command = [
-            sys.executable, "pipedream_runtime.py", "--device", "cpu",
+        arguments = [
             "--num_stages", "4", "--num_microbatches", "8,4,12", "--num_batches", "1",
             "--schedule", "gpipe,1f1b,pipedream", "--forward_ms", "20", "--backward_ms", "40",
             "--check_weights", "False", "--record", str(path),
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=75)
+        done = warm(arguments, 4, limit_s=75)
         assert done.returncode == 0, done.stderr
         record = json.loads(path.read_text())
         errors = {

@@ -8,10 +8,10 @@ from pathlib import Path
 import pipedream_planner
 import pytest
 import torch
-from pipedream import gpt2_layers
 from pipedream.errors import UserError
-from pipedream.gpt2_layers import GPT2_SIZES, Block, GPT2Size, Head, gpt2_layer_names
-from pipedream.profile import load_profile, measure_profile, save_profile
+from pipedream.plan.profile import load_profile, measure_profile, save_profile
+from pipedream.train import models as gpt2_layers
+from pipedream.train.models import GPT2_SIZES, Block, GPT2Size, Head, gpt2_layer_names
 from torch import nn
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "gpt2_cpu.json"

@@ -6,17 +6,17 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.measures import idle
-from pipedream.planner import make_plan, plan_pipeline
-from pipedream.replicated import (
+from pipedream.plan.planner import make_plan, plan_pipeline
+from pipedream.plan.replicated import (
     full_speed_in_flight,
     noam_in_flight,
     replicated_1f1b,
     simulate_plan,
     steady_period,
 )
-from pipedream.schedules import one_f_one_b
-from pipedream.simulator import Costs, simulate
+from pipedream.schedules.orders import one_f_one_b
+from pipedream.simulate.measures import idle
+from pipedream.simulate.simulator import Costs, simulate
 from test_planner import layer, small_layers
 
 

@@ -7,28 +7,27 @@ from itertools import pairwise
 
 import pytest
 import torch
-from pipedream.channels import Inbox, Neighbour, Neighbours
 from pipedream.errors import UserError
-from pipedream.ops import Op
-from pipedream.oracle import train
-from pipedream.policies import weight_use
-from pipedream.prediction import makespan_ns
-from pipedream.runtime import EventClock, Station, pace_from_ms, run_stage
-from pipedream.session import on_gpus
-from pipedream.stages import build_stages, build_task
-from pipedream.training_orders import schedule_for_training
-from pipedream.workload import build_workload
+from pipedream.runtime.channels import Inbox, Peer
+from pipedream.runtime.clocks import EventClock
+from pipedream.runtime.prediction import makespan_ns
+from pipedream.runtime.stage import Station, pace_from_ms, run_rank
+from pipedream.runtime.workload import build_workload, on_gpus
+from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.ops import Op
+from pipedream.schedules.policies import weight_use
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import train
 from pipedream_runtime import read_config
-from starting import FAST, no_process_is_left, run, run_warm, started  # noqa: F401
+from starting import FAST, no_process_is_left, run, started, warm  # noqa: F401
 
-# Every schedule with one stage a rank. Those beyond the first five are not asked for by anybody,
-# but the runtime knows none by name.
+# Every schedule with one copy of the model; the runtime knows none by name.
 SCHEDULES = [
     "pipedream", "pipedream-vertical", "pipedream-2bw", "1f1b", "gpipe",
-    "pipedream-no-stash", "naive", "zb-h1", "zb-h2",
+    "pipedream-no-stash", "naive", "zb-h1", "zb-h2", "interleaved", "zb-v",
 ]  # fmt: skip
 MICROBATCHES = [3, 4, 8]
-TRAINING = {"layers_per_stage": 1, "num_batches": 2, "seed": 5, "learning_rate": 0.2}
+TRAINING = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate": 0.2}
 
 
 @pytest.mark.timeout(180)
@@ -36,13 +35,14 @@ TRAINING = {"layers_per_stage": 1, "num_batches": 2, "seed": 5, "learning_rate":
 def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
     weights, record = tmp_path / "weights.pt", tmp_path / "record.json"
     settings = [f"--{key}={value}" for key, value in TRAINING.items()]
-    done = run(
+    done = warm(
         [
             *FAST, *settings, f"--num_stages={p}", "--warmups=0",
             f"--schedule={','.join(SCHEDULES)}",
             f"--num_microbatches={','.join(map(str, MICROBATCHES))}",
             "--weights", str(weights), "--record", str(record),
-        ]
+        ],
+        p,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = torch.load(weights)
@@ -50,7 +50,8 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
         (case["schedule"], case["num_microbatches"]): case["measured"]["peak_versions"]
         for case in json.loads(record.read_text())["cases"]
     }
-    assert found.keys() == versions.keys() == {(s, m) for s in SCHEDULES for m in MICROBATCHES}
+    cases = {(s, m) for s in SCHEDULES for m in MICROBATCHES}
+    assert found.keys() == versions.keys() == cases
     for (name, m), stages in found.items():
         _check_against_one_process(name, p, m, stages, versions[name, m])
 
@@ -62,16 +63,17 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
         alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
     finally:
         torch.set_num_threads(threads)
-    initial = build_stages(p, TRAINING["layers_per_stage"], seed=TRAINING["seed"])
+    schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
+    v = schedule.stages_per_rank
+    initial = build_stages(p * v, TRAINING["layers_per_stage"] // v, seed=TRAINING["seed"])
     for ours, theirs, module in zip(stages, alone.weights, initial, strict=True):
         before = dict(module.named_parameters())
         assert ours.keys() == theirs.keys() == before.keys()
         for key, tensor in ours.items():
             assert torch.equal(tensor, theirs[key]), (name, p, m, key)
             assert not torch.equal(tensor, before[key]), "nothing was learnt"
-    schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
     uses = weight_use(schedule, policy, m)
-    assert peak_versions == [uses[stage].peak_versions for stage in range(p)]
+    assert peak_versions == [uses[stage].peak_versions for stage in range(p * v)]
     assert peak_versions == alone.peak_versions
 
 
@@ -79,7 +81,7 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
 def test_fifty_starts_without_a_hang(tmp_path):
     """New processes each time, mostly two of them; a hang ends at the limit of each start. Every
     fifth start is a user's; the others leave out its launcher and the imports."""
-    record, log = tmp_path / "record.json", tmp_path / "log"
+    record = tmp_path / "record.json"
     for number in range(50):
         p = 3 if number % 7 == 0 else 2
         schedule = ("pipedream", "1f1b", "gpipe")[number % 3]
@@ -90,11 +92,9 @@ def test_fifty_starts_without_a_hang(tmp_path):
         record.unlink(missing_ok=True)
         if number % 5 == 0:
             done = run(arguments, limit_s=30)
-            assert done.returncode == 0, f"start {number}: {done.stderr}"
         else:
-            log.unlink(missing_ok=True)
-            codes = run_warm(arguments, p, log, limit_s=30)
-            assert codes == [0] * p, f"start {number}: {codes} {log.read_text()}"
+            done = warm(arguments, p, limit_s=30)
+        assert done.returncode == 0, f"start {number}: {done.returncode} {done.stderr}"
         (case,) = json.loads(record.read_text())["cases"]
         assert case["measured"]["weights_equal"] is True, f"start {number}"
 
@@ -103,12 +103,13 @@ def test_fifty_starts_without_a_hang(tmp_path):
 def test_fifty_runs_in_one_start(tmp_path):
     """The same case again and again, receives posted late, and the one-process check of the
     runtime's own, in words."""
-    done = run(
+    done = warm(
         [
             "--num_stages=3", "--num_microbatches=4", "--schedule=pipedream", "--repeats=50",
             "--forward_ms=0", "--backward_ms=0", "--receive_depth=0",
             "--record", str(tmp_path / "record.json"),
-        ]
+        ],
+        3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
@@ -121,10 +122,11 @@ def test_fifty_runs_in_one_start(tmp_path):
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
     """What --benchmark does on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
-    done = run(
+    done = warm(
         ["--benchmark", "--model=gpt2-tiny", "--num_stages=2", "--repeats=3", "--num_batches=2",
          "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
          "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")],
+        2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "gpt2-tiny, 4 blocks of hidden size 64 a stage" in done.stdout
@@ -164,19 +166,32 @@ def test_two_gpus_give_the_bits_of_one(tmp_path):
 
 
 def recorded(path, arguments, **options):
-    """(the cases that a run left in its record, the finished process)"""
-    done = run([*arguments, "--record", str(path)], **options)
+    """(the cases that a run of two stages left in its record, the finished process)"""
+    done = warm([*arguments, "--record", str(path)], 2, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text())["cases"], done
 
 
+def _train_alone_slowly():
+    """Make the one-process training take longer than the stages wait for a message."""
+    from pipedream.runtime import session
+
+    quick = session.train_alone
+
+    def slow(*arguments):
+        time.sleep(4)
+        return quick(*arguments)
+
+    session.train_alone = slow
+
+
 @pytest.mark.timeout(120)
 def test_the_others_do_not_wait_while_one_process_trains_alone(tmp_path):
-    """That takes longer than they would wait for a message."""
     cases, _ = recorded(
         tmp_path / "record.json",
         ["--num_stages=2", "--forward_ms=0", "--backward_ms=0", "--schedule=1f1b",
-         "--num_microbatches=60,61", "--num_batches=4", "--layers_per_stage=24", "--timeout_s=3"],
+         "--num_microbatches=4,5", "--timeout_s=3"],
+        before=_train_alone_slowly,
     )  # fmt: skip
     assert [case["measured"]["weights_equal"] for case in cases] == [True, True]
 
@@ -206,15 +221,17 @@ def test_any_size_of_a_microbatch_can_be_run(tmp_path):
 
 @pytest.mark.timeout(120)
 def test_all_leaves_out_what_the_sizes_refuse_and_says_so(tmp_path):
-    cases, done = recorded(
-        tmp_path / "record.json",
-        [*FAST, "--num_stages=2", "--schedule=all", "--num_microbatches=5", "--warmups=0"],
-    )
+    record = tmp_path / "record.json"  # a start of a user's: its launcher says so
+    done = run(
+        [*FAST, "--num_stages=2", "--schedule=all", "--num_microbatches=5", "--warmups=0",
+         "--record", str(record)],
+    )  # fmt: skip
+    cases = json.loads(record.read_text())["cases"]
     ran = [case["schedule"] for case in cases]
     assert "1f1b" in ran
     assert "zb-h1" not in ran
-    (note,) = [line for line in done.stderr.splitlines() if line.startswith("note: left out")]
-    assert "zb-h1" in note
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: left out")]
+    assert [note.split(": ")[2] for note in notes] == ["interleaved", "zb-h1"]
 
 
 @pytest.mark.timeout(120)
@@ -334,17 +351,18 @@ def test_event_clock_times_the_work_and_not_the_launches():
 
 def test_a_run_timed_by_events(monkeypatch):
     """The path that a GPU takes: anchored, marked, waited for, and only then read."""
-    monkeypatch.setattr("pipedream.runtime.dist.barrier", lambda: None)
+    monkeypatch.setattr("pipedream.runtime.stage.dist.barrier", lambda: None)
     device, m = FakeDevice(), 3
     task = build_task(seed=1)
     (module,) = build_stages(1, 1, seed=1)
     station = Station(
-        stage=0,
+        rank=0,
+        modules={0: module},
         num_stages=1,
-        module=module,
         loss=torch.nn.functional.cross_entropy,
         task=task,
-        neighbours=Neighbours(before=None, after=None),
+        peers={},
+        forms=[((8, 8), torch.float64)],
         clock=EventClock(device.event, device.synchronize),
         receive_depth=2,
         learning_rate=0.1,
@@ -352,7 +370,7 @@ def test_a_run_timed_by_events(monkeypatch):
     )
     schedule, policy = schedule_for_training("1f1b", 1, m, 1)
     begun = time.perf_counter_ns()
-    done = run_stage(
+    done = run_rank(
         station, schedule, policy, num_microbatches=m, num_batches=1, pace=pace_from_ms(2, 4)
     )
     ended = time.perf_counter_ns()
@@ -385,22 +403,14 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         log.append(("post", number))
         return FakeWork(log, number)
 
-    monkeypatch.setattr("pipedream.channels.dist.irecv", irecv)
-    neighbour = Neighbour(
-        rank=1,
-        incoming=None,
-        outgoing=None,
-        shape=(2,),
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-    )
+    monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
+    peer = Peer(rank=1, incoming=None, outgoing=None, device=torch.device("cpu"))
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
-    inbox = Inbox(neighbour, sent, depth)
+    inbox = Inbox(peer, [(op, ((2,), torch.float64)) for op in sent], depth)
     assert len(log) == min(depth, 4)
     for microbatch in (0, 3, 1, 2):  # another order than the sender's
-        op, tensor = inbox.take(microbatch)
-        assert op == Op("F", 1, microbatch)
-        assert tensor.tolist() == [sent.index(op)] * 2
+        op = Op("F", 1, microbatch)
+        assert inbox.take(op).tolist() == [sent.index(op)] * 2
         ahead = sum(1 if what == "post" else -1 for what, _ in log)
         assert ahead == min(depth, 4 - sum(what == "wait" for what, _ in log))
     assert [number for what, number in log if what == "wait"] == [0, 1, 2, 3]

@@ -5,18 +5,18 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from pipedream.closed_forms import (
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.closed_forms import (
     CLOSED_FORMS,
     Case,
     gpipe_makespan,
     one_f_one_b_makespan,
     one_f_one_b_period,
 )
-from pipedream.errors import UserError
-from pipedream.ops import BACKWARD, Op, Schedule, repeat
-from pipedream.policies import POLICIES
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import Costs, Timeline, build_costs, simulate
+from pipedream.schedules.ops import BACKWARD, Op, Schedule, repeat
+from pipedream.schedules.policies import POLICIES
+from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
 
 def drawn(rng: random.Random, count: int) -> tuple[Fraction, ...]:

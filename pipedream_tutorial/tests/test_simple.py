@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pipedream_simple
 import pytest
-from pipedream.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.errors import UserError
-from pipedream.measures import idle, peak_activations
-from pipedream.ops import load_csv, repeat
-from pipedream.policies import POLICIES, weight_use
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import build_costs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import load_csv, repeat
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.simulator import build_costs, simulate
 
 SCRIPT = Path(pipedream_simple.__file__)
 CASE = Case(
@@ -293,8 +293,8 @@ def test_a_schedule_is_known_in_any_case(capsys, monkeypatch):
 
 
 def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
-    text = call(capsys, monkeypatch, "--schedule", "zb-v", "--steps", "5")
-    assert "Not trained: ZB-V: zb-v is simulated only" in text
+    text = call(capsys, monkeypatch, "--schedule", "chimera", "--steps", "5")
+    assert "Not trained: Chimera: chimera is simulated only" in text
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
-from pipedream.ops import Item, Op, Pair, Schedule, one_chain, repeat
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import Costs, DeadlockError, Timeline, build_costs, needs, simulate
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import Item, Op, Pair, Schedule, one_chain, repeat
+from pipedream.simulate.needs import DeadlockError, needs
+from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
 # The same examples on every machine and in every run.
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=80)

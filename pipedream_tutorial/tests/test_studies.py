@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipedream import studies
 from pipedream.errors import UserError
-from pipedream.gradients import (
+from pipedream.schedules.ops import BACKWARD, Op
+from pipedream.train import studies
+from pipedream.train.gradients import (
     MicrobatchGradients,
     exact_gradient,
     relative_difference,
     watch_gradients,
 )
-from pipedream.ops import BACKWARD, Op
-from pipedream.oracle import train
-from pipedream.stages import build_stages, build_task
-from pipedream.studies import compare_training, final_losses, gradient_errors, save_study
-from pipedream.trainer import StageTrainer
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import train
+from pipedream.train.studies import compare_training, final_losses, gradient_errors, save_study
+from pipedream.train.trainer import StageTrainer
 
 
 def gradients_of(name: str, p: int, m: int = 4, num_batches: int = 3) -> list[MicrobatchGradients]:

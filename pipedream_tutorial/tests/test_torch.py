@@ -1,20 +1,16 @@
 """Our orders against torch's, our CSVs in torch's runtime, torch's CSVs in our simulator."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.ops import load_csv, save_csv
-from pipedream.schedules import build_schedule
-from pipedream.simulator import build_costs, simulate
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import load_csv, save_csv
+from pipedream.simulate.simulator import build_costs, simulate
+from starting import warm
 from torch.distributed.pipelining import schedules as theirs
 
 CHILD = Path(__file__).with_name("run_csv.py")
@@ -149,39 +145,14 @@ def test_torch_reads_a_csv_that_we_wrote(name: str, tmp_path: Path) -> None:
     assert loaded == [[str(item) for item in order] for order in s.orders]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.fixture(scope="module")
 def ran_by_torch(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 4 processes found, from one launch that runs three CSVs."""
     folder, names = tmp_path_factory.mktemp("csv"), ["1f1b", "zb-h1", "zb-h2"]
     for name in names:
         save_csv(build_schedule(name, 4, 8), folder / f"{name}.csv")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    launched = subprocess.Popen(
-        [*command, str(CHILD), str(folder), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = launched.communicate(timeout=100)
-    finally:
-        # The launcher ends its workers when it is asked to; they end themselves after 90 s.
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            if launched.poll() is None:
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(launched.pid, sent)
-                    launched.wait(timeout=20)
-    assert launched.returncode == 0, output[-3000:]
+    done = warm([str(folder), *names], 4, script=[str(CHILD)], limit_s=100)
+    assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
 
 
@@ -193,7 +164,3 @@ def test_our_csvs_run_in_torchs_runtime_with_the_gradients_of_the_full_batch(
     for rank, result in enumerate(ran_by_torch):
         assert result["found"][name]["apart"] <= 1e-12
         assert result["found"][name]["ran"] == order[rank]
-
-
-def test_no_process_of_torchs_is_left(ran_by_torch: list[dict[str, Any]]) -> None:
-    assert not [result["pid"] for result in ran_by_torch if is_alive(result["pid"])]

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.measures import peak_activations
-from pipedream.ops import FORWARD, Op, repeat
-from pipedream.policies import POLICIES, weight_use
-from pipedream.schedules import SCHEDULES, build_schedule
-from pipedream.simulator import Timeline, build_costs, needs, simulate
-from pipedream.trace import MeasuredEvent, trace_document, transfers, write_trace
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import FORWARD, Op, repeat
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import peak_activations
+from pipedream.simulate.needs import needs
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
+from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers, write_trace
 
 P, M = 4, 8
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "chimera"]

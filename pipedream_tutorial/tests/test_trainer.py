@@ -1,16 +1,21 @@
 """StageTrainer against torch's own optimizer and against the counting in policies.weight_use."""
 
+import json
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from pipedream.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
-from pipedream.oracle import build_trainers, run_schedule, train
-from pipedream.policies import POLICIES, weight_use
-from pipedream.stages import build_stages, build_task
-from pipedream.trainer import StageTrainer
-from pipedream.training_orders import schedule_for_training
+from pipedream.config import FOLDER
+from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.train import cut_cost
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import build_trainers, run_schedule, train
+from pipedream.train.trainer import StageTrainer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"]
 NAMES += ["pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"]
@@ -87,6 +92,7 @@ def test_split_backward_gives_the_bits_of_the_whole_one() -> None:
             batch_size=2,
             num_microbatches=2,
             learning_rate=0.1,
+            cut=split,
         )
         trainer.forward(0, x)
         if split:
@@ -148,6 +154,7 @@ def test_versions_and_staleness_are_those_counted_from_the_order(name: str, p: i
         batch_size=m,
         num_microbatches=m * num_batches,
         learning_rate=0.1,
+        cut=schedule.cuts_backward,
     )
     history = [[{n: w.detach().clone() for n, w in t.weights.items()}] for t in trainers]
     forward: list[dict[int, int]] = [{} for _ in trainers]
@@ -228,3 +235,39 @@ def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept
     trainer.forward(0, *build_task(seed=1).microbatch(0))
     trainer.backward(0)
     assert (first() is not None) == kept
+
+
+def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
+    """Counted, not timed: both ways multiply as many matrices."""
+    x = torch.randn(8, 32, dtype=torch.float64)
+
+    def products(cut: bool) -> int:
+        trainer = StageTrainer(
+            build_stages(3, 2, seed=0)[1], POLICIES["flush"], stage=1, num_stages=3, batch_size=2,
+            num_microbatches=2, learning_rate=0.1, cut=cut,
+        )  # fmt: skip
+        with CountProducts() as counter:
+            trainer.forward(0, x)
+            trainer.backward(0, x)
+        return counter.count
+
+    assert (
+        products(cut=True) == products(cut=False) == 2 * 2 * 3
+    )  # layers, Linears, y and dX and dW
+
+
+class CountProducts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_record_says_that_cutting_is_nearly_free() -> None:
+    record = json.loads((FOLDER / "records/cpu-cut.json").read_text())
+    ways = record["ways"]
+    assert ways["cut"]["ratio"] < 1.15 < ways["twice"]["ratio"]
+    assert cut_cost.measure(repeats=1).keys() == ways.keys()

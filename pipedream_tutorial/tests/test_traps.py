@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pipedream import traps
-from pipedream.traps import (
+from pipedream.train import traps
+from pipedream.train.traps import (
     copy_into_data,
     linear_stage,
     normed_stage,

@@ -7,7 +7,14 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import hub
-from distributed_training.data.corpus import Corpus, read_corpus, read_embedded, split_articles
+from distributed_training.data.corpus import (
+    Corpus,
+    Source,
+    read_corpus,
+    read_embedded,
+    split_articles,
+)
+from distributed_training.data.pieces import RUNNING, TEXT
 from tests.support import refused
 
 ROWS = [
@@ -23,6 +30,20 @@ ROWS = [
 ]
 
 
+def texts_of(source, *, by_line=False):
+    """Its texts, whole."""
+    texts, parts = [], []
+    for piece in source.read(by_line=by_line):
+        assert piece.counts
+        assert piece.eos == piece.ends
+        parts.append(piece.text)
+        if piece.ends:
+            texts.append("".join(parts))
+            parts.clear()
+    assert not parts
+    return texts
+
+
 def write(path, *lines):
     path.write_text("\n".join(lines), encoding="utf-8")
     return str(path)
@@ -31,8 +52,9 @@ def write(path, *lines):
 def test_text_file_is_one_text(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one", "", "two ä ☃")
     corpus = read_corpus(path)
-    assert corpus.train == ["one\n\ntwo ä ☃"]
-    assert (corpus.name, corpus.validation, corpus.records) == (path, None, False)
+    assert texts_of(corpus.train) == ["one\n\ntwo ä ☃"]
+    assert texts_of(corpus.train, by_line=True) == ["one", "two ä ☃"]
+    assert (corpus.name, corpus.validation, corpus.train.form) == (path, None, RUNNING)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_corpus("~/a.txt") == corpus
 
@@ -55,16 +77,20 @@ def test_text_file_is_one_text(tmp_path, monkeypatch):
 def test_jsonl_gives_its_records(content, texts, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content.encode())
     corpus = read_corpus(str(tmp_path / "a.jsonl"))
-    assert corpus.train == texts
-    assert corpus.records
+    assert texts_of(corpus.train) == texts_of(corpus.train, by_line=True) == texts
+    assert corpus.train.form == TEXT
 
 
 def test_folder_is_read_in_the_order_of_its_names(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.txt", "a.txt", "sub/c.txt"):
         write(tmp_path / name, name)
-    write(tmp_path / "README.md", "not text to train on")
-    assert read_corpus(str(tmp_path)).train == ["a.txt", "b.txt", "sub/c.txt"]
+    write(tmp_path / "ab.md", "ab.md")
+    for name in ("picture.png", ".hidden.txt", ".git/d.txt", "blank.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, " " if name == "blank.txt" else name)
+    (tmp_path / "folder.txt").mkdir()
+    assert texts_of(read_corpus(str(tmp_path)).train) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +106,7 @@ def test_folder_is_read_in_the_order_of_its_names(tmp_path):
 def test_bad_record_is_named_by_line_and_column(line, words, tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}', "", line, '{"text": "two"}')
     with refused("a.jsonl", *words):
-        read_corpus(path)
+        texts_of(read_corpus(path).train)
 
 
 LATIN = '{"text": "café"}'.encode("latin-1")
@@ -89,9 +115,9 @@ LATIN = '{"text": "café"}'.encode("latin-1")
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, ["no .txt or .jsonl file"]),
-        ({"a.md": b"x"}, ["no .txt or .jsonl file"]),
-        ({"a.txt": b""}, ["contains no text"]),
+        ({}, ["no .txt or .md or"]),
+        ({"a.png": b"x"}, ["no .txt or .md or"]),
+        ({"a.csv": b"text\n"}, ["contains no text"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
         ({"a.txt": LATIN}, ["a.txt cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
         ({"a.jsonl": LATIN}, ["a.jsonl cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
@@ -102,14 +128,14 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with refused(str(tmp_path), *words):
-        read_corpus(str(tmp_path))
+        texts_of(read_corpus(str(tmp_path)).train)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("/no/such.txt", ["does not exist", "embedded", "wikitext-2"]),
-        ("a.csv", ["cannot be read", "found .csv"]),
+        ("a.doc", ["cannot be read", "found .doc"]),
         ("a", ["cannot be read", "without an extension"]),
         ("a" * 300 + ".txt", []),
         ("~nobody-of-that-name/a.txt", []),
@@ -143,9 +169,9 @@ def test_wikitext_is_read_with_its_own_split(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(hub, "fetch_wikitext", lambda: files)
     corpus = read_corpus("wikitext-2")
-    assert corpus.train == split_articles(ROWS)
-    assert corpus.validation == [" = Only = \n One . \n"]
-    assert not corpus.records
+    assert texts_of(corpus.train) == split_articles(ROWS)
+    assert texts_of(corpus.validation) == [" = Only = \n One . \n"]
+    assert corpus.train.form == RUNNING
 
 
 def test_wikitext_that_is_not_parquet(tmp_path, monkeypatch):
@@ -163,7 +189,7 @@ def test_wikitext_that_is_not_available_says_how_to_download_it():
 
 def test_embedded_corpus_is_this_pythons_own_and_always_the_same():
     """No installed package and no test: otherwise machines with the same Python would differ."""
-    texts = read_corpus("embedded").train
+    texts = texts_of(read_corpus("embedded").train)
     assert texts == read_embedded()
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
@@ -175,8 +201,11 @@ def test_embedded_corpus_is_this_pythons_own_and_always_the_same():
             assert file.read_text(encoding="utf-8", errors="replace") not in texts
 
 
-def corpus_of(train=("a", "b"), validation=("c",), records=False, name="n"):
-    return Corpus(name=name, records=records, train=list(train), validation=list(validation))
+def corpus_of(train=("a", "b"), validation=("c",), form=RUNNING, name="n"):
+    parts = [
+        Source(form=form, texts=tuple(texts)) if texts else None for texts in (train, validation)
+    ]
+    return Corpus(name=name, train=parts[0], validation=parts[1])
 
 
 def test_fingerprint_is_of_texts_split_and_form():
@@ -187,7 +216,16 @@ def test_fingerprint_is_of_texts_split_and_form():
         corpus_of(train=("b", "a")),
         corpus_of(train=("a", "b", "c"), validation=()),
         corpus_of(train=("a",), validation=("b", "c")),
-        corpus_of(records=True),
+        corpus_of(form=TEXT),
         corpus_of(train=("a", "b\0part\0c"), validation=()),
     ]
     assert len({base, *(corpus.fingerprint for corpus in others)}) == 1 + len(others)
+
+
+def test_fingerprint_of_files_is_of_their_contents(tmp_path):
+    prints = [
+        read_corpus(write(tmp_path / name, text)).fingerprint
+        for name, text in [("a.txt", "one"), ("b.txt", "one"), ("c.txt", "two"), ("d.md", "one")]
+    ]
+    assert prints[0] == prints[1] == prints[3]
+    assert prints[0] != prints[2]

@@ -1,20 +1,31 @@
+import json
 import multiprocessing
 import time
 
 import numpy as np
 import pytest
 
-from distributed_training.data.corpus import Corpus
+from distributed_training.data.corpus import Corpus, Source, read_corpus
+from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import EMPTY, IGNORE_INDEX, prepare_data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.settings.config import build_config
-from tests.data.test_sampler import padded_samples
+from tests.data.test_sampler import make_sampler, padded_samples
 from tests.support import refused
 
 WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "called", "by", "name"]
 
 
-def make_corpus(num_texts=12, validation=True, records=False, seed=0):
+def in_memory(train, validation=None, name="made"):
+    """A corpus of running text."""
+    train, held_out = (
+        None if texts is None else Source(form=RUNNING, texts=tuple(texts))
+        for texts in (train, validation)
+    )
+    return Corpus(name=name, train=train, validation=held_out)
+
+
+def make_corpus(num_texts=12, validation=True, seed=0):
     """Texts of several lines of random length, one line in five blank."""
     random = np.random.default_rng(seed)
 
@@ -27,7 +38,7 @@ def make_corpus(num_texts=12, validation=True, records=False, seed=0):
 
     texts = [text(index) for index in range(num_texts)]
     held_out = [text("v1"), text("v2")] if validation else None
-    return Corpus(name="made", train=texts, validation=held_out, records=records)
+    return in_memory(texts, held_out)
 
 
 def prepare(tmp_path, tokenizer, corpus=None, **config):
@@ -49,8 +60,8 @@ def all_rows(samples):
 def test_packing_makes_every_token_but_the_first_a_target_once(seq_len, tokenizer, tmp_path):
     corpus = make_corpus()
     data = prepare(tmp_path, tokenizer, corpus, max_length=seq_len)
-    for samples, texts in ((data.train, corpus.train), (data.validation, corpus.validation)):
-        stream = token_stream(tokenizer, texts)
+    for samples, source in ((data.train, corpus.train), (data.validation, corpus.validation)):
+        stream = token_stream(tokenizer, source.texts)
         used = (len(stream) - 1) // seq_len * seq_len  # what does not fill a block is left out
         inputs, targets = all_rows(samples)
         assert inputs.shape == targets.shape == (used // seq_len, seq_len)
@@ -61,9 +72,13 @@ def test_packing_makes_every_token_but_the_first_a_target_once(seq_len, tokenize
 
 @pytest.mark.parametrize(("records", "seq_len"), [(False, 16), (True, 80)])
 def test_padded_samples_are_lines_or_records(records, seq_len, tokenizer, tmp_path):
-    corpus = make_corpus(records=records)
-    data = prepare(tmp_path, tokenizer, corpus, pack=False, max_length=seq_len)
-    texts = corpus.train
+    corpus = make_corpus()
+    texts = corpus.train.texts
+    if records:
+        file = tmp_path / "a.jsonl"
+        file.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "the end"]))
+        corpus = read_corpus(str(file))
+    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
     if not records:
         texts = [line for text in texts for line in text.splitlines() if line.strip()]
     inputs, targets = all_rows(data.train)
@@ -84,11 +99,11 @@ def test_padded_samples_are_lines_or_records(records, seq_len, tokenizer, tmp_pa
 def test_a_source_without_a_split_gives_its_end(tokenizer, tmp_path):
     corpus = make_corpus(num_texts=60, validation=False)
     data = prepare(tmp_path, tokenizer, corpus)
-    total = (len(token_stream(tokenizer, corpus.train)) - 1) // 16
+    total = (len(token_stream(tokenizer, corpus.train.texts)) - 1) // 16
     assert len(data.train) + len(data.validation) == total
     assert len(data.validation) == round(0.05 * total) > 1
     joined = np.concatenate([all_rows(data.train)[0], all_rows(data.validation)[0]]).ravel()
-    np.testing.assert_array_equal(joined, token_stream(tokenizer, corpus.train)[: total * 16])
+    np.testing.assert_array_equal(joined, token_stream(tokenizer, corpus.train.texts)[: total * 16])
 
 
 def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_path):
@@ -111,14 +126,20 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
         (["a"], ["b" * 99], True),
         (["a"], None, True),
         (["a"], None, False),
-        ([], ["b" * 99], False),
+        (["b"], [], False),
         (["word " * 99], ["b"], True),
     ],
 )
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
-    corpus = Corpus(name="short", train=train, validation=validation, records=False)
+    corpus = in_memory(train, validation, name="short")
     with refused("dataset='short' is too short", "16 tokens", " 0 for ", "smaller max_length"):
         prepare(tmp_path, tokenizer, corpus, pack=pack)
+
+
+def test_too_short_a_validation_file_is_named(tokenizer, tmp_path):
+    with refused("validation_dataset='b.txt' is too short", " 0 for validation"):
+        corpus = in_memory(["word " * 99], ["b"])
+        prepare(tmp_path, tokenizer, corpus, validation_dataset="b.txt")
 
 
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
@@ -165,7 +186,6 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
             (tokenizer, make_corpus(seed=1), {}),
             (tokenizer, make_corpus(validation=False), {}),
             (tokenizer, None, {"pack": False}),
-            (tokenizer, make_corpus(records=True), {"pack": False}),
             (Tokenizer(tmp_path / "other"), None, {}),
         ],
         start=3,  # the first, and the tokenizer's
@@ -175,7 +195,7 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, 0.5, 0.99, None])
-@pytest.mark.parametrize("name", ["train-tokens.npy", "validation-starts.npy"])
+@pytest.mark.parametrize("name", ["train-ids.npy", "validation-starts.npy", "meta.json"])
 def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     first = prepare(tmp_path, tokenizer, pack=False)
     expected = all_rows(first.train)[0]
@@ -190,18 +210,6 @@ def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     assert (folder / name).read_bytes() == content
     assert cache_folders(tmp_path) == [folder]
     assert str(folder) in caplog.text
-
-
-def test_a_failed_tokenisation_leaves_no_cache(tokenizer, tmp_path, monkeypatch):
-    def encode_batch(_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenizer, "encode_batch", encode_batch)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(tmp_path, tokenizer)
-    assert cache_folders(tmp_path) == []
-    assert len(prepare(tmp_path, tokenizer).train) > 0
 
 
 def test_fingerprint_changes_with_what_is_trained_on(tokenizer, tmp_path):
@@ -245,3 +253,95 @@ def test_two_processes_make_one_cache(tmp_path):
     assert sorted([calls_1, calls_2]) == [0, 2]  # one process tokenised the two splits
     np.testing.assert_array_equal(inputs_1, inputs_2)
     assert len(cache_folders(tmp_path)) == 1
+
+
+QUESTIONS = [
+    {"prompt": f"what is {n} and {n}?" + " please" * (40 * (n % 4 == 3)), "completion": f" {n + n}"}
+    for n in range(30)
+]
+
+
+def answers(tmp_path, rows=QUESTIONS):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return read_corpus(str(file))
+
+
+def answer_stream(tokenizer):
+    """The reference: (ids, whether each is learnt) of every record, with its end-of-text."""
+    rows = []
+    for row in QUESTIONS:
+        prompt, completion = tokenizer.encode_batch([row["prompt"], row["completion"]])
+        learnt = [False] * len(prompt) + [True] * (len(completion) + 1)
+        rows.append(([*prompt, *completion, tokenizer.eos_id], learnt))
+    return rows
+
+
+@pytest.mark.parametrize("seq_len", [8, 20, 64])
+def test_packed_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
+    data = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), max_length=seq_len)
+    pairs = [pair for row in answer_stream(tokenizer) for pair in zip(*row, strict=True)]
+    ids, learnt = (np.array(part) for part in zip(*pairs, strict=True))
+    blocks = []
+    for first in range(0, len(ids) - seq_len, seq_len):
+        wanted = np.where(learnt, ids, IGNORE_INDEX)[first + 1 : first + seq_len + 1]
+        if (wanted != IGNORE_INDEX).any():  # a block of a prompt alone teaches nothing
+            blocks.append((ids[first : first + seq_len], wanted))
+    inputs, targets = (
+        np.concatenate([all_rows(data.train)[place], all_rows(data.validation)[place]])
+        for place in (0, 1)
+    )
+    np.testing.assert_array_equal(inputs, [block for block, _ in blocks])
+    np.testing.assert_array_equal(targets, [wanted for _, wanted in blocks])
+    if seq_len == 8:
+        assert len(blocks) < (len(ids) - 1) // seq_len  # some were left out
+
+
+@pytest.mark.parametrize("seq_len", [8, 20, 64])
+def test_padded_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
+    corpus = answers(tmp_path)
+    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
+    expected = []
+    for ids, learnt in answer_stream(tokenizer):
+        wanted = np.where(learnt, ids, IGNORE_INDEX)[1 : seq_len + 1]
+        if (wanted != IGNORE_INDEX).any():
+            expected.append(
+                np.pad(wanted, (0, seq_len - len(wanted)), constant_values=IGNORE_INDEX)
+            )
+    found = np.concatenate([all_rows(data.train)[1], all_rows(data.validation)[1]])
+    np.testing.assert_array_equal(found, expected)
+    assert len(expected) < len(QUESTIONS) or seq_len == 64
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_step_counts_exactly_the_targets_that_it_has(pack, tokenizer, tmp_path):
+    """Under every cut of the global batch, and none has no target: the loss is divided by it."""
+    config = {"max_length": 24, "pack": pack}
+    samples = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), **config).train
+    assert (samples.num_targets > 0).all()
+    for step in range(40):
+        counts = set()
+        for micro, number, replicas in [(1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 1, 2)]:
+            ranks = [
+                make_sampler(
+                    num_samples=len(samples), micro_batch_size=micro, num_microbatches=number,
+                    num_replicas=replicas, replica=replica,
+                ).step_batch(samples, step)
+                for replica in range(replicas)
+            ]  # fmt: skip
+            real = [targets for rank in ranks for _, targets in rank.micro_batches]
+            counts |= {rank.num_targets for rank in ranks}
+            counts.add(sum(int((targets != IGNORE_INDEX).sum()) for targets in real))
+            assert {rank.num_tokens for rank in ranks} == {ranks[0].num_tokens}
+            assert ranks[0].num_tokens > ranks[0].num_targets
+        assert len(counts) == 1
+        assert counts != {0}
+    assert samples.learnt_share == pytest.approx(
+        samples.count_targets(np.arange(len(samples))) / samples.lengths.sum()
+    )
+
+
+def test_answers_that_nobody_sees_are_no_data(tokenizer, tmp_path):
+    corpus = answers(tmp_path, [{"prompt": "so long " * 50, "completion": " yes"}] * 9)
+    with refused("too short", "gives 0 for training"):
+        prepare(tmp_path / "cache", tokenizer, corpus, pack=False)

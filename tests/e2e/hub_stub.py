@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePath
+from urllib.parse import parse_qs, unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BEHAVIOURS = {
@@ -68,8 +71,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(with_body=True)
 
+    def do_POST(self) -> None:
+        self._asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(with_body=True)
+
     def _answer(self, *, with_body: bool) -> None:
-        hub, path = self.hub, self.path.lstrip("/")
+        hub, path = self.hub, self.path.lstrip("/").replace(f"/resolve/{COMMIT}/", "/resolve/main/")
         hub.requests.append(f"{self.command} {self.path}")
         wants_file = "/resolve/" in path
         if hub.behaviour == "mute" or (hub.behaviour == "mute on files" and wants_file):
@@ -79,6 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.behaviour == "no hub":
             self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
             self.close_connection = True
+        elif path.startswith("api/datasets/") and hub.behaviour != "refuses":
+            self._send_about_dataset(path.removeprefix("api/"), with_body=with_body)
         elif not wants_file:
             self._send(200, b"a hub", with_body=with_body)
         elif hub.behaviour == "unavailable":
@@ -88,6 +97,34 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"Entry not found", headers, with_body=with_body)
         else:
             self._send_file(hub.files[path], with_body=with_body)
+
+    def _send_about_dataset(self, path: str, *, with_body: bool) -> None:
+        """What there is of a dataset, as the Hub's API says it."""
+        name, _, rest = path.partition("?")[0].partition("/tree/")
+        name, _, inside = name.partition("/paths-info/")
+        prefix = f"{name.partition('/revision/')[0]}/resolve/main/"
+        found = {key.removeprefix(prefix): text for key, text in self.hub.files.items()
+                 if key.startswith(prefix)}  # fmt: skip
+        if not found:
+            headers = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+            self._send(404, b"Repository not found", headers, with_body=with_body)
+            return
+        folder = unquote(rest).partition("/")[2]
+        listed = [
+            {"type": "file", "path": key, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
+            for key, text in found.items()
+            if str(PurePath(key).parent) == (folder or ".") or inside
+        ]
+        below = {key.split("/")[0] for key in found if "/" in key and not folder}
+        listed += [{"type": "directory", "path": name, "oid": COMMIT} for name in below]
+        if inside:
+            asked = parse_qs(self._asked.decode())["paths"]
+            listed = [file for file in listed if file["path"] in asked]
+        answer = {"id": name.removeprefix("datasets/"), "sha": COMMIT,
+                  "siblings": [{"rfilename": key} for key in found]}  # fmt: skip
+        body = json.dumps(listed if rest or inside else answer).encode()
+        headers = {"Content-Type": "application/json"}
+        self._send(200, body, headers, with_body=with_body)
 
     def _send_file(self, content: bytes, *, with_body: bool) -> None:
         first = 0

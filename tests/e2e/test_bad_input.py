@@ -76,7 +76,26 @@ COMMAND_LINES = {
         ["short.txt", "too short", "max_length"],
     ),
     "dataset of another kind": (
-        ["--set", "dataset={tmp}/data.csv", "--num_gpus", "2"], ["data.csv", ".txt", ".jsonl"],
+        ["--set", "dataset={tmp}/data.doc", "--num_gpus", "2"], ["data.doc", ".txt", ".jsonl"],
+    ),
+    "dataset is a pipe": (
+        ["--set", "dataset={tmp}/pipe.txt", "--num_gpus", "2"],
+        ["pipe.txt", "not a regular file", "copy it to a file"],
+    ),
+    "dataset neither here nor on the Hub": (
+        ["--set", "dataset=me/none", "--dry-run"], ["'me/none'", "neither a path nor", "Hub"],
+    ),
+    "validation file missing": (
+        ["--set", "validation_dataset={tmp}/none.csv", "--num_gpus", "2"],
+        ["validation_dataset=", "none.csv", "does not exist"],
+    ),
+    "records of two forms": (
+        ["--set", "dataset={tmp}/mixed.jsonl", "--num_gpus", "2"],
+        ["mixed.jsonl line 2", "no \"messages\" list", "assistant"],
+    ),
+    "csv without a text": (
+        ["--set", "dataset={tmp}/body.csv", "--num_gpus", "2"],
+        ["body.csv line 2", "'body', 'label'", "completion"],
     ),
     "jsonl that does not parse": (
         ["--set", "dataset={tmp}/bad.jsonl", "--num_gpus", "2"],
@@ -146,9 +165,11 @@ def files(tmp_path):
         "file.txt": "text",
         "empty.txt": " \n\n",
         "short.txt": "Too short to train on.",
-        "data.csv": "text\nabc\n",
+        "data.doc": "text\nabc\n",
         "bad.jsonl": '{"text": "fine"}\n{"text": fine}\n',
         "notext.jsonl": '{"body": "fine"}\n',
+        "mixed.jsonl": '{"messages": []}\n{"text": "fine"}\n',
+        "body.csv": "body,label\nabc,1\n",
         "broken.json": '{\n  "epochs": 2\n  "seed": 3\n}\n',
         "key.json": '{"epoch": 2}',
         "batch.json": _zero2_json(train_micro_batch_size_per_gpu=16),
@@ -158,6 +179,7 @@ def files(tmp_path):
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
+    os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "latin.txt").write_bytes("caf\u00e9 au lait\n".encode("latin-1"))
     return tmp_path
 

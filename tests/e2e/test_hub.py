@@ -218,3 +218,93 @@ def test_rank_0_alone_asks_the_hub(wikitext, tmp_path):
     assert_ok(result)
     assert only_record(tmp_path / "runs")["config"]["dataset"] == "embedded"
     assert len(asked) == 1, asked
+
+
+NUMBERS = ("one", "two", "three", "four", "five", "six")
+
+
+def chats(first: int, count: int) -> list[dict]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What comes after {n} and {NUMBERS[n % 6]}?"},
+                {"role": "assistant", "content": f"After {NUMBERS[n % 6]} comes the next."},
+            ]
+        }
+        for n in range(first, first + count)
+    ]
+
+
+def table(rows: list[dict]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def own_dataset():
+    """Paths on the Hub -> content of me/chats, with a split, and of me/cards, with configs."""
+    chat, cards = "datasets/me/chats/resolve/main", "datasets/me/cards/resolve/main"
+    front = {
+        "configs": [{"config_name": name, "data_files": f"{name}.jsonl"} for name in ("a", "b")]
+    }
+    lines = [json.dumps({"prompt": f"{n}:", "completion": f" card {n}"}) for n in range(60)]
+    return {
+        f"{chat}/data/train-00000-of-00002.parquet": table(chats(0, 60)),
+        f"{chat}/data/train-00001-of-00002.parquet": table(chats(60, 60)),
+        f"{chat}/data/validation-00000-of-00001.parquet": table(chats(3, 20)),
+        f"{cards}/README.md": f"---\n{json.dumps(front)}\n---\n".encode(),
+        f"{cards}/a.jsonl": "\n".join(lines).encode(),
+        f"{cards}/b.jsonl": "\n".join(lines[:50]).encode(),
+    }
+
+
+def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, tmp_path):
+    """Rank 0 alone asks; later the library's cache is enough."""
+    values = {"dataset": "me/chats", "max_steps": 2, "num_samples": "auto", "pack": False}
+    values["output_dir"] = tmp_path / "runs"
+    with serve(own_dataset) as hub:
+        two = functools.partial(train, num_processes=2)
+        assert_ok(run(hub.endpoint, tmp_path / "hf", values, start=two))
+        asked = [text for text in hub.requests if ".parquet" in text and text.startswith("GET")]
+        assert len(asked) == 3
+    record = only_record(tmp_path / "runs")
+    assert record["data"]["num_train_samples"] == 120
+    assert record["data"]["num_validation_samples"] == 8  # eval_samples
+    assert any("only the answers are learnt" in note for note in record["notes"])
+    values["output_dir"] = tmp_path / "second"  # the stub has gone
+    assert_ok(run(hub.endpoint, tmp_path / "hf", values, start=train))
+    again = only_record(tmp_path / "second")
+    assert again["work"]["data_fingerprint"] == record["work"]["data_fingerprint"]
+
+
+def test_a_config_of_a_dataset_of_the_hub(own_dataset, tmp_path):
+    values = {"num_samples": -1, "pack": False, "output_dir": tmp_path / "runs"}
+    with serve(own_dataset) as hub:
+        ask = functools.partial(run, hub.endpoint, tmp_path / "hf")
+        assert_ok(ask({**values, "dataset": "me/cards:b"}, "--dry-run"))
+        assert not any("b.jsonl" in text for text in hub.requests if text.startswith("GET"))
+        assert not (tmp_path / "runs").exists()
+        words = ["dataset='me/cards'", "config", "a", "b"]
+        assert_refused(ask({**values, "dataset": "me/cards"}, "--dry-run"), *words)
+        assert_refused(ask({**values, "dataset": "me/cards:c"}, "--num_gpus", "2"), "'c'")
+        assert_refused(
+            ask({**values, "dataset": "me/none"}), "'me/none'", "load_dataset('me/none')"
+        )
+        values |= {"dataset": "me/cards:b", "validation_dataset": "me/cards:a", "max_steps": 1}
+        assert_ok(ask(values, start=train))
+    assert only_record(tmp_path / "runs")["data"]["num_train_samples"] == 50
+
+
+@pytest.mark.parametrize("behaviour", ["unavailable", "gone", "no hub"])
+def test_a_hub_that_does_not_answer_is_said(behaviour, own_dataset, tmp_path):
+    values = {"dataset": "me/chats", "output_dir": tmp_path / "runs"}
+    words = ["dataset='me/chats' is neither a path nor", "datasets.load_dataset('me/chats')"]
+    if behaviour == "gone":
+        assert_refused(run(closed_endpoint(), tmp_path / "hf", values, "--dry-run"), *words)
+        return
+    with serve(own_dataset, behaviour) as hub:
+        assert_refused(run(hub.endpoint, tmp_path / "hf", values, "--dry-run"), *words)

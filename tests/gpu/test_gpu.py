@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import assert_ok, only_record, run_command, settings
-from tests.parity.support import BASE, DEEP, GLOBAL_BATCH, assert_equal_runs, run_cases
+from tests.parity.support import BASE, DEEP, GLOBAL_BATCH, assert_equal_runs, cut, run_cases, split
 from tests.parity.test_layouts import CASES as LAYOUTS
 from tests.pool import SCRIPT
 
@@ -72,6 +72,95 @@ def test_layouts_on_several_gpus_equal_one(count, data):
     for name, values in found.items():
         print(f"comparing {name}")
         assert_equal_runs(values, reference)
+
+
+NUM_REPLAYED = 30  # half-way, after the capture, cases.py evaluates
+# A step as one CUDA graph against the same launched op by op. DeepSpeed's have none.
+DROPPING = {"dropout": 0.2}
+REPLAYED = {
+    1: {
+        "dp": {"strategy": "dp", **cut(1)},
+        "dp accumulating": {"strategy": "dp", **cut(4), **DROPPING},
+        "dp recomputing": {"strategy": "dp", **cut(1), "activation_checkpointing": "selective"},
+    },
+    2: {
+        "dp": {"strategy": "dp", **cut(2), **DROPPING},
+        "fsdp": {"strategy": "fsdp", **cut(2), **DROPPING},
+        "tp2": {**split(tp=2), **cut(2)},
+        "pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
+    },
+    4: {
+        "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
+        "shard2-tp2": {**split(dp_shard=2, tp=2), **cut(2)},
+        "copies2-tp2-whole": {
+            **split(dp_replicate=2, tp=2), **cut(1), "sequence_parallel": False,
+        },
+        "pp4-1f1b": {**split(pp=4), **cut(8)},
+        "pp4-gpipe": {**split(pp=4), **cut(8), "pipeline_schedule": "gpipe"},
+        "pp4-zb-h1": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-h1"},
+        "shard2-pp2-interleaved": {
+            **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "interleaved",
+        },
+        "tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
+    },
+    8: {"shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(4)}},
+}  # fmt: skip
+
+
+def exactly(cases, count, **words):
+    """Runs with GPU kernels that always sum in one order, on the first GPUs."""
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(VISIBLE.split(",")[:count])}
+    return run_cases(cases, count, **words, **gpus, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+
+
+def assert_same_bits(found, expected):
+    assert found["losses"] == expected["losses"]
+    assert found["grad_norms"] == expected["grad_norms"]
+    assert found["evaluation"] == expected["evaluation"]
+    assert torch.equal(found["logits"], expected["logits"])
+    for name, weight in expected["state"].items():
+        assert torch.equal(found["state"][name], weight), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("count", REPLAYED)
+def test_replayed_steps_have_the_bits_of_those_launched_op_by_op(count, precision):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"fewer than {count} GPUs")
+    base = {**DEEP, "pack": False, "precision": precision}
+    cases = {
+        f"{name}, graph={graph}": {**base, **values, "cuda_graphs": graph}
+        for name, values in REPLAYED[count].items()
+        for graph in (True, False)
+    }
+    found = exactly(cases, count, what="train_exactly", steps=NUM_REPLAYED)
+    for name in REPLAYED[count]:
+        print(f"comparing {name}")
+        replayed, launched = (found[f"{name}, graph={graph}"] for graph in (True, False))
+        assert (replayed["replayed"], launched["replayed"]) == (True, False)
+        assert_same_bits(replayed, launched)
+
+
+def test_a_failed_capture_goes_on_op_by_op():
+    count = min(2, torch.cuda.device_count())
+    values = {**DEEP, **cut(1), "strategy": "dp" if count == 1 else "fsdp"}
+    cases = {"as it is": {**values, "cuda_graphs": False}}
+    expected = exactly(cases, count, what="train_exactly", steps=NUM_REPLAYED)["as it is"]
+    cases = {"failing": {**values, "cuda_graphs": True}}
+    found = exactly(cases, count, what="train_exactly", steps=NUM_REPLAYED, failing=True)["failing"]
+    assert not found["replayed"]
+    assert_same_bits(found, expected)
+
+
+def test_a_resumed_run_replays_to_the_same_bits():
+    count = min(2, torch.cuda.device_count())
+    cases = {
+        "dp": {**DEEP, **cut(1), "strategy": "dp"},
+        "fsdp": {**DEEP, **cut(1), "strategy": "fsdp" if count > 1 else "dp"},
+    }
+    for name, both in exactly(cases, count, what="resume_replayed").items():
+        for key, weight in both["straight"].items():
+            assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"
 
 
 def test_a_profiled_function_shows_how_long_the_gpu_computed():

@@ -29,6 +29,7 @@ for word, depth in {"six": 6, "eight": 8}.items():
     )
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
 STEPS_BEFORE, STEPS_AFTER = 3, 3  # a resume
+STEPS_UP_TO_A_REPLAY = 16  # of a CUDA graph
 
 
 def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
@@ -81,6 +82,37 @@ def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
     total = torch.stack([each.double().cpu() for each in sums]).sum()
     dist.all_reduce(total)
     return float(total) / batch.num_targets
+
+
+def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, on GPUs with kernels that give the same sums each time; and whether a CUDA graph
+    was replayed in the end. With "failing", rank 0 asks the GPU something while a step is captured.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def use(run: Run) -> dict[str, Any]:
+        graph: Any = run.engine.step  # type: ignore[attr-defined]
+        step = graph.step
+
+        def asking(*tensors: torch.Tensor) -> Any:
+            found = step(*tensors)
+            if torch.cuda.is_current_stream_capturing() and dist.get_rank() == 0:
+                found[0].item()
+            return found
+
+        if arguments.get("failing"):
+            graph.step = asking
+        return {**_train(run, arguments["steps"]), "replayed": graph.graph is not None}
+
+    return _all_cases(arguments, use)
+
+
+def resume_replayed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As `resume`, after and before steps that are replayed."""
+    global STEPS_BEFORE, STEPS_AFTER
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    STEPS_BEFORE = STEPS_AFTER = STEPS_UP_TO_A_REPLAY
+    return resume(arguments)
 
 
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
 
 import pytest
 
@@ -28,10 +31,15 @@ def losses(count, names):
 
 
 def shipped():
-    # Each group of processes has a folder of its own, where the text is tokenised once.
-    return {
-        key: value for key, value in {**CONFIG, **SAME_EVERYWHERE}.items() if key != "output_dir"
-    }
+    return {**CONFIG, **SAME_EVERYWHERE, "output_dir": output_dir()}
+
+
+@functools.cache
+def output_dir():
+    """Where the text is tokenised once for all groups of processes."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED, ids=[f"{name}-on{n}" for n, name in NAMED])

@@ -211,6 +211,7 @@ OPTIONS = {
         [None] * 9 + ["zero1.json", "zero2.json", "zero3.json", "file", "missing.json", "."]
     ),
     "dataset": st.sampled_from(["auto", "embedded", "wikitext-2", "text.txt", "missing.txt"]),
+    "validation_dataset": st.sampled_from([None, "text.txt"]),
     "tokenizer": st.sampled_from(["auto", "auto", "embedded", "gpt2", "missing", "file", "."]),
     "weights": st.sampled_from(["auto", "auto", "random", "pretrained", "missing", "file", "."]),
     "precision": st.sampled_from(["auto", "bf16", "fp16", "fp32"]),
@@ -230,6 +231,7 @@ OPTIONS = {
     "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "compile": st.sampled_from(["auto", True, False]),
+    "cuda_graphs": st.sampled_from(["auto", True, False]),
     "pack": st.booleans(),
     "max_steps": st.integers(1, 2**31) | st.just(-1),
     "eval_every": st.integers(0, 100),
@@ -244,7 +246,15 @@ OPTIONS = {
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb"]),
     "verbose": st.booleans(),
 }
-PATHS = ("deepspeed_config", "dataset", "tokenizer", "weights", "output_dir", "offload_dir")
+PATHS = (
+    "deepspeed_config",
+    "dataset",
+    "validation_dataset",
+    "tokenizer",
+    "weights",
+    "output_dir",
+    "offload_dir",
+)
 PATHS += ("resume",)
 WORDS = (None, "auto", "embedded", "gpt2", "wikitext-2", "random", "pretrained")
 

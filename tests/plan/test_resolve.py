@@ -7,7 +7,8 @@ import pytest
 
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.plan.make import choose_model, choose_settings, find_sources, make_plan
+from distributed_training.plan.choose import choose_model, choose_settings
+from distributed_training.plan.make import find_sources, make_plan
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
@@ -82,7 +83,7 @@ def test_with_a_hub_auto_takes_what_is_published(stocked_hub):
     )  # fmt: skip
     assert resolved.tokenizer_dir == resolved.weights_dir == stocked_hub
     assert config.learning_rate == 5e-5
-    assert notes == []
+    assert notes == ["no CUDA graph: strategy='zero2', whose engine launches its own kernels"]
 
 
 def test_the_tiny_model_takes_the_shipped_tokenizer_and_random_weights(stocked_hub):
@@ -124,6 +125,7 @@ def test_what_is_given_is_kept():
         "model": "gpt2",
         "precision": "bf16",
         "compile": True,
+        "cuda_graphs": False,
         "pipeline_schedule": "1f1b",
         "tokenizer": "embedded",
         "weights": "random",
@@ -275,3 +277,41 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
 def test_an_unknown_model_is_refused_with_the_nearest_name():
     with refused("model='gpt2-medum'", "did you mean 'gpt2-medium'?"):
         decide(model="gpt2-medum")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "zero2"}, "strategy='zero2'"),
+        ({"strategy": "hybrid"}, "strategy='hybrid'"),
+        ({"strategy": "dp", "precision": "fp16"}, "precision='fp16'"),
+        ({"strategy": "tp", "dropout": 0.1}, "dropout under tp or activation checkpointing"),
+        ({"strategy": "dp", "dropout": 0.1, "activation_checkpointing": "full"}, "dropout under"),
+    ],
+)
+def test_steps_that_are_no_cuda_graph(values, words):
+    values = {**values, "world_size": 2}
+    resolved, notes = decide(gpu(), **values)
+    assert resolved.config.cuda_graphs is False
+    assert any(f"no CUDA graph: {words}" in note for note in notes)
+    with refused(f"cuda_graphs=True does not work with {words}", "auto or False"):
+        decide(gpu(), cuda_graphs=True, **values)
+    assert not any("CUDA graph" in note for note in decide(gpu(), cuda_graphs=False, **values)[1])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "dp", "dropout": 0.1},
+        {"strategy": "fsdp", "activation_checkpointing": "selective"},
+        {"strategy": "tp"},
+        {"strategy": "pp", "pipeline_schedule": "zb-h1"},
+    ],
+)
+def test_steps_that_are_one_cuda_graph(values):
+    resolved, notes = decide(gpu(), world_size=2, **values)
+    assert resolved.config.cuda_graphs is True
+    assert not any("CUDA graph" in note for note in notes)
+    assert decide(CPU_MACHINE, world_size=2, **values)[0].config.cuda_graphs is False
+    with refused("cuda_graphs=True does not work with a CPU", "auto or False"):
+        decide(CPU_MACHINE, world_size=2, cuda_graphs=True, **values)

@@ -55,9 +55,9 @@ def test_bubbles_are_those_of_the_tutorials_simulator(name):
     """Equal stages, backward twice as long as forward; whole rounds of micro-batches."""
     sys.path.insert(0, str(ROOT / "pipedream_tutorial"))
     try:
-        simulator = importlib.import_module("pipedream.simulator")
-        schedules = importlib.import_module("pipedream.schedules")
-        measures = importlib.import_module("pipedream.measures")
+        simulator = importlib.import_module("pipedream.simulate.simulator")
+        schedules = importlib.import_module("pipedream.schedules.catalogue")
+        measures = importlib.import_module("pipedream.simulate.measures")
     finally:
         sys.path.pop(0)
     for pp, m in [(2, 4), (4, 8), (4, 16), (3, 12), (4, 2), (5, 3), (4, 4), (3, 1)]:

@@ -25,15 +25,17 @@ from tests.support import refused
 # Another value for each key, valid by itself: those of the work, then the others.
 WORK = {
     "model": "gpt2", "epochs": 5, "max_length": 64, "num_samples": -1, "seed": 5,
-    "dataset": "embedded", "tokenizer": "gpt2", "weights": "random", "precision": "fp32",
-    "learning_rate": 0.5, "lr_schedule": "linear", "warmup_steps": 5, "weight_decay": 0.5,
+    "dataset": "embedded", "validation_dataset": "b.txt", "tokenizer": "gpt2",
+    "weights": "random", "precision": "fp32", "learning_rate": 0.5, "lr_schedule": "linear",
+    "warmup_steps": 5, "weight_decay": 0.5,
     "max_grad_norm": None, "dropout": 0.5, "pack": False, "max_steps": 5,
 }  # fmt: skip
 NOT_WORK = {
     "strategy": "dp", "batch_size": 5, "grad_accum_steps": 5,  # the last two: global_batch_size
     "micro_batch_size": 2, "num_microbatches": 2, "deepspeed_config": "x.json", "dp_replicate": 2,
     "dp_shard": -1, "tp": 2, "pp": 2, "sequence_parallel": False, "pipeline_schedule": "gpipe",
-    "pipeline_cut": "1,1", "activation_checkpointing": "full", "compile": False, "eval_every": 5,
+    "pipeline_cut": "1,1", "activation_checkpointing": "full", "compile": False,
+    "cuda_graphs": False, "eval_every": 5,
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
     "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
     "log_to": "wandb",
@@ -47,7 +49,8 @@ ALIASES = {
     "num_epochs": "epochs", "gradient_clipping": "max_grad_norm", "warmup": "warmup_steps",
     "num_warmup_steps": "warmup_steps", "save_steps": "checkpoint_every",
     "eval_steps": "eval_every", "model_name": "model", "model_name_or_path": "model",
-    "data": "dataset", "train_file": "dataset", "out_dir": "output_dir",
+    "data": "dataset", "train_file": "dataset", "validation_file": "validation_dataset",
+    "eval_dataset": "validation_dataset", "out_dir": "output_dir",
 }  # fmt: skip
 
 
@@ -205,6 +208,7 @@ BAD = {
     "dropout": [1.0],
     "pack": [1, "True"],
     "compile": ["yes", None],
+    "cuda_graphs": ["yes", None],
     "model": [["gpt2"]],
     "precision": ["bf8", "BF16"],
     "lr_schedule": ["auto"],

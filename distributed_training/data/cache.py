@@ -1,0 +1,241 @@
+"""Texts -> token ids on disk, once, in little memory; every process maps them. No torch import.
+
+A folder of the cache is named by a hash of all that decides its contents: the texts, the tokenizer,
+and whether a text or a line is a sample. While it is filled it is called <name>.partial, and what
+was finished of it before a kill is not done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from filelock import FileLock
+from tqdm import tqdm
+
+from distributed_training.data.corpus import Corpus, Source
+from distributed_training.data.pieces import Piece
+from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.settings.errors import UserError
+
+_VERSION = 2
+_META = "meta.json"
+_BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
+_PART = 8  # batches between two notes of how far it is
+_AHEAD = 2  # batches in work while one is written
+_LONG = 20_000_000  # characters that are worth a line
+logger = logging.getLogger(__name__)
+
+
+class Tokens(NamedTuple):
+    """A split, mapped from disk."""
+
+    ids: np.ndarray  # of all texts in a row, end-of-text after each
+    starts: np.ndarray  # where each text starts, and the end: int64 [num_texts + 1]
+    counts: np.ndarray | None = None  # whether each id is learnt; None: all are
+
+
+_PARTS = Tokens._fields
+
+
+def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) -> Path:
+    """The folder below `cache_dir` with the ids of `corpus`; of several processes one fills it and
+    the others wait. Raises UserError for texts that cannot be read, or a disk that is full."""
+    settings = [_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
+    folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
+    if is_whole(folder):  # so that a cache that is there may be read-only
+        return folder
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not is_whole(folder, say=True):
+                _fill(folder, corpus, tokenizer, by_line=not pack)
+    except OSError as error:
+        what, fix = f"the token cache {cache_dir} cannot be written", "set output_dir elsewhere"
+        raise UserError(what, str(error), fix) from None
+    return folder
+
+
+def is_whole(folder: Path, *, say: bool = False) -> bool:
+    """Whether a folder of the cache has all that it should; `say` what a damaged one lacks."""
+    try:
+        load_tokens(folder)
+    except (OSError, ValueError, EOFError) as error:
+        if say and folder.is_dir():
+            logger.warning("rebuilding the token cache %s: %s", folder, error)
+        return False
+    return True
+
+
+def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
+    """(form of the texts, splits); OSError, ValueError or EOFError where it is not whole."""
+    meta = json.loads((folder / _META).read_bytes())
+    return meta["form"], {
+        split: Tokens(**{part: _map(folder, split, part) for part in parts})
+        for split, parts in meta["splits"].items()
+    }
+
+
+def _map(folder: Path, split: str, part: str) -> np.ndarray:
+    return np.load(folder / f"{split}-{part}.npy", mmap_mode="r")
+
+
+def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
+    splits = {"train": corpus.train, "validation": corpus.validation}
+    wanted = {split: source for split, source in splits.items() if source is not None}
+    # All is parsed before anything is tokenised, which takes much longer.
+    sizes = [sum(len(p.text) for p in part.read(by_line=by_line)) for part in wanted.values()]
+    if not sizes[0]:
+        raise UserError(f"dataset={corpus.name!r} contains no text")
+    if sum(sizes) > _LONG:
+        print(f"tokenising {corpus.name}, {sum(sizes) / 1e6:.0f} MB of text, once", file=sys.stderr)
+    building = folder.with_name(f"{folder.name}.partial")
+    building.mkdir(exist_ok=True)
+    with tqdm(
+        total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False, dynamic_ncols=True
+    ) as bar:
+        for split, source in wanted.items():
+            _fill_split(building, split, source, tokenizer, by_line, bar)
+    parts = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
+    meta = {"form": corpus.train.form, "splits": parts}
+    (building / _META).write_text(json.dumps(meta))
+    shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
+    os.replace(building, folder)  # so that a cache is never half written
+
+
+def _fill_split(
+    building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
+) -> None:
+    note, eos = building / f"{split}.json", np.array([tokenizer.eos_id])
+    with contextlib.ExitStack() as stack:
+        done, arrays = _open_arrays(building, split, tokenizer)
+        ids, starts, counts = (stack.enter_context(array) for array in arrays)
+        if not len(starts):
+            starts.append(np.zeros(1, np.int64))
+        batches = _batches(source.read(by_line=by_line))
+        for _, batch in zip(range(done), batches, strict=False):
+            bar.update(sum(len(piece.text) for piece in batch))
+        for batch, encoded in _encode(tokenizer, batches):
+            pairs = zip(batch, encoded, strict=True)
+            rows = [np.append(row, eos) if piece.eos else row for piece, row in pairs]
+            sizes = [len(row) for row in rows]
+            ends = len(ids) + np.cumsum(sizes)
+            starts.append(ends[[piece.ends for piece in batch]])
+            ids.append(np.concatenate(rows))
+            if source.has_answers:
+                counts.append(np.repeat([piece.counts for piece in batch], sizes))
+            bar.update(sum(len(piece.text) for piece in batch))
+            done += 1
+            if done % _PART == 0:
+                for array in arrays:
+                    array.sync()
+                _write_note(note, done, [len(array) for array in arrays])
+
+
+def _open_arrays(
+    building: Path, split: str, tokenizer: Tokenizer
+) -> tuple[int, list[_GrowingArray]]:
+    """(batches that a killed process had done, the arrays with what they gave)."""
+    dtypes = [np.uint16 if tokenizer.num_tokens <= 2**16 else np.int32, np.int64, np.bool_]
+    paths = [building / f"{split}-{part}.npy" for part in _PARTS]
+    done, lengths = _read_note(building / f"{split}.json")
+    try:
+        return done, list(map(_GrowingArray, paths, dtypes, lengths))
+    except ValueError as error:
+        logger.warning("beginning %s anew: %s", building, error)
+        return 0, list(map(_GrowingArray, paths, dtypes, [0, 0, 0]))
+
+
+def _encode(
+    tokenizer: Tokenizer, batches: Iterable[list[Piece]]
+) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
+    """Each batch with the ids of its pieces; the next ones are in work meanwhile."""
+    queue = deque[tuple[list[Piece], Future]]()
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        for batch in batches:
+            texts = [piece.text for piece in batch]
+            queue.append((batch, pool.submit(tokenizer.encode_batch, texts)))
+            if len(queue) > _AHEAD:
+                done, future = queue.popleft()
+                yield done, future.result()
+        while queue:
+            done, future = queue.popleft()
+            yield done, future.result()
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch, size = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text) + 64  # a short piece costs something, too
+        if size > _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _GrowingArray:
+    """A .npy file of one axis that is appended to."""
+
+    def __init__(self, path: Path, dtype: type, length: int) -> None:
+        """Keep the first `length` entries; ValueError where there are fewer."""
+        self._dtype, self._length = np.dtype(dtype), length
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        self._write_header(0)  # numpy leaves room for a longer one
+        end = self._file.tell() + length * self._dtype.itemsize
+        if self._file.seek(0, os.SEEK_END) < end:
+            self._file.close()
+            raise ValueError(f"{path} is too short")
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __enter__(self) -> _GrowingArray:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._write_header(self._length)
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(values.astype(self._dtype).tobytes())
+        self._length += len(values)
+
+    def sync(self) -> None:
+        """Return when what was appended is on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _write_header(self, length: int) -> None:
+        about = {"descr": self._dtype.str, "fortran_order": False, "shape": (length,)}
+        self._file.seek(0)
+        np.lib.format.write_array_header_1_0(self._file, about)
+
+
+def _read_note(note: Path) -> tuple[int, list[int]]:
+    """(batches done, entries of each array) before a kill."""
+    try:
+        found = json.loads(note.read_bytes())
+        return found["batches"], found["lengths"]
+    except (OSError, ValueError, KeyError):
+        return 0, [0, 0, 0]
+
+
+def _write_note(note: Path, batches: int, lengths: list[int]) -> None:
+    new = note.with_suffix(".new")
+    new.write_text(json.dumps({"batches": batches, "lengths": lengths}))
+    new.replace(note)

@@ -1,0 +1,161 @@
+"""The text in a user's file as a stream: decoded, in lines, in records. No torch import.
+
+Nothing here holds more than a block of a file, or one record, in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from distributed_training.settings.errors import UserError
+
+TEXT_KINDS = (".txt", ".md")  # a file is one text
+RECORD_KINDS = (".jsonl", ".csv", ".parquet")  # a line or a row is one record
+ARROW = ".arrow"  # what the datasets library keeps; rows are records
+COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
+_BLOCK_BYTES = 2**20
+_ROWS = 256  # of a parquet file, decoded at a time
+# The longer marks first: UTF-32's begins with UTF-16's.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError unless this is a regular file that may be read."""
+    if not path.is_file():
+        what = f"dataset file {path} is not a regular file"
+        raise UserError(what, "a pipe, socket or device can be read only once", "copy it to a file")
+    with _opened(path):
+        pass
+
+
+def read_bytes(path: Path) -> Iterator[bytes]:
+    """The contents, a block at a time."""
+    with _opened(path) as file:
+        yield from iter(partial(file.read, _BLOCK_BYTES), b"")
+
+
+def read_blocks(path: Path) -> Iterator[str]:
+    """The text, a block at a time: UTF-8, or what its byte order mark says; CRLF becomes LF.
+
+    Raises UserError for any other encoding.
+    """
+    with _opened(path) as file:
+        head = file.read(4)
+        mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
+        if not mark and head.count(0) > 1:
+            raise _not_utf8(path, "it begins with zeros", "UTF-16LE", "UTF-16 without its mark")
+        position = len(mark)
+        file.seek(position)
+        decoder = codecs.getincrementaldecoder(_MARKS.get(mark, "utf-8"))()
+        held = ""  # a "\r" whose "\n" may be in the next block
+        more = True
+        while more:
+            data = file.read(_BLOCK_BYTES)
+            more = bool(data)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+            try:
+                text = held + decoder.decode(data, final=not more)
+            except UnicodeDecodeError as error:
+                byte, place = error.object[error.start], position - begun + error.start
+                why = f"{error.encoding}: {error.reason}, 0x{byte:02x} in position {place}"
+                raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
+            position += len(data)
+            held = "\r" * (more and text.endswith("\r"))
+            yield text[: len(text) - len(held)].replace("\r\n", "\n")
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The text between line feeds. A separator such as U+2028 may occur inside a JSON string."""
+    rest = ""
+    for block in read_blocks(path):
+        *lines, rest = (rest + block).split("\n")
+        yield from lines
+    yield rest
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where it is, record) of each line or row. Raises UserError for what cannot be parsed."""
+    kind = path.suffix
+    if kind == ".jsonl":
+        return _read_jsonl(path)
+    return _read_csv(path) if kind == ".csv" else _read_table(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            where = f"{path} line {number}"
+            try:
+                yield where, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where} column {error.colno} is not JSON", error.msg) from None
+
+
+def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.DictReader((f"{line}\n" for line in read_lines(path)), strict=True)
+    try:
+        for row in rows:
+            yield f"{path} line {rows.line_num}", row
+    except csv.Error as error:
+        where = f"{path} line {rows.line_num + 1}"
+        raise UserError(f"{where} is not CSV", str(error)) from None
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            if path.suffix == ARROW:
+                file = stack.enter_context(pyarrow.memory_map(str(path)))
+                batches = iter(pyarrow.ipc.open_stream(file))
+            else:
+                table = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
+                names = [name for name in table.schema_arrow.names if name in COLUMNS]
+                batches = table.iter_batches(_ROWS, columns=names or None)
+            for batch in batches:
+                for first in range(0, batch.num_rows, _ROWS):
+                    for row in batch.slice(first, _ROWS).to_pylist():
+                        number += 1
+                        yield f"{path} row {number}", row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is not a {path.suffix[1:]} file", _first_line(error)) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"dataset file {path} cannot be read", error.strerror or "") from None
+    with file:
+        yield file
+
+
+def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:
+    copy = path.with_suffix(f".utf8{path.suffix}")
+    command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
+    fix = f"give UTF-8; if it is {name}: {command}"
+    return UserError(f"dataset file {path} cannot be read", why, fix)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,129 @@
+"""Texts and records as pieces, each of which is tokenised by itself. No torch import.
+
+Chats have a template of our own:
+
+    user: What is 2 + 2?
+    assistant: 4<|endoftext|>user: And 3 + 3?
+    assistant: 6<|endoftext|>
+
+Of a record with a prompt or with messages only answers are learnt: completions and what the
+assistant says, each with the end-of-text token after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import shown
+
+RUNNING, TEXT, PROMPT, MESSAGES = "running text", "text", "prompt", "messages"
+ANSWERS = (PROMPT, MESSAGES)  # forms of which only a part is learnt
+ASSISTANT = "assistant"
+_EXAMPLES = {
+    TEXT: '{"text": "..."}',
+    PROMPT: '{"prompt": "...", "completion": "..."}',
+    MESSAGES: '{"messages": [{"role": "user", "content": "..."}, '
+    '{"role": "assistant", "content": "..."}]}',
+}
+_MIN, _MAX = 2**15, 2**20  # characters of a piece
+_BREAK = re.compile(r"(?<=\S)[ \n]")
+
+
+class Piece(NamedTuple):
+    """Part of a text."""
+
+    text: str
+    counts: bool = True  # whether its tokens are learnt
+    eos: bool = True  # whether end-of-text follows
+    ends: bool = True  # whether the text, or record, ends with it
+
+
+def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
+    """A text as pieces whose ids in a row are those of the whole text.
+
+    Byte-level BPE joins no character with a space or line feed after it, so these are where a text
+    may be cut. One without any for a million characters is cut there.
+    """
+    rest, start, piece = "", 0, None
+    for block in blocks:
+        rest, start = rest[start:] + block, 0
+        while len(rest) - start > _MIN:
+            found = _BREAK.search(rest, start + _MIN, start + _MAX)
+            if found is None and len(rest) - start < _MAX:
+                break
+            end = found.start() if found else start + _MAX
+            if piece is not None:
+                yield Piece(piece, eos=False, ends=False)
+            piece, start = rest[start:end], end
+    if piece is not None and start < len(rest):
+        yield Piece(piece, eos=False, ends=False)
+        piece = None
+    yield Piece(rest[start:] if piece is None else piece)
+
+
+def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
+    """Every line that is not blank, as a text."""
+    rest = ""
+    for block in blocks:
+        head, feed, rest = (rest + block).rpartition("\n")
+        yield from (Piece(line) for line in (head + feed).splitlines() if line.strip())
+    yield from (Piece(line) for line in rest.splitlines() if line.strip())
+
+
+def find_form(record: Any, where: str) -> str:
+    """TEXT, PROMPT or MESSAGES. Raises UserError for a record that is none of these."""
+    keys = record if isinstance(record, dict) else {}
+    # Datasets of chats often repeat the first question as "prompt".
+    forms = [TEXT, MESSAGES, PROMPT] if "completion" not in keys else [TEXT, PROMPT, MESSAGES]
+    if form := next((form for form in forms if form in keys), None):
+        return form
+    why = f"it has {', '.join(map(shown, keys)) or 'no columns'}"
+    raise UserError(f'{where} has no "text" string', why, "give " + " or ".join(_EXAMPLES.values()))
+
+
+def cut_record(record: Any, form: str, where: str) -> list[Piece]:
+    """The pieces of a record; none where there is nothing to learn in it. Raises UserError for one
+    of another form."""
+    if not isinstance(record, dict):
+        raise _wrong(where, form, form)
+    if form == MESSAGES:
+        return _cut_messages(record, where)
+    for name in {TEXT: [TEXT], PROMPT: [PROMPT, "completion"]}[form]:
+        if not isinstance(record.get(name), str):
+            raise _wrong(where, name, form)
+    if form == TEXT:
+        return list(cut_text([record[TEXT]])) if record[TEXT].strip() else []
+    if not record["completion"].strip():
+        return []
+    return [Piece(record[PROMPT], counts=False, eos=False, ends=False), Piece(record["completion"])]
+
+
+def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
+    messages, pieces, before = record.get(MESSAGES), list[Piece](), ""
+    if not isinstance(messages, list):
+        raise _wrong(where, MESSAGES, MESSAGES, "list")
+    for message in messages:
+        words = message if isinstance(message, dict) else {}
+        for name in ("role", "content"):
+            if not isinstance(words.get(name), str):
+                raise _wrong(f"{where}: a message", name, MESSAGES)
+        if words["role"] == ASSISTANT:
+            pieces.append(Piece(f"{before}{ASSISTANT}:", counts=False, eos=False, ends=False))
+            pieces.append(Piece(f" {words['content']}", ends=False))
+            before = ""
+        else:
+            before += f"{words['role']}: {words['content']}\n"
+    # What follows the last answer is not learnt, and nothing follows from it.
+    return [*pieces[:-1], pieces[-1]._replace(ends=True)] if pieces else []
+
+
+def ask(question: str) -> str:
+    """What a model trained on chats is given to answer a question."""
+    return f"user: {question}\n{ASSISTANT}:"
+
+
+def _wrong(where: str, name: str, form: str, kind: str = "string") -> UserError:
+    return UserError(f'{where} has no "{name}" {kind}', fix=_EXAMPLES[form])

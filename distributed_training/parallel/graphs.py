@@ -1,0 +1,108 @@
+"""A whole optimizer step as one CUDA graph: launched once instead of kernel by kernel.
+
+At small batches the host cannot launch kernels as fast as a GPU runs them. A graph holds all of a
+step's work on the GPU: forward, backward, collectives, clipping, optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+class StepGraph:
+    """A step that is launched op by op at first, then captured and replayed.
+
+    `step` takes the device's copies of the arrays and returns tensors. Whatever else it reads or
+    writes must stay where it is in memory: parameters, optimizer state, learning rate. It must not
+    wait for the GPU, nor decide anything by what the GPU computes.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., tuple[torch.Tensor, ...]],
+        device: torch.device,
+        *,
+        num_eager_steps: int | None,
+    ) -> None:
+        """`num_eager_steps` come before the capture; None: every step is launched op by op."""
+        self.step, self.device, self.left = step, device, num_eager_steps
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self.copies = torch.cuda.Stream(device)
+        if num_eager_steps is not None:
+            # Neither capture nor DDP's hooks in it work on the default stream.
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+            self.pool = torch.cuda.MemPool()
+
+    def __call__(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """What `step` returns, in memory that the next step leaves alone."""
+        tensors = self._upload(arrays)
+        if self.left == 0:
+            self._capture(tensors)
+        self.left = None if self.left in (None, 0) else self.left - 1
+        if self.graph is None:
+            return self.step(*tensors)
+        for given, tensor in zip(self.inputs, tensors, strict=True):
+            given.copy_(tensor)
+        self.graph.replay()
+        return tuple(output.clone() for output in self.outputs)
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[None]:
+        """What runs between two steps may use the graph's memory, which nothing else can. Nothing
+        that it allocates may outlive the next step."""
+        if self.graph is None:
+            yield
+        else:
+            with torch.cuda.use_mem_pool(self.pool, self.device):
+                yield
+
+    def forget(self, num_eager_steps: int) -> None:
+        """Capture again: state has moved. Without effect where steps are launched op by op."""
+        if self.graph is not None:
+            self.graph, self.left = None, num_eager_steps
+
+    def stop(self) -> None:
+        """From now on launch every step op by op."""
+        self.graph = self.left = None
+
+    def _upload(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+        """Copies on the device, made while the step before runs."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if self.device.type == "cpu":
+            return tensors
+        with torch.cuda.stream(self.copies):
+            tensors = [t.pin_memory().to(self.device, non_blocking=True) for t in tensors]
+        torch.cuda.current_stream().wait_stream(self.copies)
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream())
+        return tensors
+
+    def _capture(self, tensors: list[torch.Tensor]) -> None:
+        """Record a step without running it, on every rank or on none. Collective."""
+        self.inputs, graph, failure = [t.clone() for t in tensors], torch.cuda.CUDAGraph(), ""
+        try:
+            # Other threads, such as NCCL's watchdog, may go on asking how far the GPU has come.
+            with torch.cuda.graph(
+                graph,
+                pool=self.pool.id,
+                stream=torch.cuda.current_stream(),
+                capture_error_mode="thread_local",
+            ):
+                self.outputs = self.step(*self.inputs)
+        except RuntimeError as error:
+            failure = str(error).partition("\n")[0]
+        failed = torch.tensor(int(bool(failure)))
+        dist.all_reduce(failed)
+        if failed:
+            logger.warning("launching op by op: %s", failure or "capture failed on another rank")
+        else:
+            self.graph = graph

@@ -1,0 +1,126 @@
+"""What "auto" becomes on a machine and under a layout, before anything is looked up or downloaded.
+
+No torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distributed_training.models import find_model
+from distributed_training.plan import cost
+from distributed_training.plan.machine import Machine
+from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import Strategy
+
+SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
+
+
+def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunConfig:
+    """Decide an "auto" model by the machine."""
+    if config.model != AUTO:
+        return config
+    model = "gpt2-medium"
+    if machine.num_gpus == 0:
+        notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
+        model = "gpt2-tiny"
+    elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
+        notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
+        model = "gpt2"
+    return with_values(config, model=model)
+
+
+def choose_settings(
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    mesh: Mapping[str, int],
+    notes: list[str],
+) -> RunConfig:
+    """Decide every other "auto" that machine and layout decide; nothing is downloaded.
+
+    Raises UserError where an explicit value is impossible here.
+    """
+    positions = find_model(config.model).size.num_positions
+    if config.max_length > positions:
+        what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
+        raise UserError(what, fix=f"set max_length to at most {positions}")
+    # DeepSpeed copies the files but not Adam's step count nor what was not swapped out, so a
+    # resumed run would silently differ.
+    resumes = config.checkpoint_every != 0 or config.resume not in (None, AUTO)
+    if strategy.swaps_to_disk and resumes:
+        why = "DeepSpeed does not save all of the state that it keeps in files"
+        fix = "set checkpoint_every to 0 and resume to None; hf/ is exported all the same"
+        raise UserError(f"strategy={config.strategy!r} cannot be resumed exactly", why, fix)
+    if config.pipeline_schedule == AUTO:
+        config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
+    compiled = _choose_compile(config, machine, strategy, mesh, notes)
+    config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
+    return with_values(
+        config, cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes)
+    )
+
+
+def _choose_precision(config: RunConfig, machine: Machine) -> str:
+    gpu, bf16 = machine.num_gpus > 0, machine.compute_capability >= (8, 0)
+    if config.precision == AUTO:
+        return "fp32" if not gpu else "bf16" if bf16 else "fp16"
+    if config.precision == "fp16" and not gpu:
+        raise UserError("precision='fp16' needs a GPU", fix="set fp32")
+    if config.precision == "bf16" and gpu and not bf16:
+        what = f"precision='bf16' is not supported by {machine.gpu_name}"
+        raise UserError(what, "it needs compute capability 8.0", "set fp16")
+    return config.precision
+
+
+def _choose_compile(
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    mesh: Mapping[str, int],
+    notes: list[str],
+) -> bool:
+    schedule, obstacle = cost.schedule_of(config, strategy, mesh["pp"]), ""
+    # Where compiled blocks would be wrong or fail.
+    if strategy.offload_device("param") != "none":
+        obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
+    elif schedule.splits_backward:
+        obstacle = f"pipeline_schedule={config.pipeline_schedule!r}, which splits backward passes"
+    elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
+        obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"
+    if config.compile is True and obstacle:
+        what = f"compile=True does not work with {obstacle}"
+        raise UserError(what, fix="set compile to auto or False")
+    if config.compile != AUTO:
+        return bool(config.compile)
+    able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
+    if able and obstacle:
+        notes.append(f"not compiled: {obstacle}")
+    return able and not obstacle
+
+
+def _choose_cuda_graphs(
+    config: RunConfig,
+    machine: Machine,
+    strategy: Strategy,
+    mesh: Mapping[str, int],
+    notes: list[str],
+) -> bool:
+    """Whether a step is captured and replayed as one graph, which cannot ask the host anything."""
+    obstacle = ""
+    if not strategy.traits.replays_steps:
+        obstacle = f"strategy={config.strategy!r}, whose engine launches its own kernels"
+    elif config.precision == "fp16":
+        obstacle = "precision='fp16', whose loss scale the host decides"
+    elif config.dropout > 0 and (mesh["tp"] > 1 or config.activation_checkpointing != "none"):
+        obstacle = "dropout under tp or activation checkpointing, which sets random generators"
+    if config.cuda_graphs is True and (obstacle or not machine.num_gpus):
+        what = f"cuda_graphs=True does not work with {obstacle or 'a CPU'}"
+        raise UserError(what, fix="set cuda_graphs to auto or False")
+    if config.cuda_graphs != AUTO:
+        return bool(config.cuda_graphs)
+    if machine.num_gpus and obstacle:
+        notes.append(f"no CUDA graph: {obstacle}")
+    return machine.num_gpus > 0 and not obstacle

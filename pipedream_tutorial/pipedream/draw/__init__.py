@@ -1,0 +1,1 @@
+"""Pictures, in the terminal and as files."""

@@ -1,0 +1,162 @@
+"""What the pictures share: the page and its colours.
+
+A page is WIDTH inches at DPI, shown about half as wide in a README, so no text is below 8 points.
+Colours are those of Okabe and Ito ("Color Universal Design", 2008), with a dark green for W, so
+that F, B, I and W differ in lightness too.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+WIDTH, DPI = 11.4, 150
+TITLE, TEXT, SMALL, LEAST = 15.0, 12.5, 11.0, 8.0
+
+LINE_COLOURS = (
+    "#000000", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#6E6E6E",
+)  # fmt: skip
+EDGE, GREY = "#333333", "#6E6E6E"
+
+Colour = str | tuple[float, float, float] | tuple[float, float, float, float]
+
+
+def new_figure(
+    title: str,
+    panel_heights: Sequence[float],
+    *,
+    columns: int = 1,
+    legend: Sequence[Artist] = (),
+    legend_columns: int = 6,
+    notes: Sequence[str] = (),
+    left: float = 0.95,
+    right: float = 0.4,
+    gap: float = 0.75,
+    head: float = 0.4,
+    bottom: float = 0.7,
+) -> tuple[Figure, list[Axes]]:
+    """A page: title, legend, rows of panels, lines of notes; all lengths in inches.
+
+    `panel_heights` has one height a row, `gap` lies between rows, `head` above the first one.
+    """
+    lines = _even_lines(title, 88)
+    legend_rows = -(-len(legend) // legend_columns)
+    top = 0.15 + 0.29 * len(lines) + 0.33 * legend_rows + head
+    bottom += 0.26 * len(notes) + (0.05 if notes else 0)
+    height = top + sum(panel_heights) + gap * (len(panel_heights) - 1) + bottom
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    _write_around(figure, height, lines, legend, legend_columns, notes)
+    width = (WIDTH - left - right - (columns - 1) * left) / columns
+    axes, y = [], height - top
+    for panel_height in panel_heights:
+        y -= panel_height
+        for column in range(columns):
+            x = left + column * (width + left)
+            box = (x / WIDTH, y / height, width / WIDTH, panel_height / height)
+            axes.append(figure.add_axes(box))
+        y -= gap
+    for ax in axes:
+        _plain(ax)
+    return figure, axes
+
+
+def _write_around(
+    figure: Figure,
+    height: float,
+    title: Sequence[str],
+    legend: Sequence[Artist],
+    legend_columns: int,
+    notes: Sequence[str],
+) -> None:
+    """Title and legend on top, notes below."""
+    edge = 0.2 / WIDTH
+    figure.text(
+        edge, 1 - 0.12 / height, "\n".join(title), fontsize=TITLE, fontweight="bold", va="top"
+    )
+    if notes:
+        place = edge, 0.1 / height
+        figure.text(*place, "\n".join(notes), fontsize=SMALL - 1, color=GREY, linespacing=1.3)
+    if legend:
+        figure.legend(
+            handles=list(legend),
+            ncols=min(legend_columns, len(legend)),
+            loc="upper left",
+            bbox_to_anchor=(edge, 1 - (0.17 + 0.29 * len(title)) / height),
+            fontsize=SMALL,
+            frameon=False,
+            borderaxespad=0.0,
+            borderpad=0.2,
+            columnspacing=1.6,
+            handlelength=1.6,
+        )
+
+
+def _even_lines(text: str, longest: int) -> list[str]:
+    """As few lines as possible, and those about equally long."""
+    count = len(textwrap.wrap(text, longest))
+    widths = range(len(text) // count, longest + 1)
+    return next(
+        lines for lines in (textwrap.wrap(text, width) for width in widths) if len(lines) == count
+    )
+
+
+def _plain(ax: Axes) -> None:
+    ax.tick_params(labelsize=SMALL, color=GREY)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color(GREY)
+
+
+def save(figure: Figure, path: Path) -> Figure:
+    """Write a PNG or SVG that is the same for the same data; the page, for those who look into
+    it."""
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata=metadata)
+    return figure
+
+
+def percent(share: Fraction | float) -> str:
+    """A share as '27%'; below 10% with one decimal unless that is a zero: '5.9%', '0%'."""
+    value = 100 * float(share)
+    return f"{value:.1f}".removesuffix(".0") + "%" if value < 9.95 else f"{value:.0f}%"
+
+
+def number(value: Fraction | float) -> str:
+    """At most two decimals and none that are zeros: 33, 5.5, 2.33; 1e+06 and 0.001 as such."""
+    shown = float(value)
+    if shown and not 0.01 <= abs(shown) < 1e5:
+        return f"{shown:.3g}"
+    return f"{shown:.2f}".rstrip("0").rstrip(".")
+
+
+def ink(background: Colour) -> str:
+    """Black or white, whichever reads better on a colour."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(background)
+    ]
+    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "black" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "white"
+
+
+def darker(colour: str) -> Colour:
+    """A line's colour as one that its name can be read in."""
+    red, green, blue = to_rgb(colour)
+    return (0.65 * red, 0.65 * green, 0.65 * blue)
+
+
+def paler(colour: str, share: float) -> Colour:
+    red, green, blue = to_rgb(colour)
+    return (red + share * (1 - red), green + share * (1 - green), blue + share * (1 - blue))

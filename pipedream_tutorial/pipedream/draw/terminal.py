@@ -1,0 +1,244 @@
+"""The terminal's view: a timeline as text, a line a rank, a cell an operation; and its figures."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipedream.schedules.ops import Item, Op, Schedule
+from pipedream.simulate.simulator import Timeline
+
+IDLE, RUNNING = ".", "-"
+LEGEND = (
+    "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number: "
+    f"microbatch; {RUNNING} goes on; {IDLE} idle; f, b, i, w: on the rank's second stage, or all "
+    "stages of a rank as a, b, c ...; &: both together"
+)
+# Okabe and Ito's colours, told apart by colour-blind readers too, as 256-colour codes.
+_BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "&": 175}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """Where one event is drawn."""
+
+    rank: int
+    first: int
+    """First column, from 0."""
+    end: int
+    """The column after its last one; equal to `first` where it is too short to show."""
+    kind: str
+    """F, B, I, W, or & for a pair that runs together."""
+    text: str
+    """Exactly its columns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How time becomes columns."""
+
+    rate: Fraction
+    """Columns per unit of time."""
+    exact: bool
+    """Whether every start and end falls on a column's edge."""
+    numbers: bool
+    """Whether cells are wide enough for microbatch numbers; otherwise they show the letter."""
+    gap: int
+    """Columns left blank after each cell's text."""
+    blocks: int
+    """Lines that each rank is wrapped over."""
+    width: int
+    """Columns in one of these lines."""
+
+
+def time_unit(timeline: Timeline) -> Fraction:
+    """The longest time of which every start and every end is a multiple."""
+    times = [t for event in timeline.all_events() for t in (event.start, event.end)]
+    denominator = math.lcm(*(t.denominator for t in times))
+    return Fraction(math.gcd(*(int(t * denominator) for t in times)), denominator)
+
+
+def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale:
+    """The most readable scale that shows the whole timeline in `max_blocks` lines a rank.
+
+    In this order: numbers with gaps or without, on as few lines as possible; letters alone on one
+    line. Where nothing fits, numbers with gaps, and the end is not shown.
+    """
+    with_gap, tight, letters = (
+        _fit(timeline, columns, max_blocks, numbers=numbers, gap=gap)
+        for numbers, gap in ((True, 1), (True, 0), (False, 0))
+    )
+    candidates = [with_gap, tight, letters] if letters.blocks == 1 else [with_gap, tight]
+    whole = [s for s in candidates if timeline.makespan * s.rate <= s.width * s.blocks]
+    return min(whole, key=lambda s: (not s.numbers, s.blocks, -s.gap), default=with_gap)
+
+
+def _fit(timeline: Timeline, columns: int, max_blocks: int, *, numbers: bool, gap: int) -> Scale:
+    """Columns such that the text of every event of the median duration or more fits, and as few
+    blocks of equal width as it takes, up to `max_blocks`."""
+    label = _labels(timeline.schedule)
+    durations = sorted(e.end - e.start for e in timeline.all_events() if e.end > e.start)
+    typical = durations[(len(durations) - 1) // 2]
+    rate = max(
+        Fraction((len(label(event.item)) if numbers else 1) + gap) / (event.end - event.start)
+        for event in timeline.all_events()
+        if event.end - event.start >= typical
+    )
+    unit = time_unit(timeline)
+    # A unit far below a column would stretch the grid: columns are rounded then.
+    exact = rate * unit * 2 > 1
+    if exact:
+        rate = math.ceil(rate * unit) / unit
+    per_unit = int(rate * unit) if exact else 1
+    units = math.ceil(timeline.makespan * rate / per_unit)
+    units_per_block = max(1, columns // per_unit)
+    blocks = min(max_blocks, math.ceil(units / units_per_block))
+    width = min(units_per_block, math.ceil(units / blocks)) * per_unit
+    return Scale(rate=rate, exact=exact, numbers=numbers, gap=gap, blocks=blocks, width=width)
+
+
+def _labels(schedule: Schedule) -> Callable[[Item], str]:
+    """How to write an item: F0 on a rank's first stage, f0 on its second; of more, F0a, F0b ..."""
+    own: list[list[int]] = [
+        sorted({op.stage for item in order for op in item.parts}) for order in schedule.orders
+    ]
+    ranks = schedule.ranks()
+    many = max(map(len, own)) > 2
+
+    def one(op: Op) -> str:
+        place = own[ranks[op]].index(op.stage)
+        letter = op.kind.lower() if place == 1 and not many else op.kind
+        return f"{letter}{op.microbatch}" + chr(ord("a") + place) * many
+
+    return lambda item: "&".join(map(one, item.parts))
+
+
+def cells(timeline: Timeline, scale: Scale) -> list[list[Cell]]:
+    """Each rank's cells from left to right, one an event."""
+    label = _labels(timeline.schedule)
+    found: list[list[Cell]] = []
+    for events in timeline.events:
+        found.append([])
+        for event in events:
+            first, end = math.floor(event.start * scale.rate), math.floor(event.end * scale.rate)
+            kind = event.item.parts[0].kind if len(event.item.parts) == 1 else "&"
+            text = _fill(label(event.item), kind, end - first, scale)
+            found[-1].append(Cell(rank=event.rank, first=first, end=end, kind=kind, text=text))
+    return found
+
+
+def _fill(label: str, kind: str, width: int, scale: Scale) -> str:
+    """The label if it fits; otherwise its letter, never a number that is cut short."""
+    if not scale.numbers or len(label) > width:
+        label = kind if kind == "&" else label[0]
+    gap = scale.gap if width > len(label) else 0
+    return (label.ljust(width - gap, RUNNING) + " " * gap)[:width]
+
+
+def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: int = 3) -> str:
+    """Lines of at most `columns` columns: a time axis and a line a rank, wrapped where too long.
+
+    A last line says so where columns are rounded or the end is not shown.
+    """
+    prefix = len(f"rank {timeline.schedule.num_ranks - 1} ")
+    scale = choose_scale(timeline, max(10, columns - prefix), max_blocks)
+    total = math.ceil(timeline.makespan * scale.rate)
+    shown = min(total, scale.width * scale.blocks)
+    rows = [_row(line, total) for line in cells(timeline, scale)]
+    lines = []
+    for begin in range(0, shown, scale.width):
+        end = min(begin + scale.width, shown)
+        lines.append("time".ljust(prefix) + _axis(scale.rate, begin, end))
+        for rank, row in enumerate(rows):
+            lines.append(f"rank {rank} ".ljust(prefix) + _paint(row[begin:end], colour))
+    if not scale.exact:
+        lines.append(
+            f"(a column is {float(1 / scale.rate):.3g} of time: starts and ends are rounded to it, "
+            f"and what is shorter may not show)"
+        )
+    if shown < total:
+        cut = float(shown / scale.rate)
+        lines.append(
+            f"(shown up to time {cut:g} of {float(timeline.makespan):g}: a wider terminal or fewer "
+            f"microbatches show more)"
+        )
+    return "\n".join(lines)
+
+
+def _row(line: list[Cell], total: int) -> list[tuple[str, str]]:
+    """(character, kind) of every column; the kind is empty where nothing is coloured."""
+    row = [(IDLE, "")] * total
+    for cell in line:
+        row[cell.first : cell.end] = [(c, cell.kind if c != " " else "") for c in cell.text]
+    return row
+
+
+def _paint(row: list[tuple[str, str]], colour: bool) -> str:
+    if not colour:
+        return "".join(character for character, _ in row).rstrip()
+    painted, now = "", ""
+    for character, kind in row:
+        if kind != now:
+            painted += f"\x1b[30;48;5;{_BACKGROUND[kind]}m" if kind else "\x1b[0m"
+            now = kind
+        painted += character
+    return painted + ("\x1b[0m" if now else "")
+
+
+def _axis(rate: Fraction, begin: int, end: int) -> str:
+    """Times above the columns where they begin: multiples of 1, 2 or 5 times a power of ten."""
+    steps = (mantissa * Fraction(10) ** power for power in range(-9, 20) for mantissa in (1, 2, 5))
+    step = next(step for step in steps if step * rate >= 10)
+    line = ""
+    for multiple in range(math.ceil(begin / rate / step), math.ceil(end / rate / step)):
+        text = f"{float(multiple * step):.12g}"
+        column = math.floor(multiple * step * rate) - begin
+        if (not line or column > len(line)) and column + len(text) <= end - begin:
+            line = line.ljust(column) + text
+    return line
+
+
+def print_wrapped(begin: str, text: str) -> None:
+    """`begin` and the text, which goes on below itself."""
+    print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
+
+
+def listed(values: Sequence[Fraction | int], what: str) -> str:
+    """All values, one for each `what`; or just one where they are equal."""
+    if len(set(values)) == 1:
+        return f"{number(values[0])} on every {what}"
+    shown = [number(value) for value in values]
+    if len(shown) > 16:
+        shown[8:-4] = ["..."]
+    return f"{' '.join(shown)} by {what}"
+
+
+def number(value: Fraction | int) -> str:
+    """Four significant digits."""
+    return f"{float(value):.4g}"
+
+
+def percent(value: Fraction) -> str:
+    """A share, 0 to 1."""
+    return f"{float(100 * value):.1f}%"
+
+
+def width() -> int:
+    """Columns of the terminal; 100 where there is none."""
+    return max(40, shutil.get_terminal_size((100, 24)).columns)
+
+
+def use_colour() -> bool:
+    """As no-color.org asks: not where NO_COLOR is set, and not into a file."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def bold(text: str) -> str:
+    """Bold in a terminal."""
+    return f"\x1b[1m{text}\x1b[0m" if use_colour() else text

@@ -1,0 +1,1 @@
+"""Where to cut a model."""

@@ -1,0 +1,258 @@
+"""PipeDream's partitioner: from a profile to stages, replicas and the period of the pipeline.
+
+Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m workers on a stage
+
+    T(i..j, m) = max(sum of T_l, sum of W_l) / m        T_l forward + backward seconds of layer l
+    W_l        = sync_factor * (m - 1) / m * w_l / bandwidth           w_l weight bytes of layer l
+    A(j, m)    = the smaller of T(0..j, m) and, over i < j and m' < m,
+                 max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i bytes layer i puts out
+
+A(j, m) is the seconds a microbatch of the best pipeline of layers 0..j on m workers. All sums are
+exact fractions. Compute, weight synchronisation and sending are taken to overlap fully: the
+slowest alone fixes the period. PipeDream's published optimizer adds W to T instead (msr-fiddle,
+optimizer_graph_hierarchical.py); the papers and this module take the larger.
+
+sync_factor is 2 by default: a ring all-reduce sends 2 (m - 1) / m of the weights' bytes from each
+worker and receives as many at the same time. PipeDream's constant is 4, which counts what a worker
+of a sharded parameter server sends and what it receives, one after the other; it is right for a
+link that carries one direction at a time. The 2 a_i (activation there, gradient back) is
+PipeDream's and counts both directions one after the other as well, so with full-duplex links it is
+up to twice too long.
+
+Not here: a limit on memory. A profile has the output of a layer, but a worker keeps everything the
+backward pass of a layer needs, many times that; a limit would pass plans that do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from pipedream.errors import UserError
+from pipedream.plan.profile import Layer, Number
+
+SYNC_FACTOR = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Neighbouring layers, and the workers that each run all of them."""
+
+    first: int
+    last: int
+    """The last layer, inclusive."""
+    replicas: int
+    """Workers; each takes every replicas-th microbatch."""
+    forward_s: Fraction
+    backward_s: Fraction
+    """Seconds of one microbatch on one worker."""
+    weight_bytes: Fraction
+    """Of one copy of the weights."""
+    sent_bytes: Fraction
+    """To the next stage for a microbatch, and as many back; 0 after the last stage."""
+    sync_s: Fraction
+    """Seconds in which the replicas synchronise once: after each has done a microbatch."""
+    link_s: Fraction
+    """Seconds a microbatch that the link to the next stage is busy, both ways together."""
+
+    @property
+    def compute_s(self) -> Fraction:
+        return self.forward_s + self.backward_s
+
+    @property
+    def period_s(self) -> Fraction:
+        """Seconds a microbatch that this stage alone allows, all replicas together."""
+        return max(self.compute_s, self.sync_s) / self.replicas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How layers and workers are cut up, and what that is predicted to give."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def num_workers(self) -> int:
+        return sum(self.replicas)
+
+    @property
+    def period_s(self) -> Fraction:
+        """Seconds from one finished microbatch to the next, once the pipeline is full."""
+        return max(max(stage.period_s, stage.link_s) for stage in self.stages)
+
+    @property
+    def throughput(self) -> Fraction:
+        """Microbatches a second."""
+        return 1 / self.period_s
+
+    @property
+    def noam(self) -> int:
+        """PipeDream's number of microbatches that an input worker has in flight."""
+        return math.ceil(Fraction(self.num_workers, self.replicas[0]))
+
+    @property
+    def bottleneck(self) -> str:
+        """The first term that is as long as the period, in words."""
+        for place, stage in enumerate(self.stages):
+            terms = [
+                (stage.compute_s / stage.replicas, f"compute of stage {place}"),
+                (stage.sync_s / stage.replicas, f"weight sync of stage {place}"),
+                (stage.link_s, f"link between stages {place} and {place + 1}"),
+            ]
+            for seconds, text in terms:
+                if seconds == self.period_s:
+                    return text
+        raise AssertionError("the period is one of its own terms")
+
+
+def plan_pipeline(
+    layers: Sequence[Layer],
+    *,
+    num_workers: int,
+    bandwidth: Number,
+    replication: bool = True,
+    use_all_workers: bool = True,
+    sync_factor: Number = SYNC_FACTOR,
+) -> Plan:
+    """The plan with the shortest period.
+
+    `bandwidth` is in bytes a second, math.inf if sending takes no time. `replication=False` puts
+    one worker on each stage. The formula has every worker take part even where fewer are faster
+    (synchronising two can take longer than one computes); `use_all_workers=False` lets some idle.
+    Of equally fast plans: the fewest workers, and then the first found, short of a cut. Takes
+    O(layers^2 workers^2) steps. Raises UserError where no plan exists.
+    """
+    _check(layers, num_workers, bandwidth, sync_factor)
+    if not replication and use_all_workers and num_workers > len(layers):
+        raise UserError(
+            f"{num_workers} workers cannot each have a stage of {len(layers)} layers",
+            f"give at most {len(layers)} workers, or allow replication or idle workers",
+        )
+    best = _best_cuts(layers, num_workers, bandwidth, replication, sync_factor)
+    final = len(layers) - 1
+    counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
+    usable = [m for m in counts if (final, m) in best]
+    workers = min(usable, key=lambda m: best[final, m][0])
+    cuts: list[tuple[int, int]] = []
+    last = final
+    while last >= 0:
+        _, before, replicas = best[last, workers]
+        cuts.append((last, replicas))
+        last, workers = before, workers - replicas
+    return make_plan(layers, cuts[::-1], bandwidth=bandwidth, sync_factor=sync_factor)
+
+
+def make_plan(
+    layers: Sequence[Layer],
+    cuts: Sequence[tuple[int, int]],
+    *,
+    bandwidth: Number,
+    sync_factor: Number = SYNC_FACTOR,
+) -> Plan:
+    """The plan with the given stages: (last layer, replicas) of each, first stage first."""
+    if not cuts or cuts[-1][0] != len(layers) - 1:
+        raise ValueError(f"cuts {cuts} do not end at layer {len(layers) - 1}")
+    stages = []
+    for (before, _), (last, replicas) in pairwise([(-1, 0), *cuts]):
+        own = layers[before + 1 : last + 1]
+        if not own or replicas < 1:
+            raise ValueError(f"a stage has {len(own)} layers and {replicas} workers")
+        weights = sum((Fraction(layer.weight_bytes) for layer in own), Fraction(0))
+        sent = Fraction(layers[last].activation_bytes) if last < len(layers) - 1 else Fraction(0)
+        stages.append(
+            Stage(
+                first=before + 1,
+                last=last,
+                replicas=replicas,
+                forward_s=sum((Fraction(layer.forward_s) for layer in own), Fraction(0)),
+                backward_s=sum((Fraction(layer.backward_s) for layer in own), Fraction(0)),
+                weight_bytes=weights,
+                sent_bytes=sent,
+                sync_s=_sync_s(weights, replicas, bandwidth, sync_factor),
+                link_s=_seconds(2 * sent, bandwidth),
+            )
+        )
+    return Plan(stages=tuple(stages))
+
+
+_Best = dict[tuple[int, int], tuple[Fraction, int, int]]
+
+
+def _best_cuts(
+    layers: Sequence[Layer],
+    num_workers: int,
+    bandwidth: Number,
+    replication: bool,
+    sync_factor: Number,
+) -> _Best:
+    """(j, m) -> A(j, m), the last layer of the stage before (-1: none), the last stage's workers.
+
+    Pairs that no plan fits are left out.
+    """
+    stage_s = _stage_seconds(layers, bandwidth, sync_factor)
+    links = [_seconds(2 * Fraction(layer.activation_bytes), bandwidth) for layer in layers]
+    most = num_workers if replication else 1
+    best: _Best = {}
+    for j in range(len(layers)):
+        own = {(i, r): stage_s(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
+        for m in range(1, num_workers + 1):
+            found = (own[0, m], -1, m) if m <= most else None
+            for i in range(j):
+                for r in range(1, min(m - 1, most) + 1):
+                    if (i, m - r) not in best:
+                        continue
+                    period = max(best[i, m - r][0], links[i], own[i + 1, r])
+                    if found is None or period < found[0]:
+                        found = (period, i, r)
+            if found is not None:
+                best[j, m] = found
+    return best
+
+
+def _stage_seconds(
+    layers: Sequence[Layer], bandwidth: Number, sync_factor: Number
+) -> Callable[[int, int, int], Fraction]:
+    """T(i..j, m) as a function of i, j (inclusive) and m, from prefix sums."""
+    compute = [Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers]
+    computed = list(accumulate(compute, initial=Fraction(0)))
+    weights = [Fraction(layer.weight_bytes) for layer in layers]
+    weighed = list(accumulate(weights, initial=Fraction(0)))
+
+    def stage_s(i: int, j: int, m: int) -> Fraction:
+        sync = _sync_s(weighed[j + 1] - weighed[i], m, bandwidth, sync_factor)
+        return max(computed[j + 1] - computed[i], sync) / m
+
+    return stage_s
+
+
+def _sync_s(
+    weight_bytes: Fraction, replicas: int, bandwidth: Number, sync_factor: Number
+) -> Fraction:
+    share = Fraction(replicas - 1, replicas)
+    return _seconds(Fraction(sync_factor) * share * weight_bytes, bandwidth)
+
+
+def _seconds(size: Fraction, bandwidth: Number) -> Fraction:
+    return Fraction(0) if bandwidth == math.inf else size / Fraction(bandwidth)
+
+
+def _check(
+    layers: Sequence[Layer], num_workers: int, bandwidth: Number, sync_factor: Number
+) -> None:
+    if not layers:
+        raise UserError("there are no layers to plan for", "give a profile with one or more")
+    if num_workers < 1:
+        raise UserError(f"workers={num_workers}", "give one worker or more")
+    if not bandwidth > 0:
+        raise UserError(f"bandwidth={bandwidth}", "give bytes a second above 0")
+    if not sync_factor >= 0:
+        raise UserError(f"sync_factor={sync_factor}", "give a number of 0 or more")
+    if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
+        raise UserError("no layer takes any time", "give a profile with seconds above 0")

@@ -1,0 +1,206 @@
+"""TEST_RESULTS.md, the tables in README.md and COMPARISON.md, and the pictures of records.
+
+    python -m pipedream.results --write
+    python -m pipedream.results --check
+
+--write makes all of it anew from records/, the closed forms and the simulator. --check writes
+nothing and ends with code 1 where a page or a picture is not what --write would make.
+
+In a page, what stands between `<!-- table: NAME -->` and `<!-- end -->` is made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipedream.config import FOLDER
+from pipedream.errors import UserError, nearest
+from pipedream.results.text import (
+    bubble_table,
+    cut_table,
+    describe,
+    final_loss_table,
+    printed,
+    render_page,
+    summary,
+)
+from pipedream.results.traffic import MODELS, comparison_table
+from pipedream.runtime.record import RECORD_FORMAT
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.closed_forms import CLOSED_FORMS
+
+PAGES = ("README.md", "QUICKSTART.md", "COMPARISON.md")
+_TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """File name -> record of the runtime: those of the CPU first, then those of H200s."""
+    found = {}
+    for pattern in ("cpu-runtime*.json", "h200-*.json"):
+        for path in sorted(folder.glob(pattern)):
+            found[path.name] = _load(path)
+            if found[path.name].get("format") != RECORD_FORMAT:
+                raise UserError(
+                    f"{path} is no record of format {RECORD_FORMAT}",
+                    "make it anew with pipedream_runtime.py --record",
+                )
+    return found
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no JSON: {error}", "make the record anew") from error
+
+
+def idle_table() -> str:
+    """Closed forms of idle time, with the range in which they are exact."""
+    lines = [
+        "| schedule | X, idle time of each rank in one batch | exact for | as published |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, form in CLOSED_FORMS.items():
+        lines.append(
+            f"| {SCHEDULES[name].title} | {form.idle_text} | {form.range_text} "
+            f"| {form.published} (arXiv {form.source}) |"
+        )
+    return _escaped(lines)
+
+
+def memory_table() -> str:
+    """Closed forms of peak activations, weight versions and staleness."""
+    lines = [
+        "| schedule | activations held at most, rank r | weight versions, stage s "
+        "| updates behind, stage s |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, form in CLOSED_FORMS.items():
+        lines.append(
+            f"| {SCHEDULES[name].title} | {form.activations_text} | {form.versions_text} "
+            f"| {form.staleness_text} |"
+        )
+    return _escaped(lines)
+
+
+def _escaped(lines: list[str]) -> str:
+    """A bar that stands for an absolute value would end a cell."""
+    return "\n".join(line.replace("|F-B|", r"\|F-B\|") for line in lines)
+
+
+def tables(folder: Path) -> dict[str, Callable[[], str]]:
+    """Name -> the table of that name."""
+    study = _load(folder / "records/cpu-staleness.json")
+    found: dict[str, Callable[[], str]] = {
+        "idle time": idle_table,
+        "memory": memory_table,
+        "final losses": lambda: final_loss_table(study),
+        "prediction": lambda: summary(load_records(folder / "records")),
+        "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
+        "measured bubbles": lambda: bubble_table(
+            _load(folder / "records/cpu-runtime-zero-bubble.json")
+        ),
+        "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
+    }
+    for name in MODELS:
+        for devices in (4, 8):
+            found[f"{name} on {devices}"] = partial(comparison_table, name, devices)
+    return found
+
+
+def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
+    """The page's text with every table made anew; UserError for one that is not known."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in known:
+            raise UserError(f"there is no table {name!r}", nearest(name, known))
+        return f"{match[1]}\n{known[name]()}\n\n{match[3]}"
+
+    return _TABLE.sub(table, text)
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """File name -> what it should hold."""
+    known = tables(folder)
+    found = {name: fill((folder / name).read_text(), known) for name in PAGES}
+    study = _load(folder / "records/cpu-staleness.json")
+    return found | {"TEST_RESULTS.md": render_page(load_records(folder / "records"), study)}
+
+
+def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
+    """File name -> digest of what it is drawn from, and how to draw it."""
+    from pipedream.draw import prediction as figures_prediction
+    from pipedream.draw import steps as figures_steps
+
+    shown = [(describe(record), record) for record in load_records(folder / "records").values()]
+    found: dict[str, tuple[str, Callable[[Path], object]]] = {
+        "figures/prediction.png": (
+            figures_prediction.digest(shown),
+            partial(figures_prediction.draw_prediction, shown),
+        )
+    }
+    for name, build in figures_steps.PICTURES.items():
+        picture = build()
+        found[f"figures/{name}.png"] = (
+            figures_steps.digest(picture),
+            partial(figures_steps.draw_picture, picture),
+        )
+    return found
+
+
+def drawn_from(path: Path) -> str | None:
+    """The digest in a PNG's metadata; None where there is no such file or digest."""
+    from PIL import Image
+
+    if not path.is_file():
+        return None
+    with Image.open(path) as image:
+        return image.info.get("Source")
+
+
+def stale(folder: Path) -> list[str]:
+    """Files that --write would change."""
+    found = [
+        name
+        for name, text in pages(folder).items()
+        if not (folder / name).is_file() or (folder / name).read_text() != text
+    ]
+    drawn = pictures(folder).items()
+    return found + [name for name, (digest, _) in drawn if drawn_from(folder / name) != digest]
+
+
+def write(folder: Path) -> list[str]:
+    """Write what is not up to date; the names of those files."""
+    names, texts, drawings = stale(folder), pages(folder), pictures(folder)
+    for name in names:
+        if name in texts:
+            (folder / name).write_text(texts[name])
+        else:
+            drawings[name][1](folder / name)
+    return names
+
+
+def main() -> None:
+    """Write or check, and say which files it was about."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="make pages and pictures anew")
+    action.add_argument("--check", action="store_true", help="only say what is not up to date")
+    if parser.parse_args().write:
+        names = write(FOLDER)
+        print("\n".join(f"wrote {name}" for name in names) or "all is up to date")
+        return
+    names = stale(FOLDER)
+    if names:
+        fix = "type python -m pipedream.results --write"
+        print(f"error: not up to date: {', '.join(names)}; {fix}", file=sys.stderr)
+        sys.exit(1)
+    print("all is up to date")

@@ -1,0 +1,315 @@
+"""Memory and traffic of data, tensor and pipeline parallelism and their hybrids, by formula.
+
+P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Per parameter: 2
+bytes of weights, 2 of gradients, 12 of optimizer state (an fp32 copy and two moments; Rajbhandari
+et al., ZeRO, arXiv 1910.02054). Activations as Korthikanti et al. (2205.05198) count them, 34 b T D
+bytes a block with 2-byte elements and dropout, the attention scores not kept (as flash attention or
+selective recomputation has it). A collective over n devices is a ring: each device sends
+(n - 1) / n of the elements for a reduce-scatter or an all-gather, twice that for an all-reduce.
+
+Bytes are exact fractions. Not counted: a framework's buffers, fragmentation, padding of the
+vocabulary, the loss's few numbers, and everything that overlaps or does not overlap with computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction
+from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT
+
+ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A GPT-2, its output projection tied to the token embedding."""
+
+    name: str
+    layers: int
+    """Blocks, L."""
+    hidden: int
+    """D."""
+    heads: int
+    vocabulary: int = 50257
+    """V."""
+    sequence: int = 1024
+    """Tokens a sequence, T; as many positions are learned."""
+
+    @property
+    def block_parameters(self) -> int:
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocabulary + self.sequence) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """N; the tied embedding counts once."""
+        return self.layers * self.block_parameters + self.embedding_parameters + 2 * self.hidden
+
+
+MODELS = {
+    "gpt2-medium": Model(name="GPT-2 medium", layers=24, hidden=1024, heads=16),
+    "gpt2-xl": Model(name="GPT-2 XL", layers=48, hidden=1600, heads=25),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How P = data * tensor * pipeline devices share the work."""
+
+    title: str
+    data: int = 1
+    """Copies of the model that each take a share of the batch."""
+    tensor: int = 1
+    """Devices that share every block, t."""
+    pipeline: int = 1
+    """Stages, p."""
+    zero: int = 0
+    """ZeRO's stage over the data-parallel devices: 0 to 3."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel parts the sequence is cut, too."""
+    schedule: str = "1f1b"
+    """Of the pipeline: one with a single stage a rank, or zb-v."""
+
+    @property
+    def in_v(self) -> bool:
+        """Whether device r holds stages r and 2p - 1 - r, and so the first one both ends."""
+        return self.schedule == "zb-v"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Bytes on the fullest device, and bytes that the busiest one sends in a training step."""
+
+    weights: Fraction
+    gradients: Fraction
+    optimizer: Fraction
+    activations: Fraction
+    sent: Fraction
+    idle: Fraction
+    """Share of a step in which a device waits for its pipeline; F = I = W, no time to send."""
+
+    @property
+    def memory(self) -> Fraction:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def ring_share(devices: int) -> Fraction:
+    """r: what a device sends of a reduce-scatter's or an all-gather's elements."""
+    return Fraction(devices - 1, devices)
+
+
+def cost(model: Model, layout: Layout, *, sequences: int, microbatch: int) -> Cost:
+    """What a step over `sequences` sequences costs, `microbatch` of them at a time.
+
+    Raises UserError for what cannot be cut evenly, and for ZeRO-2 or 3 inside a pipeline.
+    """
+    k = _microbatches(model, layout, sequences, microbatch)
+    form, case = _pipeline(layout, k)
+    stages = range(layout.pipeline)
+    memories = [_memory(model, layout, form, case, microbatch, s) for s in stages]
+    weights, gradients, optimizer, activations = max(memories, key=sum)
+    flushes = SCHEDULES[layout.schedule].policy == "flush"
+    return Cost(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        sent=max(sum(sent(model, layout, k, microbatch, s).values(), Fraction(0)) for s in stages),
+        idle=idle_fraction(form.makespan_idle(case), case) if flushes else Fraction(0),
+    )
+
+
+def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int) -> int:
+    """k: microbatches that each copy of the model runs in a step."""
+    for what, number, parts in (
+        ("heads", model.heads, layout.tensor),
+        ("blocks", model.layers, layout.pipeline * (2 if layout.in_v else 1)),
+        ("sequences", sequences, layout.data * microbatch),
+    ):
+        if number % parts:
+            raise UserError(
+                f"{number} {what} cannot be cut into {parts} equal parts", "take a divisor"
+            )
+    if layout.zero >= 2 and layout.pipeline > 1:
+        raise UserError(
+            f"ZeRO-{layout.zero} communicates at every microbatch, and a pipeline sums gradients "
+            "over all of them first",
+            "take ZeRO-1",
+        )
+    return sequences // (layout.data * microbatch)
+
+
+def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
+    one = Fraction(1)
+    return CLOSED_FORMS[layout.schedule], Case(layout.pipeline, k, 1, one, one, one)
+
+
+def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
+    """Of one device: layers' matrices are cut over the tensor-parallel devices, the rest is not.
+
+    With more than one stage the first and the last both hold the tied embedding. In a V both are
+    on device 0, which needs it once.
+    """
+    d, blocks = model.hidden, model.layers // layout.pipeline
+    cut, whole = blocks * (12 * d**2 + 7 * d), blocks * 6 * d
+    if stage == 0:
+        cut, whole = cut + model.vocabulary * d, whole + model.sequence * d
+    if layout.in_v:
+        whole += 2 * d * (stage == 0)
+    elif stage == layout.pipeline - 1:
+        cut, whole = cut + (model.vocabulary * d if stage > 0 else 0), whole + 2 * d
+    return Fraction(cut, layout.tensor) + whole
+
+
+def _memory(
+    model: Model, layout: Layout, form: ClosedForm, case: Case, microbatch: int, stage: int
+) -> tuple[Fraction, Fraction, Fraction, Fraction]:
+    """Bytes of weights, gradients, optimizer state and activations of one device of a stage."""
+    n = stage_parameters(model, layout, stage)
+    share = [Fraction(1, layout.data if layout.zero >= level else 1) for level in (3, 2, 1)]
+    weights = ELEMENT_BYTES * n * share[0] * form.peak_versions(case, stage)
+    if layout.zero == 3 and layout.data > 1:  # the layer at work is gathered whole
+        largest = max(model.block_parameters, model.embedding_parameters)
+        weights += ELEMENT_BYTES * Fraction(largest, layout.tensor)
+    return (
+        weights,
+        ELEMENT_BYTES * n * share[1],
+        OPTIMIZER_BYTES * n * share[2],
+        _v_activations(model, layout, case.m, microbatch, stage)
+        if layout.in_v
+        else _activations(model, layout, form.peak_activations(case, stage), microbatch, stage),
+    )
+
+
+def block_activations(model: Model, layout: Layout, microbatch: int) -> Fraction:
+    """Bytes that one block keeps of one microbatch on each device."""
+    t = layout.tensor
+    factor = Fraction(34, t) if layout.sequence_parallel else 10 + Fraction(24, t)
+    return factor * microbatch * model.sequence * model.hidden
+
+
+def _activations(
+    model: Model, layout: Layout, in_flight: Fraction, microbatch: int, stage: int
+) -> Fraction:
+    tokens, t = microbatch * model.sequence, layout.tensor
+    between = Fraction(tokens * model.hidden, t if layout.sequence_parallel else 1)
+    kept = model.layers // layout.pipeline * block_activations(model, layout, microbatch)
+    if stage == 0:  # the dropout mask behind the embedding
+        kept += between
+    if stage == layout.pipeline - 1:  # inputs of the last norm and of the projection; fp32 logits
+        kept += 4 * between + Fraction(4 * tokens * model.vocabulary, t)
+    return in_flight * kept
+
+
+def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
+    """At their peak, along the rank's order: its two stages keep different amounts."""
+    tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
+    between = Fraction(tokens * model.hidden)
+    blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
+    ends = {0: between, last: 4 * between + 4 * tokens * model.vocabulary}
+    held = peak = Fraction(0)
+    for op in (
+        op for item in build_schedule("zb-v", layout.pipeline, k).orders[rank] for op in item.parts
+    ):
+        if op.kind in (FORWARD, WEIGHT_GRADIENT):
+            held += (blocks + ends.get(op.stage, 0)) * (1 if op.kind == FORWARD else -1)
+            peak = max(peak, held)
+    return peak
+
+
+def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> dict[str, Fraction]:
+    """Bytes that a device of a stage sends in a step of k microbatches, by what for."""
+    last = layout.pipeline - 1
+    passed = microbatch * model.sequence * model.hidden  # elements between two layers
+    hop = Fraction(passed, layout.tensor if layout.sequence_parallel else 1)
+    pipeline = k * hop * ((stage < last) + (stage > 0)) * (2 if layout.in_v else 1)
+    if (
+        last and stage in (0, last) and not layout.in_v
+    ):  # the tied embedding's two gradients are added
+        pipeline += Fraction(model.vocabulary * model.hidden, layout.tensor)
+    n = stage_parameters(model, layout, stage)
+    times = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[layout.zero]
+    elements = {
+        "data": times * ring_share(layout.data) * n,
+        "tensor": k * _halves(model, layout, stage) * ring_share(layout.tensor) * passed,
+        "pipeline": pipeline,
+    }
+    return {what: ELEMENT_BYTES * count for what, count in elements.items()}
+
+
+def _halves(model: Model, layout: Layout, stage: int) -> int:
+    """Reduce-scatters and all-gathers of [b, T, D] a microbatch; an all-reduce is one of each.
+
+    A block has 2 all-reduces in its forward and 2 in its backward pass. With sequence parallelism
+    they are written as their halves, and 2 all-gathers come on top: inputs that were kept cut are
+    gathered again for the weights' gradients. Embedding and projection are cut by vocabulary.
+    """
+    blocks = model.layers // layout.pipeline
+    first, last = stage == 0, stage == layout.pipeline - 1
+    if layout.sequence_parallel:
+        return 10 * blocks + 2 * first + 3 * last
+    return 8 * blocks + 2 * first + 2 * last
+
+
+def layouts(devices: int) -> list[Layout]:
+    """The ways of using so many devices (an even number) that COMPARISON.md compares."""
+    half = devices // 2
+    found = [
+        Layout(title="data parallel", data=devices),
+        *(Layout(title=f"ZeRO-{z}", data=devices, zero=z) for z in (1, 2, 3)),
+        Layout(title="tensor", tensor=devices),
+        Layout(title="tensor, sequence parallel", tensor=devices, sequence_parallel=True),
+        Layout(title="pipeline, GPipe", pipeline=devices, schedule="gpipe"),
+        Layout(title="pipeline, 1F1B", pipeline=devices),
+        Layout(title="pipeline, ZB-H1", pipeline=devices, schedule="zb-h1"),
+        Layout(title="pipeline, ZB-V", pipeline=devices, schedule="zb-v"),
+        Layout(title="pipeline, PipeDream", pipeline=devices, schedule="pipedream"),
+        Layout(title="pipeline, PipeDream-2BW", pipeline=devices, schedule="pipedream-2bw"),
+        Layout(title=f"pipeline {half} x ZeRO-1 2", pipeline=half, data=2, zero=1),
+        Layout(title=f"pipeline 2 x ZeRO-1 {half}", pipeline=2, data=half, zero=1),
+        Layout(title=f"tensor 2 x ZeRO-1 {half}", tensor=2, data=half, zero=1),
+        Layout(title=f"tensor 2 x pipeline {half}", tensor=2, pipeline=half),
+    ]
+    if devices % 8 == 0:
+        title = f"tensor 2 x pipeline 2 x ZeRO-1 {devices // 4}"
+        found.append(Layout(title=title, tensor=2, pipeline=2, data=devices // 4, zero=1))
+    return list(dict.fromkeys(found))
+
+
+LINK_BYTES_S = 12_500_000_000
+"""100 Gbit/s, each way."""
+SEQUENCES, MICROBATCH = 64, 4
+GIB = 2**30
+
+
+def comparison_table(name: str, devices: int) -> str:
+    """COMPARISON.md's table for a model of MODELS: memory, traffic, idle time of every layout."""
+    model = MODELS[name]
+    lines = [
+        "| layout | weights | gradients | optimizer | activations | memory | sent a step "
+        "| at 12.5 GB/s | idle |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for layout in layouts(devices):
+        try:
+            found = cost(model, layout, sequences=SEQUENCES, microbatch=MICROBATCH)
+        except UserError as error:
+            reason = str(error).partition(";")[0]
+            lines.append(f"| {layout.title} | not possible: {reason} |" + " |" * 7)
+            continue
+        parts = (
+            found.weights, found.gradients, found.optimizer, found.activations, found.memory,
+            found.sent,
+        )  # fmt: skip
+        cells = [f"{float(part / GIB):.2f}" for part in parts]
+        cells.append(f"{float(1000 * found.sent / LINK_BYTES_S):,.0f} ms")
+        cells.append(f"{float(100 * found.idle):.1f}%")
+        lines.append(f"| {layout.title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

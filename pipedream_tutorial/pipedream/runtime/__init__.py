@@ -1,0 +1,1 @@
+"""Real training, one process a stage, and how long it takes."""

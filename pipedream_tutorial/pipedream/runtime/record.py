@@ -1,0 +1,241 @@
+"""The record of a start of the runtime, and its table: measured against predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from pipedream.runtime.prediction import (
+    MeasuredRun,
+    calibrate,
+    can_predict,
+    durations_ns,
+    makespan_ns,
+    predict,
+    received_before_sent,
+    utilisation,
+)
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from pipedream.schedules.policies import weight_use
+from pipedream.simulate.simulator import Costs
+
+RECORD_FORMAT = 1
+
+
+def build_record(
+    runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: dict[str, Any]
+) -> dict[str, Any]:
+    """What a record's JSON holds, all times in milliseconds, lists by stage:
+
+        format         RECORD_FORMAT
+        ...            what `about` says: command, versions, machine, config
+        num_stages
+        calibration    schedule and num_microbatches of the run that the durations are from;
+                       forward_ms, backward_ms; communication_ms (see communication_ns)
+        cases          one a run, in the order in which they ran: schedule, num_microbatches,
+                       num_batches, calibrated_on (whether it is that run), measured and predicted
+
+    measured: makespan_ms, utilisation, bubble (1 - utilisation), repeat_makespans_ms,
+    forward_ms and backward_ms (medians; B, or I + W), peak_versions, peak_memory_mib (null on a
+    CPU), waited_for_host (share of the operations that a GPU had done as soon as the host had
+    handed them over; null on a CPU), received_before_sent, losses (a batch; null: not finite),
+    weights_equal (null: not checked).
+    predicted: makespan_ms, utilisation, bubble, peak_versions; null where durations of the
+    calibration say nothing about the schedule (see can_predict).
+    """
+    costs = calibrate(calibrated_on.events, calibrated_on.schedule)
+    backward = [a + b for a, b in zip(costs.input_gradient, costs.weight_gradient, strict=True)]
+    return {
+        "format": RECORD_FORMAT,
+        **about,
+        "num_stages": calibrated_on.schedule.num_ranks,
+        "calibration": {
+            "schedule": calibrated_on.name,
+            "num_microbatches": calibrated_on.num_microbatches,
+            "forward_ms": [_ms(t) for t in costs.forward],
+            "backward_ms": [_ms(t) for t in backward],
+            "communication_ms": _ms(costs.communication),
+        },
+        "cases": [
+            {
+                "schedule": run.name,
+                "num_microbatches": run.num_microbatches,
+                "num_batches": run.num_batches,
+                "calibrated_on": run is calibrated_on,
+                "measured": _measured(run),
+                "predicted": _predicted(run, costs)
+                if can_predict(calibrated_on.schedule, run.schedule)
+                else None,
+            }
+            for run in runs
+        ],
+    }
+
+
+def _measured(run: MeasuredRun) -> dict[str, Any]:
+    stages = range(len(run.schedule.chains[0]))
+    used = utilisation(run.events, run.schedule.num_ranks)
+    medians = {key: median(ns) for key, ns in durations_ns(run.events).items()}
+
+    def per_stage(*kinds: str) -> list[float]:
+        return [_ms(sum(medians.get((stage, kind), 0) for kind in kinds)) for stage in stages]
+
+    memory, waited = run.peak_memory_bytes, run.waited_for_host
+    return {
+        "makespan_ms": _ms(makespan_ns(run.events)),
+        "utilisation": round(float(used), 5),
+        "bubble": round(float(1 - used), 5),
+        "repeat_makespans_ms": [_ms(t) for t in run.repeat_makespans_ns],
+        "forward_ms": per_stage(FORWARD),
+        "backward_ms": per_stage(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
+        "peak_versions": list(run.peak_versions),
+        "peak_memory_mib": None if memory is None else [round(b / 2**20, 1) for b in memory],
+        "received_before_sent": len(received_before_sent(run.events)),
+        "waited_for_host": None if waited is None else [round(share, 4) for share in waited],
+        "losses": [loss if isfinite(loss) else None for loss in run.losses],
+        "weights_equal": run.weights_equal,
+    }
+
+
+def _predicted(run: MeasuredRun, costs: Costs) -> dict[str, Any]:
+    found = predict(run.schedule, costs)
+    uses = weight_use(run.schedule, run.policy, run.num_microbatches)
+    return {
+        "makespan_ms": _ms(found.makespan_ns),
+        "utilisation": round(float(found.utilisation), 5),
+        "bubble": round(float(1 - found.utilisation), 5),
+        "peak_versions": [use.peak_versions for use in uses.values()],
+    }
+
+
+def _ms(ns: Fraction | float) -> float:
+    return round(float(ns) / 1e6, 4)
+
+
+HOST_SHARE = 0.2  # the first operations of a run always come as fast as the host brings them
+
+
+def waited_for_host(record: Mapping[str, Any]) -> list[str]:
+    """The record's runs in which more than HOST_SHARE of a stage's operations ended as soon as the
+    host had handed them over: what their events bracket is launching in part. A GPU that waits
+    in the middle of an operation, and catches up, is not found."""
+    return [
+        f"{case['schedule']} m={case['num_microbatches']}"
+        for case in record["cases"]
+        if max(case["measured"].get("waited_for_host") or [0]) > HOST_SHARE
+    ]
+
+
+CPU_GOAL_PERCENT, GPU_GOAL_POINTS = 10.0, 3.0
+
+
+def on_gpu(record: Mapping[str, Any]) -> bool:
+    return record["machine"]["gpus"] > 0
+
+
+def makespan_error(case: Mapping[str, Any]) -> float:
+    """Simulated makespan against the measured one, percent."""
+    return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
+
+
+def points_error(case: Mapping[str, Any]) -> float:
+    """Simulated utilisation less the measured one, percentage points."""
+    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
+
+
+def goal_of(record: Mapping[str, Any]) -> str:
+    """How close a prediction of this record should be."""
+    return (
+        f"{GPU_GOAL_POINTS:g} points"
+        if on_gpu(record)
+        else f"{CPU_GOAL_PERCENT:g}% of the makespan"
+    )
+
+
+def outside_goal(record: Mapping[str, Any]) -> list[str]:
+    """The record's runs that were predicted worse than that."""
+    found = []
+    for case in record["cases"]:
+        if case["predicted"] is None or case["calibrated_on"]:
+            continue
+        name = f"{case['schedule']} m={case['num_microbatches']}"
+        if on_gpu(record) and abs(points_error(case)) > GPU_GOAL_POINTS:
+            found.append(f"{name} ({points_error(case):+.1f} points)")
+        if not on_gpu(record) and abs(makespan_error(case)) > CPU_GOAL_PERCENT:
+            found.append(f"{name} ({makespan_error(case):+.1f}%)")
+    return found
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The table of a record: measured against predicted, one line a run."""
+    found = record["calibration"]
+    lines = [
+        "",
+        f"{'schedule':20}{'m':>4}  {'makespan, ms':^24}  {'bubble, %':^26}  versions  weights",
+        f"{'':24}  {'measured':>8} {'simulated':>9} {'%':>5}  "
+        f"{'measured':>8} {'simulated':>9} {'points':>7}",
+    ]
+    for case in record["cases"]:
+        lines.append(_line(case))
+    average = [
+        f"stage {stage}: {forward:.2f} + {backward:.2f}"
+        for stage, (forward, backward) in enumerate(
+            zip(found["forward_ms"], found["backward_ms"], strict=True)
+        )
+    ]
+    lines += [
+        "",
+        f"* the run that the durations are from ({found['schedule']}, "
+        f"m={found['num_microbatches']}): forward + backward in ms, "
+        f"{'; '.join(average)}; from stage to stage {found['communication_ms']:.2f} ms",
+    ]
+    impossible = sum(case["measured"]["received_before_sent"] for case in record["cases"])
+    lines += [
+        "bubble: the share of all stages' time that is idle; utilisation is the rest",
+        f"results received before they were sent: {impossible}",
+    ]
+    outside = outside_goal(record)
+    if outside:
+        lines.append(
+            f"predicted worse than the goal of {goal_of(record)}: {', '.join(outside)}; what else "
+            "runs on this machine lengthens single operations, so try again on a quiet one"
+        )
+    memory = [
+        f"{case['schedule']} m={case['num_microbatches']}: "
+        + ", ".join(f"{mib:.0f}" for mib in case["measured"]["peak_memory_mib"])
+        for case in record["cases"]
+        if case["measured"]["peak_memory_mib"] is not None
+    ]
+    if memory:
+        lines += ["peak memory by stage, MiB", *(f"  {text}" for text in memory)]
+    late = waited_for_host(record)
+    if late:
+        lines.append(
+            f"the GPU waited for the host to start its work in {', '.join(late)}: what is called "
+            "computing there is partly launching; set a larger microbatch_size"
+        )
+    return "\n".join(lines)
+
+
+def _line(case: Mapping[str, Any]) -> str:
+    measured, predicted = case["measured"], case["predicted"]
+    name = case["schedule"] + "*" * case["calibrated_on"]
+    line = f"{name:20}{case['num_microbatches']:4d}  {measured['makespan_ms']:8.1f} "
+    if predicted is None:
+        line += f"{'-':>9} {'-':>5}  {100 * measured['bubble']:8.2f} {'-':>9} {'-':>7}"
+    else:
+        error = makespan_error(case)
+        points = 100 * (predicted["bubble"] - measured["bubble"])
+        line += (
+            f"{predicted['makespan_ms']:9.1f} {error:+5.1f}  "
+            f"{100 * measured['bubble']:8.2f} {100 * predicted['bubble']:9.2f} {points:+7.2f}"
+        )
+    kept = measured["peak_versions"]
+    versions = ",".join(map(str, kept))
+    if len(kept) > 4 and len(set(kept)) == 1:
+        versions = f"{kept[0]} each"
+    equal = {None: "not checked", True: "equal", False: "DIFFER"}[measured["weights_equal"]]
+    return f"{line}  {versions:8}  {equal}"

@@ -1,0 +1,1 @@
+"""What runs when: operations, orders, and which weights they use."""

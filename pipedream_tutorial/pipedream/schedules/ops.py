@@ -1,0 +1,194 @@
+"""What a schedule is made of: operations, and their order on every rank."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pipedream.errors import UserError
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+_WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+
+
+class Op(NamedTuple):
+    """One microbatch's work on one stage, written as torch writes it: 2F0 is stage 2, F, batch 0.
+
+    F is the forward pass, B the whole backward pass, I its half that gives the input's gradient
+    (what the previous stage waits for) and W the half that gives the weights' gradients.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Pair(NamedTuple):
+    """A forward and a backward pass that one rank runs at the same time (DualPipe)."""
+
+    forward: Op
+    backward: Op
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Item = Op | Pair
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """An order of operations for every rank, and the way a microbatch takes through the stages."""
+
+    name: str
+    orders: tuple[tuple[Item, ...], ...]
+    """One rank's operations in the order in which it runs them."""
+    chains: tuple[tuple[int, ...], ...]
+    """Stages in the direction of the forward pass. Two chains: two copies of the model (Chimera),
+    each microbatch goes through one of them."""
+    stages_per_rank: int = 1
+    """Into how many stages (chunks) a rank's share of the layers is cut, in one copy."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def num_microbatches(self) -> int:
+        return len({op.microbatch for op in self.ops()})
+
+    @property
+    def cuts_backward(self) -> bool:
+        """Whether some backward passes are run as I and W."""
+        return any(op.kind == WEIGHT_GRADIENT for op in self.ops())
+
+    def ops(self) -> Iterable[Op]:
+        """All operations, those in pairs too."""
+        return (op for order in self.orders for item in order for op in item.parts)
+
+    def position(self) -> dict[int, int]:
+        """stage -> its place in the model, 0 for the one that holds the first layers."""
+        return {stage: place for chain in self.chains for place, stage in enumerate(chain)}
+
+    def ranks(self) -> dict[Op, int]:
+        """operation -> the rank that runs it."""
+        return {
+            op: rank
+            for rank, order in enumerate(self.orders)
+            for item in order
+            for op in item.parts
+        }
+
+
+def repeat(schedule: Schedule, num_batches: int) -> Schedule:
+    """The same batch again and again: microbatches of batch k are numbered from k * m on.
+
+    No barrier is put between batches. A rank starts its next batch when its own order allows.
+    """
+    m = schedule.num_microbatches
+    orders = tuple(
+        order + tuple(_shifted(item, k * m) for k in range(1, num_batches) for item in order)
+        for order in schedule.orders
+    )
+    return replace(schedule, orders=orders)
+
+
+def _shifted(item: Item, by: int) -> Item:
+    shifted = [Op(kind, stage, microbatch + by) for kind, stage, microbatch in item.parts]
+    return Pair(*shifted) if isinstance(item, Pair) else shifted[0]
+
+
+def save_csv(schedule: Schedule, path: Path) -> None:
+    """One line a rank, one operation a cell: what torch.distributed.pipelining loads."""
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([map(str, order) for order in schedule.orders])
+
+
+def load_csv(path: Path) -> Schedule:
+    """Read orders back; empty cells (torch's bubbles) are skipped. Stages form one chain.
+
+    Raises UserError that names line and cell for what is no operation, and for stages that are
+    not numbered 0, 1, ... or are on several ranks.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
+    orders = []
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            for number, row in enumerate(csv.reader(file), 1):
+                where = f"{path}, line {number}"
+                orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
+    except (UnicodeDecodeError, csv.Error):
+        raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
+    while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
+        orders.pop()
+    stages = _check_stages(orders, path)
+    return Schedule(
+        name=path.stem,
+        orders=tuple(orders),
+        chains=(tuple(stages),),
+        stages_per_rank=max(1, len(stages) // len(orders)),
+    )
+
+
+def _check_stages(orders: Sequence[Sequence[Item]], path: Path) -> list[int]:
+    """0, 1, ... without a gap, each on one rank; else UserError."""
+    rank_of: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for op in (op for item in order for op in item.parts):
+            if rank_of.setdefault(op.stage, rank) != rank:
+                raise UserError(
+                    f"{path} runs stage {op.stage} on ranks {rank_of[op.stage]} and {rank}",
+                    "write all operations of a stage in one line",
+                )
+    if not rank_of:
+        raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
+    missing = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
+    if missing is not None:
+        raise UserError(
+            f"{path} has a stage {max(rank_of)} but no stage {missing}",
+            "number the stages from 0 without a gap",
+        )
+    return sorted(rank_of)
+
+
+def _parse(cell: str, where: str) -> Item:
+    pair = _WRITTEN_PAIR.fullmatch(cell)
+    if pair:
+        return Pair(_parse_op(pair[1], where), _parse_op(pair[2], where))
+    return _parse_op(cell, where)
+
+
+def _parse_op(cell: str, where: str) -> Op:
+    op = _WRITTEN.fullmatch(cell)
+    if op is None:
+        raise UserError(
+            f"{where}: {cell[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"
+        )
+    return Op(op[2], int(op[1]), int(op[3]))
+
+
+def one_chain(num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Stages 0, 1, ... in order, as the chains of a Schedule."""
+    return (tuple(range(num_stages)),)
+
+
+def as_orders(lines: Sequence[Sequence[Item]]) -> tuple[tuple[Item, ...], ...]:
+    """Lists of operations as the tuples of a Schedule."""
+    return tuple(tuple(line) for line in lines)

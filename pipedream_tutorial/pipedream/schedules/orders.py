@@ -1,0 +1,260 @@
+"""The schedules: each a short function from (ranks p, microbatches m) to an order per rank.
+
+Sources: GPipe (arXiv 1811.06965), PipeDream and PipeDream-2BW (1806.03377, 2006.09503), interleaved
+1F1B (Megatron-LM, 2104.04473), zero bubble (2401.10241), Chimera (2107.06925), DualPipe
+(DeepSeek-V3, 2412.19437) in its V form. Where torch.distributed.pipelining has the schedule, the
+order is the same as torch's (tests/test_torch.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from pipedream.errors import UserError
+from pipedream.schedules.ops import Item, Op, Pair, Schedule, as_orders, one_chain
+
+
+class _Line:
+    """One rank's order while it is written: microbatches are counted by stage and kind."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.count: Counter[tuple[str, int]] = Counter()
+
+    def next(self, kind: str, stage: int) -> Op:
+        """The stage's next operation of a kind; a whole backward pass counts as its halves."""
+        op = Op(kind, stage, self.count["I" if kind == "B" else kind, stage])
+        for counted in "IW" if kind == "B" else kind:
+            self.count[counted, stage] += 1
+        return op
+
+    def add(self, kind: str, stage: int) -> None:
+        self.items.append(self.next(kind, stage))
+
+    def add_pair(self, forward_stage: int, backward_stage: int) -> None:
+        self.items.append(Pair(self.next("F", forward_stage), self.next("B", backward_stage)))
+
+
+def naive(p: int, m: int) -> Schedule:
+    """One microbatch in the pipeline at a time: all ranks but one are idle."""
+    lines = [[Op(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)]
+    return Schedule(name="naive", orders=as_orders(lines), chains=one_chain(p))
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards."""
+    lines = [[Op(kind, s, i) for kind in "FB" for i in range(m)] for s in range(p)]
+    return Schedule(name="gpipe", orders=as_orders(lines), chains=one_chain(p))
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """p - s forwards on stage s to fill the pipeline, then a backward for each forward."""
+    lines = []
+    for s in range(p):
+        line, warmup = _Line(), min(m, p - s)
+        for _ in range(warmup):
+            line.add("F", s)
+        for i in range(m):
+            line.add("B", s)
+            if warmup + i < m:
+                line.add("F", s)
+        lines.append(line.items)
+    return Schedule(name="1f1b", orders=as_orders(lines), chains=one_chain(p))
+
+
+def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
+    """v stages a rank, p apart: microbatches go round the ranks v times."""
+    lines = [_interleaved_line(r, p, m, v, ahead=2 * (p - 1 - r)) for r in range(p)]
+    return Schedule(
+        name="interleaved", orders=as_orders(lines), chains=one_chain(p * v), stages_per_rank=v
+    )
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B with the backward pass cut in two: W waits where the rank would idle.
+
+    Rank r puts W off by r microbatches, so that all hold as many activations as rank 0.
+    """
+    lines = [_interleaved_line(r, p, m, 1, ahead=p - 1 - r, delay=r) for r in range(p)]
+    return Schedule(name="zb-h1", orders=as_orders(lines), chains=one_chain(p))
+
+
+def _interleaved_line(
+    r: int, p: int, m: int, v: int, *, ahead: int, delay: int | None = None
+) -> list[Item]:
+    """Forwards, `ahead` of the last stage's rank; then pairs of forward and backward; the rest.
+
+    A round is the microbatches that go through one stage before the rank turns to its next stage.
+    With `delay` backward passes are cut, and a W follows each I once `delay` of them are behind.
+    """
+    rounds = max(1, m // p)
+    if m % rounds:
+        raise UserError(
+            f"{m} microbatches cannot be cut into {rounds} equal rounds over {p} ranks",
+            f"take a multiple of {p}, such as {rounds * p} or {(rounds + 1) * p}",
+        )
+    per_round = m // rounds
+    total, warmup = m * v, min(m * v, (v - 1) * per_round + ahead)
+    line = _Line()
+    backward_stages = [(v - 1 - step // per_round % v) * p + r for step in range(total)]
+    pending = deque(backward_stages)
+    for step in range(total + warmup):
+        if step < total:
+            line.add("F", step // per_round % v * p + r)
+        done = step - warmup
+        if done < 0:
+            continue
+        line.add("B" if delay is None else "I", backward_stages[done])
+        if delay is not None and done >= delay:
+            line.add("W", pending.popleft())
+    if delay is not None:
+        for stage in pending:
+            line.add("W", stage)
+    return line.items
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Twice the forwards ahead of ZB-H1, so that nothing is left to wait for; W fills the end.
+
+    Rank r runs 2 (p - r) - 1 forwards first and puts W off by 2 r microbatches.
+    """
+    lines = []
+    for r in range(p):
+        line, warmup = _Line(), min(m, 2 * (p - r) - 1)
+        for _ in range(warmup):
+            line.add("F", r)
+        for i in range(m):
+            line.add("I", r)
+            if i >= 2 * r:
+                line.add("W", r)
+            if warmup + i < m:
+                line.add("F", r)
+        for _ in range(min(m, 2 * r)):
+            line.add("W", r)
+        lines.append(line.items)
+    return Schedule(name="zb-h2", orders=as_orders(lines), chains=one_chain(p))
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two stages a rank in a V: rank 0 holds the first and the last stage.
+
+    Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
+    """
+    lines = []
+    for r in range(p):
+        line, down, up = _Line(), r, 2 * p - 1 - r
+        forwards = max(m, 2 * p - 1)
+        _add(line, [("F", down)], 2 * (p - r) - 1)
+        _add(line, [("F", up), ("F", down)], r)
+        _add(line, [("F", up), ("I", up), ("W", up)], p - r)
+        for _ in range(forwards - r):
+            if line.count["F", down] < forwards:
+                line.add("F", down)
+            elif line.count["F", up] == forwards:
+                break
+            _add(line, [("I", down), ("W", down), ("F", up), ("I", up), ("W", up)])
+        _add(line, [("I", down), ("I", up)], r)
+        _add(line, [("I", down), ("W", down)], p - r)
+        for stage in (up, down):
+            _add(line, [("W", stage)], line.count["I", stage] - line.count["W", stage])
+        lines.append([op for item in line.items for op in item.parts if op.microbatch < m])
+    return Schedule(
+        name="zb-v", orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2
+    )
+
+
+def _add(line: _Line, steps: list[tuple[str, int]], times: int = 1) -> None:
+    for _ in range(times):
+        for kind, stage in steps:
+            line.add(kind, stage)
+
+
+def dualpipe_v(p: int, m: int) -> Schedule:
+    """Stages in a V, and a forward of one microbatch run together with a backward of another."""
+    if m < 2 * p:
+        raise UserError(
+            f"dualpipe-v needs at least 2 microbatches a rank, not {m} for {p} ranks",
+            f"set num_microbatches to {2 * p} or more",
+        )
+    lines = [_dualpipe_line(r, p, m) for r in range(p)]
+    return Schedule(
+        name="dualpipe-v", orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2
+    )
+
+
+def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
+    """DualPipe's eight phases on the two stages of rank r."""
+    line, down, up = _Line(), r, 2 * p - 1 - r
+    pending: deque[int] = deque()
+
+    def cut_backward(stage: int) -> None:
+        line.add("I", stage)
+        pending.append(stage)
+
+    def late_weight() -> None:
+        if pending:
+            line.add("W", pending.popleft())
+
+    _add(line, [("F", down)], 2 * (p - 1 - r))
+    _add(line, [("F", down), ("F", up)], r + 1)
+    for _ in range(p - 1 - r):
+        cut_backward(up)
+        late_weight()
+        line.add("F", up)
+    for step in range(m - 2 * p + r + 1):
+        if step == 0 and r == p - 1:  # its backward has to wait anyway: overlap would only delay
+            _add(line, [("F", down), ("B", up)])
+        else:
+            line.add_pair(down, up)
+        line.add_pair(up, down)
+    for _ in range(p - 1 - r):
+        line.add("B", up)
+        line.add_pair(up, down)
+    # 2 (r + 1) backwards, alternating; from the middle on their W is put off.
+    middle = r + 1 if r % 2 else (r + 1) // 2 * 2 + 1
+    for step in range(2 * (r + 1)):
+        stage = down if step % 2 else up
+        if step >= middle:
+            cut_backward(stage)
+        else:
+            line.add("B", stage)
+    for _ in range(p - 1 - r):
+        late_weight()
+        if 2 * (r + 1) > middle:
+            cut_backward(down)
+        else:
+            line.add("B", down)
+    for _ in range(r + 1):
+        late_weight()
+    return line.items
+
+
+def chimera(p: int, m: int) -> Schedule:
+    """Two copies of the model in opposite directions, half of the microbatches through each.
+
+    Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches, and what
+    one leaves idle the other fills.
+    """
+    if p % 2 or m % p:
+        raise UserError(
+            f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
+            f"m={m}",
+            f"take p={p + p % 2} and a multiple of it",
+        )
+    # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot
+    # s + 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the one before it. No
+    # rank gets a slot twice: one direction's slots are even where the other's are odd.
+    lines: list[list[tuple[int, Op]]] = [[] for _ in range(p)]
+    for microbatch in range(m):
+        unit, place = divmod(microbatch, p)
+        upwards, i = divmod(place, p // 2)
+        begin = unit * 2 * p + 2 * i
+        for s in range(p):
+            rank, stage = (p - 1 - s, p + s) if upwards else (s, s)
+            lines[rank] += [
+                (begin + s, Op("F", stage, microbatch)),
+                (begin + 2 * p - 1 - s, Op("B", stage, microbatch)),
+            ]
+    orders = as_orders([[op for _, op in sorted(line)] for line in lines])
+    chains = (tuple(range(p)), tuple(range(p, 2 * p)))
+    return Schedule(name="chimera", orders=orders, chains=chains)

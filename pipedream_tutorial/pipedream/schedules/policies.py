@@ -1,0 +1,140 @@
+"""When a stage's weights change, and with which version of them a microbatch runs.
+
+Version 0 is the initial weights; each update of a stage makes its next one. The rules name versions
+by number, so the simulator counts with them and the trainers compute with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipedream.errors import UserError
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How one way of training in a pipeline treats its weights."""
+
+    per_microbatch: bool
+    """Update after each microbatch's backward pass; otherwise once a batch, after its last."""
+    forward_version: Callable[[int, int, int, int], int]
+    """(updates done on this stage, microbatch, microbatches a batch, p) -> version to run with."""
+    stashed: bool = True
+    """The backward pass sees the version of its forward pass. False: it sees whatever is there."""
+    text: str
+
+
+POLICIES: dict[str, Policy] = {
+    "flush": Policy(
+        per_microbatch=False,
+        forward_version=lambda updates, i, m, p: updates,
+        text="one update a batch, when the stage has no microbatch in flight",
+    ),
+    "stash": Policy(
+        per_microbatch=True,
+        forward_version=lambda updates, i, m, p: updates,
+        text="an update a microbatch; the backward pass uses its forward pass's weights",
+    ),
+    "vertical": Policy(
+        per_microbatch=True,
+        forward_version=lambda updates, i, m, p: max(0, i - (p - 1)),
+        text="stashing, and a microbatch uses one version number on every stage",
+    ),
+    "in-place": Policy(
+        per_microbatch=True,
+        forward_version=lambda updates, i, m, p: updates,
+        stashed=False,
+        text="an update a microbatch into the same memory; a backward pass may see newer weights "
+        "than its forward pass did",
+    ),
+    "2bw": Policy(
+        per_microbatch=False,
+        forward_version=lambda updates, i, m, p: max(0, i // m - 1),
+        text="one update a batch without a flush; a batch runs one version behind",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUse:
+    """What happened to one stage's weights, counted along its rank's order."""
+
+    forward: dict[int, int]
+    """microbatch -> version that its forward pass ran with."""
+    backward: dict[int, int]
+    """microbatch -> version that its backward pass ran with."""
+    staleness: dict[int, int]
+    """microbatch -> updates of the stage between its forward pass's version and its own update."""
+    live: tuple[tuple[Op, int], ...]
+    """After each operation of the stage: how many versions are kept."""
+
+    @property
+    def peak_versions(self) -> int:
+        return max(count for _, count in self.live)
+
+
+def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
+    """stage -> versions, staleness and how many are kept, from the orders alone.
+
+    `batch_size` is the number of microbatches between two updates where the policy updates once a
+    batch. Timing plays no part: it cannot change what an order fixes.
+    """
+    own: dict[int, list[Op]] = {}
+    for op in schedule.ops():
+        own.setdefault(op.stage, []).append(op)
+    num_stages = len(schedule.chains[0])
+    return {
+        stage: _stage_use(ops, policy, batch_size, num_stages) for stage, ops in sorted(own.items())
+    }
+
+
+def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
+    last_backward = WEIGHT_GRADIENT if any(op.kind == WEIGHT_GRADIENT for op in ops) else BACKWARD
+    forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    staleness: dict[int, int] = {}
+    in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
+    live: list[tuple[Op, int]] = []
+    updates = 0
+    to_do = Counter(op.microbatch // m for op in ops if op.kind == FORWARD)
+    upcoming = deque(op.microbatch for op in ops if op.kind == FORWARD)
+    for op in ops:
+        i = op.microbatch
+        if op.kind == FORWARD:
+            forward[i] = policy.forward_version(updates, i, m, p)
+            if forward[i] > updates:
+                raise UserError(
+                    f"microbatch {i} would run with version {forward[i]} before there is one",
+                    f"take {p - 1} microbatches a batch or more",
+                )
+            in_use[forward[i]] += 1
+            upcoming.popleft()
+        elif op.kind in (BACKWARD, INPUT_GRADIENT):
+            backward[i] = forward[i] if policy.stashed else updates
+        if (op.kind == last_backward or op.kind == BACKWARD) and i not in staleness:
+            in_use[forward[i]] -= 1
+            if not in_use[forward[i]]:
+                del in_use[forward[i]]
+            staleness[i] = (i if policy.per_microbatch else i // m) - forward[i]
+            to_do[i // m] -= 1
+            if policy.per_microbatch or to_do[i // m] == 0:
+                updates += 1
+        live.append((op, _kept(policy, in_use, updates, upcoming, m, p)))
+    return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
+
+
+def _kept(
+    policy: Policy, in_use: Counter[int], updates: int, upcoming: deque[int], m: int, p: int
+) -> int:
+    """The newest version, those in use, and all between them and the oldest still to be read."""
+    if not policy.stashed:
+        return 1
+    oldest = updates
+    if upcoming:  # a policy may read an old version in a forward pass that is yet to come
+        oldest = min(updates, policy.forward_version(updates, upcoming[0], m, p))
+    if oldest == updates:
+        return len(in_use) + (updates not in in_use)
+    return updates - oldest + 1 + sum(not oldest <= version <= updates for version in in_use)

@@ -1,0 +1,1 @@
+"""Orders run on an exact clock."""

@@ -1,0 +1,152 @@
+"""Why a pipeline cannot just send and receive: an order that computes well may still block.
+
+The simulator lets results arrive by themselves. Here every hop is a SEND on one rank and a RECV on
+the other, a SEND ends only when its RECV has been posted (a rendezvous), and each ordered pair of
+ranks is one channel: first sent, first received, no tags to tell messages apart (NCCL's rules).
+Nothing is timed: if a program blocks, it does so at any speed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipedream.errors import UserError
+from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.simulate.needs import DeadlockError, needs
+
+RUN, SEND, RECV = "RUN", "SEND", "RECV"
+
+
+class Action(NamedTuple):
+    """Run an operation, or move its result between this rank and its peer."""
+
+    kind: str
+    op: Op
+    peer: int
+
+    def __str__(self) -> str:
+        direction = {RUN: "on", SEND: "to", RECV: "from"}[self.kind]
+        return f"{self.kind} {self.op} {direction} rank {self.peer}"
+
+
+Step = tuple[Action, ...]
+"""Actions that a rank posts together; it goes on when all have ended."""
+
+
+def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:
+    """By rank: receive what an operation needs, run it, send its result, each waited for.
+
+    `paired` posts a send and the receive from the same peer that directly follows it as one step:
+    Megatron-LM's fused send-and-receive in the steady part of 1F1B. Raises UserError for schedules
+    with more than one stage a rank.
+    """
+    if len(schedule.chains) > 1 or schedule.stages_per_rank > 1:
+        raise UserError(
+            f"{schedule.name} has several stages a rank", "choose one with a single stage, as 1f1b"
+        )
+    ranks = schedule.ranks()
+    programs: list[list[Step]] = []
+    for rank, order in enumerate(schedule.orders):
+        steps: list[Step] = []
+        for op in (op for item in order for op in item.parts):
+            steps += [
+                (Action(RECV, need, ranks[need]),)
+                for need in needs(op, schedule)
+                if ranks[need] != rank
+            ]
+            steps.append((Action(RUN, op, rank),))
+            peer = rank + 1 if op.kind == FORWARD else rank - 1
+            if op.kind != WEIGHT_GRADIENT and 0 <= peer < schedule.num_ranks:
+                steps.append((Action(SEND, op, peer),))
+        programs.append(_fused(steps) if paired else steps)
+    return programs
+
+
+def _fused(steps: list[Step]) -> list[Step]:
+    fused: list[Step] = []
+    for step in steps:
+        before = fused[-1] if fused else ()
+        kinds = [action.kind for action in (*before, *step)]
+        if kinds == [SEND, RECV] and before[0].peer == step[0].peer:
+            fused[-1] = before + step
+        else:
+            fused.append(step)
+    return fused
+
+
+def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
+    """Run until all ranks have ended; the actions in the order in which they ended.
+
+    `buffered` sends are copied away and never wait. Raises DeadlockError that names what every
+    rank of the circle is at.
+    """
+    state = _State(programs, buffered)
+    while state.advance():
+        pass
+    if any(at < len(program) for at, program in zip(state.at, programs, strict=True)):
+        raise state.deadlock()
+    return state.ended
+
+
+class _State:
+    """Where each rank is, and what is posted on each channel (sender, receiver)."""
+
+    def __init__(self, programs: Sequence[Sequence[Step]], buffered: bool) -> None:
+        self.programs, self.buffered = programs, buffered
+        self.at = [-1] * len(programs)
+        self.open: list[list[Action]] = [[] for _ in programs]
+        self.sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)
+        self.ended: list[Action] = []
+
+    def advance(self) -> bool:
+        """Let every rank that can go to its next step do so, then move what can move."""
+        before = len(self.ended), list(self.at)
+        for rank, program in enumerate(self.programs):
+            if not self.open[rank] and self.at[rank] < len(program):
+                self.at[rank] += 1
+                if self.at[rank] < len(program):
+                    self._post(rank, program[self.at[rank]])
+        for rank in range(len(self.programs)):
+            for action in list(self.open[rank]):
+                if action.kind == RECV:
+                    self._receive(rank, action)
+        return before != (len(self.ended), self.at)
+
+    def _post(self, rank: int, step: Step) -> None:
+        for action in step:
+            if action.kind == SEND:
+                self.sent[rank, action.peer].append(action.op)
+            if action.kind == RUN or (action.kind == SEND and self.buffered):
+                self.ended.append(action)
+            else:
+                self.open[rank].append(action)
+
+    def _receive(self, rank: int, action: Action) -> None:
+        """A RECV takes its channel's oldest message, if that is what it is for."""
+        channel = self.sent[action.peer, rank]
+        if not channel or channel[0] != action.op:
+            return
+        channel.popleft()
+        self._end(rank, action)
+        if not self.buffered:
+            self._end(action.peer, Action(SEND, action.op, rank))
+
+    def _end(self, rank: int, action: Action) -> None:
+        self.open[rank].remove(action)
+        self.ended.append(action)
+
+    def deadlock(self) -> DeadlockError:
+        """Follow from a rank that waits to the one it waits for, until one comes up again."""
+        rank = next(r for r, actions in enumerate(self.open) if actions)
+        path: dict[int, Action] = {}
+        while rank not in path and self.open[rank]:
+            action = path[rank] = self.open[rank][0]
+            late = action.kind == RECV and action.op in self.sent[action.peer, rank]
+            rank = rank if late else action.peer
+        circle = list(path.items())
+        if rank in path:  # otherwise the chain ends at a rank that has nothing left to do
+            circle = circle[list(path).index(rank) :]
+        text = "; ".join(f"rank {r} is at {action}" for r, action in circle)
+        return DeadlockError([action.op for _, action in circle], f"deadlock: {text}")

@@ -1,0 +1,234 @@
+"""What every schedule comes to on the same model and microbatches: the numbers of the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from pipedream.errors import UserError
+from pipedream.schedules import closed_forms
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.closed_forms import CLOSED_FORMS
+from pipedream.schedules.ops import (
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Pair,
+    Schedule,
+    load_csv,
+    repeat,
+)
+from pipedream.schedules.policies import POLICIES, Policy, weight_use
+from pipedream.simulate.measures import Idle, idle, peak_activations
+from pipedream.simulate.needs import DeadlockError
+from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """The sizes and durations that all schedules are compared at."""
+
+    num_stages: int
+    num_microbatches: int
+    num_batches: int
+    chunks: int
+    forward: Fraction
+    backward: Fraction
+    """Of the half that gives the input's gradient."""
+    weight_gradient: Fraction
+    communication: Fraction
+    overlap_saving: Fraction
+    stage_scale: list[Fraction] | None
+    """One factor for each of `num_stages` equal shares of the layers, in the model's order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """What the closed form says of one batch, with its text."""
+
+    text: str
+    range_text: str
+    makespan_idle: Fraction | None
+    """Each rank's idle time until the last rank ends; None outside the range."""
+    span_idle: Fraction | None
+    """Rank 0's within its own span."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One schedule: a batch on its own, and batches one after the other."""
+
+    name: str
+    title: str
+    policy: Policy
+    batch: Timeline
+    """One batch from an empty pipeline to an empty pipeline."""
+    stream: Timeline
+    """`num_batches` batches. Without a pause where the policy needs no flush; otherwise each
+    rank starts its next batch once its own work on the last one is done."""
+    batch_idle: Idle
+    stream_idle: Idle
+    peak_activations: tuple[Fraction, ...]
+    """By rank, in microbatches of a rank's share of the layers; over the stream."""
+    peak_versions: tuple[int, ...]
+    """By stage, in the model's order; of a second copy after the first."""
+    staleness: tuple[int, ...]
+    """By stage likewise: most updates between a microbatch's weights and its own update."""
+    weight_copies: tuple[int | Fraction, ...]
+    """By rank: parameters kept, in units of a rank's share of the model. Chimera's two copies of
+    the model count as two."""
+    mixed: bool
+    """Whether a backward pass sees other weights than its forward pass saw."""
+    formula: Formula | None
+    """Of one batch; None where there is none, as with uneven stages or a time to send."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A schedule that these sizes do not allow."""
+
+    name: str
+    title: str
+    reason: str
+
+
+def compare(case: Case) -> list[Row | Refused]:
+    """A row for each of SCHEDULES, in their order."""
+    _check_scale(case, case.num_stages)
+    simulated: Simulated = {}
+    return [_row_or_reason(name, case, simulated) for name in SCHEDULES]
+
+
+Simulated = dict[tuple[object, int, int], Timeline]
+"""(how orders are built, batches, of these repeated): several schedules share 1F1B's."""
+
+
+def _row_or_reason(name: str, case: Case, simulated: Simulated) -> Row | Refused:
+    try:
+        return measure(name, case, simulated)
+    except UserError as error:
+        return Refused(name=name, title=SCHEDULES[name].title, reason=str(error))
+
+
+def measure(name: str, case: Case, simulated: Simulated | None = None) -> Row:
+    """The row of one schedule; UserError where it does not allow these sizes.
+
+    What is in `simulated` is taken from there, what is not is added.
+    """
+    entry, simulated = SCHEDULES[name], {} if simulated is None else simulated
+    policy, flushes = POLICIES[entry.policy], entry.policy == "flush"
+
+    def timeline(num_batches: int) -> Timeline:
+        repeats = num_batches if flushes else 1
+        key = (entry.build, num_batches, repeats)
+        if key not in simulated:
+            m = case.num_microbatches * num_batches // repeats
+            schedule = repeat(build_schedule(name, case.num_stages, m, case.chunks), repeats)
+            simulated[key] = simulate(schedule, _costs(schedule, case))
+        return simulated[key]
+
+    return _row(name, entry.title, policy, timeline(1), timeline(case.num_batches), case)
+
+
+def measure_csv(path: Path, case: Case) -> Row:
+    """The row of an order from a file, updated once a batch. The file gives ranks and microbatches.
+
+    Raises UserError for orders that are incomplete or that wait for each other.
+    """
+    batch = load_csv(path)
+    try:
+        _check_passes(batch)
+        stream = repeat(batch, case.num_batches)
+        once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
+        return _row(path.name, path.name, POLICIES["flush"], once, again, case)
+    except UserError:
+        raise
+    except (DeadlockError, ValueError) as error:
+        raise UserError(f"{path} cannot run: {error}", "mend the order in the file") from error
+
+
+def _check_passes(schedule: Schedule) -> None:
+    found = sorted({op.microbatch for op in schedule.ops()})
+    if found != list(range(len(found))):
+        raise ValueError(f"its {len(found)} microbatches are not numbered 0 to {len(found) - 1}")
+    done = {(op.kind, op.stage, op.microbatch) for op in schedule.ops()}
+    for _, stage, i in done:
+        halves = [(kind, stage, i) in done for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
+        backward = ("B", stage, i) in done or all(halves)
+        if (FORWARD, stage, i) not in done or not backward:
+            raise ValueError(f"stage {stage} needs F, and B or both I and W, of microbatch {i}")
+
+
+def _row(name: str, title: str, policy: Policy, once: Timeline, again: Timeline, case: Case) -> Row:
+    batch, stream = once.schedule, again.schedule
+    use = weight_use(stream, policy, batch.num_microbatches)
+    ranks = {op.stage: rank for op, rank in stream.ranks().items()}
+    copies = [Fraction(0)] * stream.num_ranks
+    for stage, rank in ranks.items():
+        copies[rank] += Fraction(use[stage].peak_versions, stream.stages_per_rank)
+    in_order = [use[stage] for chain in stream.chains for stage in chain]
+    return Row(
+        name=name,
+        title=title,
+        policy=policy,
+        batch=once,
+        stream=again,
+        batch_idle=idle(once),
+        stream_idle=idle(again),
+        peak_activations=peak_activations(stream),
+        peak_versions=tuple(u.peak_versions for u in in_order),
+        staleness=tuple(max(u.staleness.values()) for u in in_order),
+        weight_copies=tuple(copies),
+        mixed=any(u.backward != u.forward for u in in_order),
+        formula=_formula(name, batch, case),
+    )
+
+
+def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
+    form = CLOSED_FORMS.get(name)
+    pairs = any(isinstance(item, Pair) for order in batch.orders for item in order)
+    uneven = case.stage_scale is not None and set(case.stage_scale) != {1}
+    if form is None or uneven or case.communication or (pairs and case.overlap_saving):
+        return None
+    sizes = closed_forms.Case(
+        p=case.num_stages,
+        m=case.num_microbatches,
+        v=case.chunks,
+        f=case.forward,
+        i=case.backward,
+        w=case.weight_gradient,
+    )
+    holds = form.idle_holds(sizes)
+    return Formula(
+        text=form.idle_text,
+        range_text=form.range_text,
+        makespan_idle=form.makespan_idle(sizes) if holds else None,
+        span_idle=form.span_idle(sizes, 0) if holds else None,
+    )
+
+
+def _costs(schedule: Schedule, case: Case) -> Costs:
+    """The same model for all: a share of the layers keeps its factor however it is cut."""
+    _check_scale(case, schedule.num_ranks)
+    scale = case.stage_scale
+    if scale is not None:
+        num_stages = len(schedule.chains[0])
+        scale = [scale[place * len(scale) // num_stages] for place in range(num_stages)]
+    return build_costs(
+        schedule,
+        forward=case.forward,
+        input_gradient=case.backward,
+        weight_gradient=case.weight_gradient,
+        communication=case.communication,
+        scale=scale,
+        overlap_saving=case.overlap_saving,
+    )
+
+
+def _check_scale(case: Case, num_ranks: int) -> None:
+    if case.stage_scale is not None and len(case.stage_scale) != num_ranks:
+        raise UserError(
+            f"stage_scale has length {len(case.stage_scale)} for {num_ranks} stages",
+            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}",
+        )

@@ -1,0 +1,143 @@
+"""What a timeline costs: idle time, activations, the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.policies import WeightUse
+from pipedream.simulate.simulator import Event, Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Idle:
+    """Idle time by rank, by both definitions that papers use."""
+
+    makespan: tuple[Fraction, ...]
+    """From time 0 to the end of the last rank, less the time the rank is busy."""
+    span: tuple[Fraction, ...]
+    """From the rank's own first start to its own last end, less the time it is busy. A schedule
+    with "zero bubble" has zero here; the makespan still idles while the pipeline fills."""
+    makespan_fraction: Fraction
+    """Share of all ranks' time that is idle, 0 to 1. Utilisation is 1 minus this."""
+    span_fraction: Fraction
+    """The same within the ranks' own spans."""
+
+
+def idle(timeline: Timeline) -> Idle:
+    """Idle time of a timeline. Ranks without operations are idle throughout."""
+    lines = list(zip(timeline.starts, timeline.ends, strict=True))
+    total, tick = max(ends[-1] for ends in timeline.ends if ends), timeline.tick
+    busy = [sum(ends) - sum(starts) for starts, ends in lines]
+    spans = [ends[-1] - starts[0] if ends else total for starts, ends in lines]
+    return Idle(
+        makespan=tuple((total - b) * tick for b in busy),
+        span=tuple((s - b) * tick for s, b in zip(spans, busy, strict=True)),
+        makespan_fraction=1 - Fraction(sum(busy), total * len(busy)),
+        span_fraction=1 - Fraction(sum(busy), sum(spans)),
+    )
+
+
+def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, int]]]:
+    """rank -> after each operation, how many stages' activations of a microbatch it holds.
+
+    A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
+    In a pair the forward's is added before the backward's goes. One stage of a schedule with v
+    stages a rank holds 1/v of what a whole rank's share would.
+    """
+    split = {(op.stage, op.microbatch) for op in schedule.ops() if op.kind == WEIGHT_GRADIENT}
+    steps: dict[int, list[tuple[Op, int]]] = {}
+    for rank, order in enumerate(schedule.orders):
+        held, steps[rank] = 0, []
+        for op in (op for item in order for op in item.parts):
+            if op.kind == FORWARD:
+                held += 1
+            elif op.kind == WEIGHT_GRADIENT or (
+                op.kind == BACKWARD and (op.stage, op.microbatch) not in split
+            ):
+                held -= 1
+            steps[rank].append((op, held))
+    return steps
+
+
+def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
+    """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
+    v = schedule.stages_per_rank
+    return tuple(
+        Fraction(max((held for _, held in steps), default=0), v)
+        for _, steps in sorted(activation_steps(schedule).items())
+    )
+
+
+def critical_path(timeline: Timeline) -> list[Event]:
+    """The operations that fix the makespan, first to last: each began when the one before ended
+    (and its result had arrived)."""
+    by_op = {op: event for event in timeline.all_events() for op in event.item.parts}
+    event = max(timeline.all_events(), key=lambda e: e.end)
+    path = [event]
+    while event.bound_by is not None:
+        event = by_op[event.bound_by]
+        path.append(event)
+    return path[::-1]
+
+
+Time = TypeVar("Time", int, Fraction)
+
+
+def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
+    """Start and end of every operation; those of a pair have the pair's."""
+    return {op: (e.start, e.end) for e in timeline.all_events() for op in e.item.parts}
+
+
+def held_activations(
+    schedule: Schedule, times: Mapping[Op, tuple[Time, Time]], zero: Time
+) -> dict[int, list[tuple[Time, Fraction]]]:
+    """rank -> (time, activations held from then on), in microbatches of a rank's whole share.
+
+    Counted from the start of a forward pass to the end of the pass that frees them.
+    """
+    v = schedule.stages_per_rank
+    found = {}
+    for rank, steps in activation_steps(schedule).items():
+        points = [(zero, Fraction(0))]
+        for op, count in steps:
+            start, end = times[op]
+            points.append((start if op.kind == FORWARD else end, Fraction(count, v)))
+        found[rank] = _changes(points)
+    return found
+
+
+def live_versions(
+    schedule: Schedule,
+    times: Mapping[Op, tuple[Time, Time]],
+    zero: Time,
+    use: Mapping[int, WeightUse],
+) -> dict[int, list[tuple[Time, Fraction]]]:
+    """rank -> (time, weight versions kept from then on), in copies of a rank's whole share.
+
+    Every stage starts with one version; an operation changes their number when it ends.
+    """
+    v = schedule.stages_per_rank
+    found = {}
+    for rank, order in enumerate(schedule.orders):
+        ops = [op for item in order for op in item.parts]
+        kept = {op.stage: 1 for op in ops}
+        after = {op: count for stage in kept for op, count in use[stage].live}
+        points = [(zero, Fraction(len(kept), v))]
+        for op in ops:
+            kept[op.stage] = after[op]
+            points.append((times[op][1], Fraction(sum(kept.values()), v)))
+        found[rank] = _changes(points)
+    return found
+
+
+def _changes(points: Sequence[tuple[Time, Fraction]]) -> list[tuple[Time, Fraction]]:
+    """Only where the value changes; of several points at one time the last."""
+    found: list[tuple[Time, Fraction]] = []
+    for time, value in dict(points).items():
+        if not found or found[-1][1] != value:
+            found.append((time, value))
+    return found

@@ -1,0 +1,1 @@
+"""Real training under an order, in one process."""

@@ -1,0 +1,155 @@
+"""What a backward pass in two halves costs: (I + W) / B, measured on this machine's CPU.
+
+    python -m pipedream.train.cut_cost records/cpu-cut.json
+
+Blocks of GPT-2, one thread. Three ways of cutting: ours (cut.py), torch's own helpers for its
+pipelines, and asking autograd twice. All take turns with the whole pass, so that what else the
+machine does meets all alike; times are medians.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipedream.errors import UserError, errors_in_one_line, main_with_errors
+
+with errors_in_one_line():  # torch may be missing
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    from pipedream.schedules.policies import POLICIES
+    from pipedream.train.models import GPT2_SIZES, gpt2_layers
+    from pipedream.train.trainer import StageTrainer
+
+SETTINGS: dict[str, Any] = {"model": "gpt2", "blocks": 2, "sequences": 2, "tokens": 128}
+REPEATS = 30
+
+Halves = tuple[float, float, float]
+"""Seconds of F, I and W; of a whole pass F, B and 0."""
+
+
+def timed(*steps: Callable[[], Any]) -> Halves:
+    """Seconds of each of three steps."""
+    times = []
+    for step in steps:
+        begun = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begun)
+    return times[0], times[1], times[2]
+
+
+def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
+    """By the runtime's StageTrainer, as a stage in the middle."""
+    trainer = StageTrainer(
+        module, POLICIES["flush"], stage=1, num_stages=3, batch_size=2, num_microbatches=2,
+        learning_rate=0.1, cut=cut,
+    )  # fmt: skip
+    if not cut:
+        return timed(lambda: trainer.forward(0, x), lambda: trainer.backward(0, dy), lambda: None)
+    return timed(
+        lambda: trainer.forward(0, x),
+        lambda: trainer.input_gradient(0, dy),
+        lambda: trainer.weight_gradient(0),
+    )
+
+
+def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
+    """By stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
+    x = x.detach().requires_grad_()
+    found: dict[str, Any] = {}
+    module.zero_grad()
+
+    def forward() -> None:
+        found["y"] = module(x)
+
+    def first() -> None:
+        _, found["groups"] = stage_backward_input([found["y"]], [dy], [x], module.parameters())
+
+    return timed(
+        forward, first, lambda: stage_backward_weight(module.parameters(), found["groups"])
+    )
+
+
+def asking_twice(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
+    """By two calls of autograd.grad on one graph."""
+    x = x.detach().requires_grad_()
+    found: dict[str, Any] = {}
+
+    def forward() -> None:
+        found["y"] = module(x)
+
+    return timed(
+        forward,
+        lambda: torch.autograd.grad(found["y"], x, dy, retain_graph=True),
+        lambda: torch.autograd.grad(found["y"], list(module.parameters()), dy),
+    )
+
+
+WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = {
+    "whole": lambda *given: with_trainer(*given, cut=False),
+    "cut": lambda *given: with_trainer(*given, cut=True),
+    "torch": with_torch,
+    "twice": asking_twice,
+}
+
+
+def measure(repeats: int = REPEATS) -> dict[str, Any]:
+    """way -> {"ms": [F, I, W] (F, B, 0 of the whole pass), "ratio": (I + W) / B}."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    size = replace(GPT2_SIZES[SETTINGS["model"]], num_layers=SETTINGS["blocks"], vocabulary=1)
+    module = nn.Sequential(*gpt2_layers(size)[1:-1])
+    x, dy = torch.randn(2, SETTINGS["sequences"], SETTINGS["tokens"], size.hidden)
+    times: dict[str, list[Halves]] = {name: [] for name in WAYS}
+    for turn in range(2 + repeats):
+        for name, run in WAYS.items():
+            found = run(module, x, dy)
+            if turn >= 2:  # the first ones set things up
+                times[name].append(found)
+    whole = [backward for _, backward, _ in times["whole"]]
+    return {
+        name: {
+            "ms": [round(1e3 * statistics.median(column), 3) for column in zip(*rows, strict=True)],
+            # Of each turn its own ratio: the machine is as fast for both.
+            "ratio": round(
+                statistics.median(
+                    (i + w) / b for (_, i, w), b in zip(rows, whole, strict=True)
+                ), 4,
+            ),
+        }
+        for name, rows in times.items()
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, write the record and print it."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
+        raise UserError(
+            "one path in a folder that exists is needed",
+            "type python -m pipedream.train.cut_cost records/cpu-cut.json",
+        )
+    ways = measure()
+    record = {
+        "command": f"python -m pipedream.train.cut_cost {sys.argv[1]}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "settings": SETTINGS | {"repeats": REPEATS, "threads": 1, "dtype": "float32"},
+        "ways": ways,
+    }
+    Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
+    for name, row in ways.items():
+        print(f"{name:8} F, I, W in ms {row['ms']}  (I + W) / B {row['ratio']:.2f}")
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

@@ -1,0 +1,198 @@
+"""The models: a small one that is cut into stages, with its data, and GPT-2's layers.
+
+Layers are numbered through the whole model and drawn from their own seeds, so the same model comes
+out however it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, NUM_CLASSES = 32, 8
+
+
+class ResidualLayer(nn.Module):
+    """x + down(tanh(up(norm(x)))): deep stacks of it train, deep stacks of plain tanh do not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, width] -> [batch, width]
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build_stages(
+    num_stages: int, layers_per_stage: int, *, seed: int, dtype: torch.dtype = torch.float64
+) -> list[nn.Module]:
+    """Stages of `layers_per_stage` layers each; the last one ends in a classifier."""
+    stages: list[nn.Module] = []
+    for stage in range(num_stages):
+        layers: list[nn.Module] = []
+        for layer in range(stage * layers_per_stage, (stage + 1) * layers_per_stage):
+            torch.manual_seed(seed * 10_000 + layer)
+            layers.append(ResidualLayer(WIDTH))
+        if stage == num_stages - 1:
+            torch.manual_seed(seed * 10_000 + 9_999)
+            layers += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)]
+        stages.append(nn.Sequential(*layers).to(dtype))
+    return stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Points and the classes that a hidden network gives them."""
+
+    inputs: torch.Tensor
+    """[samples, WIDTH]"""
+    targets: torch.Tensor
+    """[samples]"""
+    microbatch_size: int
+
+    def microbatch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the microbatch, counted from the start of training; the samples
+        come round again in the same order."""
+        first = index * self.microbatch_size % len(self.targets)
+        rows = slice(first, first + self.microbatch_size)
+        return self.inputs[rows], self.targets[rows]
+
+
+def build_task(
+    *,
+    seed: int,
+    num_microbatches: int = 64,
+    microbatch_size: int = 8,
+    dtype: torch.dtype = torch.float64,
+) -> Task:
+    """Normal inputs, classified by a random two-layer network."""
+    num_samples = num_microbatches * microbatch_size
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
+    first = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+    second = torch.randn(WIDTH, NUM_CLASSES, generator=generator, dtype=torch.float64)
+    targets = (torch.tanh(inputs @ first) @ second).argmax(dim=1)
+    return Task(inputs=inputs.to(dtype), targets=targets, microbatch_size=microbatch_size)
+
+
+def evaluate(
+    stages: Sequence[nn.Module], weights: Sequence[dict[str, torch.Tensor]], task: Task
+) -> float:
+    """Mean cross-entropy over all samples, in nats, of stages run with the given weights."""
+    x = task.inputs
+    with torch.no_grad():
+        for stage, own in zip(stages, weights, strict=True):
+            x = torch.func.functional_call(stage, own, (x,))
+        return float(nn.functional.cross_entropy(x, task.targets))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPT2Size:
+    """What fixes the shape of every weight."""
+
+    num_layers: int
+    """Transformer blocks."""
+    hidden: int
+    heads: int
+    """Attention heads; they divide `hidden`."""
+    vocabulary: int = 50257
+    seq_len: int = 1024
+    """Longest sequence, the number of learned positions."""
+
+
+GPT2_SIZES: dict[str, GPT2Size] = {
+    "gpt2": GPT2Size(num_layers=12, hidden=768, heads=12),
+    "gpt2-medium": GPT2Size(num_layers=24, hidden=1024, heads=16),
+}
+
+
+class Embedding(nn.Module):
+    """Token and position vectors: [B, S] int64 -> [B, S, H]."""
+
+    def __init__(self, size: GPT2Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.hidden)
+        self.positions = nn.Embedding(size.seq_len, size.hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(places)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, size: GPT2Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.hidden)
+        self.query_key_value = nn.Linear(size.hidden, 3 * size.hidden)
+        self.attention_out = nn.Linear(size.hidden, size.hidden)
+        self.mlp_norm = nn.LayerNorm(size.hidden)
+        self.mlp_in = nn.Linear(size.hidden, 4 * size.hidden)
+        self.mlp_out = nn.Linear(4 * size.hidden, size.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attention(self.attention_norm(x))
+        grown = functional.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        return x + self.mlp_out(grown)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        # [B, S, 3H] -> 3 x [B, heads, S, H / heads]
+        parts = self.query_key_value(x).view(batch, length, 3, self.heads, hidden // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+
+
+class Head(nn.Module):
+    """Final norm and output projection: [B, S, H] -> logits [B, S, V], or the loss."""
+
+    def __init__(self, size: GPT2Size) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.hidden)
+        self.project = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """With `targets` [B, S] int64: their mean cross-entropy in nats, a scalar."""
+        logits = self.project(self.norm(x))
+        if targets is None:
+            return logits
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt2_layers(size: GPT2Size) -> list[nn.Module]:
+    """Embedding, the blocks, Head, with GPT-2's initial weights from torch's global generator.
+
+    Raises ValueError if `heads` does not divide `hidden`.
+    """
+    if size.hidden % size.heads:
+        raise ValueError(f"{size.heads} heads do not divide a hidden size of {size.hidden}")
+    blocks = [Block(size) for _ in range(size.num_layers)]
+    layers: list[nn.Module] = [Embedding(size), *blocks, Head(size)]
+    for layer in layers:
+        layer.apply(_initialise)
+    # Each block adds twice to the residual stream; this keeps the sum's variance near one add's.
+    for block in blocks:
+        for last in (block.attention_out, block.mlp_out):
+            nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
+    return layers
+
+
+def gpt2_layer_names(size: GPT2Size) -> list[str]:
+    """Names for gpt2_layers(size), in the same order: embedding, block 0, ..., head."""
+    return ["embedding", *(f"block {i}" for i in range(size.num_layers)), "head"]
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,141 @@
+"""Trains under a schedule in one process: the result that the real runtime has to reproduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Schedule
+from pipedream.schedules.policies import Policy
+from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.train.models import Task, build_stages, build_task
+from pipedream.train.trainer import StageTrainer, Weights
+
+Watcher = Callable[[Op, list[StageTrainer]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What training under one schedule came to."""
+
+    losses: list[float]
+    """Mean loss of each batch, nats."""
+    weights: list[Weights]
+    """The last version of every stage."""
+    peak_versions: list[int]
+    """Most versions that each stage kept at a time."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss is no number, or the last one is above the first."""
+        return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
+
+
+def build_trainers(
+    stages: list[nn.Module],
+    policy: Policy,
+    *,
+    batch_size: int,
+    num_microbatches: int,
+    learning_rate: float,
+    cut: bool = False,
+    trainer_class: type[StageTrainer] = StageTrainer,
+) -> list[StageTrainer]:
+    """One trainer a stage; the last one has the loss. `cut`: backward passes in two halves."""
+    last = len(stages) - 1
+    return [
+        trainer_class(
+            module,
+            policy,
+            stage=stage,
+            num_stages=len(stages),
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            learning_rate=learning_rate,
+            loss=nn.functional.cross_entropy if stage == last else None,
+            cut=cut,
+        )
+        for stage, module in enumerate(stages)
+    ]
+
+
+def run_schedule(
+    schedule: Schedule,
+    trainers: list[StageTrainer],
+    task: Task,
+    watch: Watcher | None = None,
+    order: Iterable[Op] | None = None,
+) -> None:
+    """Run every operation once, in an order that the schedule's orders and the data allow.
+
+    `watch` is called after each operation. Which of the allowed orders it is cannot matter: a
+    stage sees its own operations in its rank's order, whatever the others do meanwhile. `order`
+    is one of them; by default that of the simulator's clock, all operations equally long.
+    """
+    outputs: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> what F gave
+    gradients: dict[tuple[int, int], torch.Tensor | None] = {}  # what B or I gave
+    last = len(trainers) - 1
+    for op in _in_time_order(schedule) if order is None else order:
+        kind, stage, i = op
+        trainer = trainers[stage]
+        inputs, target = task.microbatch(i)
+        if kind == FORWARD:
+            x = inputs if stage == 0 else outputs.pop((stage - 1, i))
+            outputs[stage, i] = trainer.forward(i, x, target if stage == last else None)
+        elif kind in (BACKWARD, INPUT_GRADIENT):
+            step = trainer.backward if kind == BACKWARD else trainer.input_gradient
+            gradients[stage, i] = step(i, None if stage == last else gradients.pop((stage + 1, i)))
+        else:
+            trainer.weight_gradient(i)
+        if watch is not None:
+            watch(op, trainers)
+
+
+def _in_time_order(schedule: Schedule) -> Iterator[Op]:
+    timeline = simulate(schedule, build_costs(schedule))
+    return (op for event in timeline.all_events() for op in event.item.parts)
+
+
+def train(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    layers_per_stage: int,
+    learning_rate: float,
+    num_batches: int,
+    seed: int,
+    watch: Watcher | None = None,
+    trainer_class: type[StageTrainer] = StageTrainer,
+) -> TrainResult:
+    """Train the small model under a schedule of SCHEDULES for `num_batches` batches.
+
+    `num_stages` counts ranks; a rank's `layers_per_stage` are cut into the stages that it holds.
+    """
+    schedule, policy = schedule_for_training(name, num_stages, num_microbatches, num_batches)
+    layers = layers_of_a_stage(layers_per_stage, schedule.stages_per_rank)
+    trainers = build_trainers(
+        build_stages(len(schedule.chains[0]), layers, seed=seed),
+        policy,
+        batch_size=num_microbatches,
+        num_microbatches=num_microbatches * num_batches,
+        learning_rate=learning_rate,
+        cut=schedule.cuts_backward,
+        trainer_class=trainer_class,
+    )
+    run_schedule(schedule, trainers, build_task(seed=seed), watch)
+    by_microbatch = trainers[-1].losses
+    batches = [
+        [float(by_microbatch[b * num_microbatches + i]) for i in range(num_microbatches)]
+        for b in range(num_batches)
+    ]
+    return TrainResult(
+        losses=[sum(batch) / len(batch) for batch in batches],
+        weights=[trainer.weights for trainer in trainers],
+        peak_versions=[trainer.peak_versions for trainer in trainers],
+    )

@@ -1,0 +1,199 @@
+"""One stage that trains: forward and backward passes by microbatch, and versions of its weights.
+
+The one-process oracle holds p of these and hands tensors over; the runtime holds one in each
+process and sends them. That their results are the same bits is a matter of the same code here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.schedules.policies import Policy
+from pipedream.train.cut import CutLinears, LinearCall
+
+Weights = dict[str, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a microbatch leaves on a stage between its forward and its backward pass."""
+
+    x: torch.Tensor
+    out: torch.Tensor | None
+    version: int
+    weights: Weights
+    calls: list[LinearCall]
+    """Where backward passes are cut: those of linear layers."""
+    others: Sequence[torch.Tensor | None] = ()
+    """Gradients that I has made: those of the other layers' weights."""
+
+
+class StageTrainer:
+    """Plain SGD on one stage under a weight policy.
+
+    The loss of every microbatch is divided by the number of microbatches in a batch, under every
+    policy: m updates of one microbatch each then move the weights about as far as one update of
+    the batch, and one learning rate suits all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        *,
+        stage: int,
+        num_stages: int,
+        batch_size: int,
+        num_microbatches: int,
+        learning_rate: float,
+        loss: Loss | None = None,
+        cut: bool = False,
+    ) -> None:
+        """`batch_size` counts microbatches; `loss` belongs to the last stage only. `module` gives
+        the first version of the weights, in its memory, and is not used afterwards. `cut` asks for
+        backward passes in two halves, I and W."""
+        self.module, self.policy, self.loss = _without_weights(module), policy, loss
+        self.stage, self.num_stages = stage, num_stages
+        self.batch_size, self.num_microbatches = batch_size, num_microbatches
+        self.learning_rate, self.cut = learning_rate, cut
+        self.versions = {0: {n: p.detach() for n, p in module.named_parameters()}}
+        for tensor in self.versions[0].values():
+            tensor.requires_grad_()
+        self.updates = 0
+        self.peak_versions = 1
+        self.num_forwards = 0
+        self.in_flight: dict[int, _InFlight] = {}
+        self.gradients: list[torch.Tensor] | None = None
+        self.num_accumulated = 0
+        self.losses: dict[int, torch.Tensor] = {}
+        """Of the last stage: microbatch -> its mean loss, not divided."""
+
+    @property
+    def weights(self) -> Weights:
+        """The newest version."""
+        return self.versions[self.updates]
+
+    def forward(
+        self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the microbatch with the version that the policy names; the output to send on.
+
+        x: [batch, ...] from the stage before. On the last stage: the scaled loss, a scalar.
+        """
+        version = self.policy.forward_version(
+            self.updates, microbatch, self.batch_size, self.num_stages
+        )
+        weights = self.versions[version if self.policy.stashed else self.updates]
+        x = x.detach()
+        if self.stage > 0:
+            x.requires_grad_()
+        with CutLinears() if self.cut else nullcontext() as linears:
+            out = torch.func.functional_call(self.module, weights, (x,))
+        if self.loss is not None:
+            assert target is not None
+            loss = self.loss(out, target)
+            self.losses[microbatch] = loss.detach()
+            out = loss / self.batch_size
+        calls = linears.calls if linears else []
+        self.in_flight[microbatch] = _InFlight(x, out, version, weights, calls)
+        self.num_forwards = microbatch + 1
+        return out.detach()
+
+    def backward(
+        self, microbatch: int, output_gradient: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The whole backward pass; the input's gradient, which the stage before waits for.
+
+        output_gradient: as the output; None on the last stage. Returns None on the first stage.
+        """
+        if self.cut:
+            gradient = self.input_gradient(microbatch, output_gradient)
+            self.weight_gradient(microbatch)
+            return gradient
+        flight = self.in_flight.pop(microbatch)
+        assert flight.out is not None
+        inputs = [flight.x] if self.stage > 0 else []
+        gradients = torch.autograd.grad(
+            flight.out, [*inputs, *flight.weights.values()], output_gradient
+        )
+        self._accumulate(gradients[len(inputs) :])
+        return gradients[0] if inputs else None
+
+    def input_gradient(
+        self, microbatch: int, output_gradient: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The half of the backward pass that the stage before waits for (I)."""
+        flight = self.in_flight[microbatch]
+        assert self.cut
+        assert flight.out is not None
+        inputs = [flight.x] if self.stage > 0 else []
+        gradients = torch.autograd.grad(
+            flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=True
+        )
+        flight.out, flight.others = None, gradients[len(inputs) :]
+        return gradients[0] if inputs else None
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """The half that nobody waits for (W)."""
+        flight = self.in_flight.pop(microbatch)
+        found = {
+            id(weight): gradient
+            for weight, gradient in zip(flight.weights.values(), flight.others, strict=True)
+            if gradient is not None
+        }
+        for call in flight.calls:
+            for weight, gradient in call.weight_gradients():
+                before = found.get(id(weight))
+                found[id(weight)] = gradient if before is None else before + gradient
+        self._accumulate(tuple(found[id(weight)] for weight in flight.weights.values()))
+
+    def _accumulate(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        if self.gradients is None:
+            self.gradients = list(gradients)
+        else:
+            self.gradients = list(torch._foreach_add(self.gradients, gradients))
+        self.num_accumulated += 1
+        if self.policy.per_microbatch or self.num_accumulated == self.batch_size:
+            self._update(self.gradients)
+            self.gradients, self.num_accumulated = None, 0
+
+    def _update(self, gradients: list[torch.Tensor]) -> None:
+        """SGD. A new version is new memory, and its predecessors are dropped when nobody can read
+        them again; in place, the same memory changes under the graphs that are in flight."""
+        old = self.weights
+        stepped = torch._foreach_add(  # few kernels: a GPU waits for the host to launch each
+            [weight.detach() for weight in old.values()], gradients, alpha=-self.learning_rate
+        )
+        new = dict(zip(old, stepped, strict=True))
+        self.updates += 1
+        if self.policy.stashed:
+            self.versions[self.updates] = {n: w.requires_grad_() for n, w in new.items()}
+        else:
+            for name, weight in old.items():
+                weight.data.copy_(new[name])
+            self.versions = {self.updates: old}
+        self._drop_versions()
+        self.peak_versions = max(self.peak_versions, len(self.versions))
+
+    def _drop_versions(self) -> None:
+        kept = {self.updates} | {flight.version for flight in self.in_flight.values()}
+        if self.num_forwards < self.num_microbatches:
+            oldest = self.policy.forward_version(
+                self.updates, self.num_forwards, self.batch_size, self.num_stages
+            )
+            kept |= set(range(oldest, self.updates))
+        self.versions = {v: w for v, w in self.versions.items() if v in kept}
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """The module with parameters that take no memory: else the first version would never be freed,
+    as the module holds it. functional_call puts a version in their place."""
+    empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in module.parameters()}
+    return copy.deepcopy(module, empty)

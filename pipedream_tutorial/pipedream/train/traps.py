@@ -1,0 +1,125 @@
+"""Updating weights between a forward pass and its backward pass: what autograd makes of it.
+
+    python -m pipedream.train.traps
+
+A stage without weight stashing changes its weights while graphs are in flight. In PyTorch the
+obvious ways of writing that do not do it: one raises, one keeps old weights alive unasked, for some
+layers. Checked with torch 2.13 on CPU; which tensors a layer saves for its backward pass is torch's
+own affair and may change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.train.gradients import relative_difference
+
+LEARNING_RATE = 0.1
+Update = Callable[[nn.Module, list[torch.Tensor]], None]
+
+
+def replace_data(module: nn.Module, gradients: list[torch.Tensor]) -> None:
+    """`p.data = new`: new memory under the same Parameter. What autograd saved as a view (a
+    Linear's transposed weight) still points to the old memory; what it saved as the Parameter
+    itself (a LayerNorm's weight, the right factor of `x @ w`) shows the new one."""
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.data = parameter.data - LEARNING_RATE * gradient
+
+
+def step_optimizer(module: nn.Module, gradients: list[torch.Tensor]) -> None:
+    """`optimizer.step()`: in place, and counted by autograd, which will refuse the graph."""
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
+
+
+def copy_into_data(module: nn.Module, gradients: list[torch.Tensor]) -> None:
+    """`p.data.copy_(new)`: in place and not counted; the graph reads what is there now."""
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What the backward pass after an update gave."""
+
+    error: float
+    """Of the gradient, relative to the one without the update between; nan where autograd raised.
+    Exactly 0: the backward pass used the old weights."""
+    error_at_new: float
+    """Relative to the gradient at the new weights, forward pass included. Not 0 either: the
+    gradient belongs to no weights at all."""
+    refusal: str | None
+    """autograd's message."""
+
+
+def linear_stage() -> nn.Module:
+    """Linear layers only, fp64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).double()
+
+
+def normed_stage() -> nn.Module:
+    """The same with a LayerNorm in between, fp64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 16)).double()
+
+
+def run_trap(build: Callable[[], nn.Module], update: Update) -> Outcome:
+    """Forward pass, `update` of the weights by another microbatch's gradient, backward pass."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
+    module = build()
+    exact = _gradients(module, _loss(module, first))
+    update_by = _gradients(module, _loss(module, second))
+    in_flight = _loss(module, first)
+    update(module, update_by)
+    try:
+        found = _gradients(module, in_flight)
+    except RuntimeError as error:
+        return Outcome(error=math.nan, error_at_new=math.nan, refusal=str(error))
+    at_new = _gradients(module, _loss(module, first))
+    return Outcome(
+        error=relative_difference(found, exact),
+        error_at_new=relative_difference(found, at_new),
+        refusal=None,
+    )
+
+
+def _loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x).square().mean()
+
+
+def _gradients(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(module.parameters())))
+
+
+def main() -> None:
+    """Print what each way of updating does to the gradient of the microbatch in flight."""
+    print("Forward pass, update of the weights, backward pass. The gradient's error:")
+    ways: dict[str, Update] = {
+        "p.data = new": replace_data,
+        "optimizer.step()": step_optimizer,
+        "p.data.copy_(new)": copy_into_data,
+    }
+    for text, update in ways.items():
+        for kind, build in (("Linear", linear_stage), ("Linear and LayerNorm", normed_stage)):
+            print(f"  {text:18} {kind:21} {_describe(run_trap(build, update))}")
+    print("Only p.data.copy_(new) is training without stashing, whatever the layers.")
+
+
+def _describe(outcome: Outcome) -> str:
+    if outcome.refusal is not None:
+        return f"autograd refuses: {outcome.refusal.split(':')[0]}"
+    if outcome.error == 0:
+        return "0 exactly: the graph kept the old memory, stashing by accident"
+    return f"{outcome.error:.2%}: wrong, and no word of warning"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The cache of tokens: the ids of earlier releases, in little memory, once, whatever is killed."""
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from distributed_training.data import cache
+from distributed_training.data.corpus import read_corpus, read_embedded
+from tests.data.test_samples import all_rows, cache_folders, make_corpus, prepare, token_stream
+from tests.support import refused
+
+WORDS = ["value", "the", "'", "'", "\n\n", "naïve", "日本。", "don't", "x=1", "\t", "12345", "🙂"]
+WORDS += ["\u2028", "end.\n", "\x0b", "\x85"]
+
+
+def awkward_text(seed, num_words):
+    draw = random.Random(seed)
+    return "".join(draw.choice(WORDS) + draw.choice([" ", "", "\n"]) for _ in range(num_words))
+
+
+def hash_of(data):
+    digest = hashlib.sha256()
+    for samples in (data.train, data.validation):
+        for array in (samples.starts, samples.lengths):
+            digest.update(array.astype(np.int64).tobytes())
+    digest.update(data.train.tokens.astype(np.int64).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("name", "pack", "expected"),
+    [
+        ("a.txt", True, "ac999fd0ef9c1c1b"),
+        ("a.txt", False, "94e172806ad17653"),
+        ("a.jsonl", True, "e0db58704011d43b"),
+        ("a.jsonl", False, "3d227a62661a7b92"),
+    ],
+)
+def test_samples_are_those_of_earlier_releases(name, pack, expected, tokenizer, tmp_path):
+    """The hashes were made by the release that tokenised every text whole, in memory."""
+    texts = [awkward_text(seed, 3000 + 10_000 * (seed % 7 == 0)) for seed in range(1, 30)]
+    content = "".join(texts)
+    if name == "a.jsonl":
+        content = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+    corpus = read_corpus(str(tmp_path / name))
+    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=pack, max_length=64)
+    assert hash_of(data) == expected
+
+
+def test_the_embedded_corpus_gives_the_ids_of_its_whole_texts(tokenizer, tmp_path):
+    """Which texts these are depends on the Python, so the reference is computed here."""
+    data = prepare(tmp_path, tokenizer, read_corpus("embedded"), max_length=64)
+    assert max(map(len, read_embedded())) > 200_000  # cut into several pieces
+    expected = token_stream(tokenizer, read_embedded())
+    np.testing.assert_array_equal(data.train.tokens, expected)
+
+
+@pytest.mark.parametrize("damage", [None, "train-ids.npy", "train.json"])
+@pytest.mark.parametrize("part", [1, 3])
+def test_what_was_tokenised_before_a_kill_is_not_done_again(
+    part, damage, tokenizer, tmp_path, monkeypatch
+):
+    corpus = make_corpus(num_texts=100)
+    expected = all_rows(prepare(tmp_path / "whole", tokenizer, corpus).train)
+    monkeypatch.setattr(cache, "_BATCH", 2000)
+    monkeypatch.setattr(cache, "_PART", part)
+    own, seen = tokenizer.encode_batch, []
+
+    def encode_batch(texts):
+        if len(seen) == 20:
+            raise KeyboardInterrupt
+        seen.append(texts)
+        return own(texts)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
+    folder = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder, tokenizer, corpus)
+    (partial,) = cache_folders(folder)
+    assert partial.suffix == ".partial"
+    if damage is not None:
+        content = (partial / damage).read_bytes()
+        (partial / damage).write_bytes(content[: len(content) // 2])
+    before = [text for texts in seen for text in texts]
+    seen.clear()
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: seen.append(texts) or own(texts))
+    for found, wanted in zip(
+        all_rows(prepare(folder, tokenizer, corpus).train), expected, strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+    again = {*before} & {text for texts in seen for text in texts}
+    assert len(again) == len(before) if damage else len(again) < len(before) / 2
+    assert [path.suffix for path in cache_folders(folder)] == [""]
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from distributed_training.data.corpus import read_corpus
+from distributed_training.data.samples import prepare_data
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.settings.config import build_config
+
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024  # of this program alone
+
+tokenizer, config = Tokenizer(EMBEDDED_DIR), build_config({})
+before = peak()
+data = prepare_data(read_corpus(sys.argv[1]), tokenizer, config, Path(sys.argv[2]))
+print(before, peak(), len(data.train.tokens))
+"""
+
+
+def test_a_long_text_takes_little_memory(tmp_path):
+    """20 MB: the release before streaming took 2 GiB."""
+    text = "".join(read_embedded())[:5_000_000].replace("\r", "")
+    with (tmp_path / "a.txt").open("w") as file:
+        for _ in range(4):
+            file.write(text)
+    command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    before, peak, num_tokens = map(float, found.split())
+    assert num_tokens > 4_000_000
+    assert before < peak < 500, found  # MiB
+
+
+def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch):
+    first = prepare(tmp_path, tokenizer)
+
+    def locked(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cache, "FileLock", locked)
+    again = prepare(tmp_path, tokenizer)
+    np.testing.assert_array_equal(all_rows(again.train)[0], all_rows(first.train)[0])
+    with refused("token cache", "cannot be written", "Permission denied", "output_dir"):
+        prepare(tmp_path, tokenizer, make_corpus(seed=1))
+
+
+def test_all_records_are_parsed_before_any_is_tokenised(tokenizer, tmp_path, monkeypatch):
+    lines = [json.dumps({"text": "a few words"})] * 500
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": oops}']))
+    monkeypatch.setattr(tokenizer, "encode_batch", None)
+    with refused("a.jsonl line 501 column 10", "is not JSON"):
+        prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")))
+    assert cache_folders(tmp_path / "cache") == []

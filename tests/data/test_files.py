@@ -1,0 +1,155 @@
+"""Files of every kind and encoding, as people have them."""
+
+import csv
+import json
+import os
+import socket
+import subprocess
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from distributed_training.data import files
+from distributed_training.data.corpus import read_corpus
+from distributed_training.data.files import read_blocks, read_records
+from distributed_training.data.pieces import PROMPT, TEXT
+from tests.data.test_corpus import texts_of
+from tests.support import refused
+
+STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
+ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text": "three"}]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 2**20])
+@pytest.mark.parametrize(
+    ("mark", "encoding"),
+    [
+        ("", "utf-8"),
+        ("\ufeff", "utf-8"),
+        ("\ufeff", "utf-16-le"),
+        ("\ufeff", "utf-16-be"),
+        ("\ufeff", "utf-32-le"),
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_encodings_with_their_mark_and_windows_lines(
+    newline, mark, encoding, block, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "_BLOCK_BYTES", block)
+    text = mark + STORY.replace("\n", newline) + "\r"
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    assert "".join(read_blocks(tmp_path / "a.txt")) == STORY + "\r"
+
+
+@pytest.mark.parametrize("block", [1, 4, 2**20])
+def test_a_wrong_byte_is_named_by_its_position_with_a_command_that_mends_it(
+    block, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "_BLOCK_BYTES", block)
+    file = tmp_path / "my notes.txt"
+    file.write_bytes("ein Café ä".encode("latin-1"))
+    with refused("my notes.txt cannot be read", "utf-8", "0xe9 in position 7") as caught:
+        "".join(read_blocks(file))
+    command = str(caught.value).partition("if it is Latin-1: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert "".join(read_blocks(tmp_path / "my notes.utf8.txt")) == "ein Café ä"
+
+
+def test_a_character_that_the_end_cuts_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("ä".encode()[:1])
+    with refused("unexpected end of data", "0xc3 in position 0"):
+        list(read_blocks(tmp_path / "a.txt"))
+
+
+def test_utf_16_without_its_mark_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("plain words".encode("utf-16-le"))
+    with refused("a.txt cannot be read", "UTF-16", "iconv -f UTF-16LE -t UTF-8"):
+        list(read_blocks(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "forbidden"])
+def test_what_is_no_file_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    path = tmp_path / "a.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind("a.txt")
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("one")
+        path.chmod(0)
+        if os.access(path, os.R_OK):  # root may read it
+            monkeypatch.setattr(type(path), "open", _forbidden)
+    for dataset in (path, tmp_path):
+        with refused(f"dataset file {path}", "ermission" if kind == "forbidden" else "regular"):
+            read_corpus(str(dataset))
+
+
+def _forbidden(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
+def write_rows(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:  # CRLF between rows, as spreadsheets write
+            writer = csv.DictWriter(file, [*rows[0]])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        table = pyarrow.Table.from_pylist(
+            [{"id": number, **row} for number, row in enumerate(rows)]
+        )
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_records_of_every_kind_give_the_same_texts(suffix, tmp_path):
+    corpus = read_corpus(write_rows(tmp_path / f"a{suffix}", ROWS))
+    assert corpus.train.form == TEXT
+    assert texts_of(corpus.train) == [row["text"] for row in ROWS]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_prompts_of_every_kind_give_the_same_pieces(suffix, tmp_path):
+    rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(5)]
+    corpus = read_corpus(write_rows(tmp_path / f"a{suffix}", rows))
+    assert corpus.train.form == PROMPT
+    found = [(piece.text, piece.counts) for piece in corpus.train.read(by_line=False)]
+    expected = [[(row["prompt"], False), (row["completion"], True)] for row in rows]
+    assert found == [pair for pairs in expected for pair in pairs]
+
+
+def test_a_folder_may_have_records_of_several_kinds(tmp_path):
+    for name in ("a.parquet", "b.csv", "c.jsonl"):
+        write_rows(tmp_path / name, ROWS)
+    assert texts_of(read_corpus(str(tmp_path)).train) == 3 * [row["text"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"body,label\nabc,1\n", ['line 2 has no "text" string', "'body', 'label'"]),
+        ("a.csv", b"text;label\nabc;1\n", ["'text;label'"]),
+        ("a.csv", b'text\n"abc\n', ["line 2 is not CSV"]),
+        ("a.csv", b'prompt,completion\n"abc"\n', ['no "completion" string']),
+        ("a.parquet", b"PAR1 cut off", ["is not a parquet file"]),
+        ("a.jsonl", b'{"text": "a"}\n{"prompt": "a", "completion": "b"}', ["line 2"]),
+    ],
+)
+def test_a_table_that_cannot_be_used_says_why(name, content, words, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with refused(f"{name} ", *words):
+        texts_of(read_corpus(str(tmp_path / name)).train)
+
+
+def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    write_rows(path, [{"text": str(n)} for n in range(1000)])
+    rows = read_records(path)
+    assert next(rows) == (f"{path} row 1", {"text": "0"})

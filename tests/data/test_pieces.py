@@ -1,0 +1,130 @@
+"""A text cut into pieces gives the ids of the whole; a record gives what is learnt of it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.data import pieces
+from distributed_training.data.corpus import read_embedded
+from distributed_training.data.pieces import Piece, cut_lines, cut_record, cut_text, find_form
+from tests.support import refused
+
+AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u3000\u180e\u200b🙂s")
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "3 + 3?"},
+        {"role": "assistant", "content": "6"},
+        {"role": "user", "content": "Thanks"},
+    ]
+}
+
+
+def blocks_of(text, sizes):
+    """The text in blocks of these sizes, over and over."""
+    blocks, start = [], 0
+    while start < len(text):
+        blocks.append(text[start : start + sizes[len(blocks) % len(sizes)]])
+        start += len(blocks[-1])
+    return blocks
+
+
+def ids_of(tokenizer, parts):
+    return np.concatenate(tokenizer.encode_batch([piece.text for piece in parts])).tolist()
+
+
+@pytest.fixture(scope="module")
+def small_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_MIN", 3)
+        yield
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text(st.one_of(AWKWARD, st.characters(exclude_categories=["Cs"])), max_size=80),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+)
+def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
+    parts = list(cut_text(blocks_of(text, sizes)))
+    assert "".join(piece.text for piece in parts) == text
+    assert parts == list(cut_text([text]))  # however it was read
+    assert [piece.ends for piece in parts] == [False] * (len(parts) - 1) + [True]
+    assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
+
+
+def test_pieces_of_a_long_text_are_short_and_give_its_ids(tokenizer):
+    text = "".join(read_embedded()[:40])[:1_500_000]
+    parts = list(cut_text(blocks_of(text, [2**20])))
+    assert len(parts) > 20
+    assert max(len(piece.text) for piece in parts) < 40_000
+    assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
+
+
+def test_a_text_without_spaces_is_cut_all_the_same(monkeypatch):
+    monkeypatch.setattr(pieces, "_MIN", 3)
+    monkeypatch.setattr(pieces, "_MAX", 10)
+    parts = [piece.text for piece in cut_text(blocks_of("x" * 25 + " yyyyy zz", [7]))]
+    assert parts == ["x" * 10, "x" * 10, "x" * 5, " yyyyy", " zz"]
+
+
+@given(st.text(AWKWARD, max_size=60), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_lines_are_those_of_the_whole_text(text, sizes):
+    lines = [piece.text for piece in cut_lines(blocks_of(text.replace("\r\n", "\n"), sizes))]
+    assert lines == [line for line in text.splitlines() if line.strip()]
+
+
+def test_of_a_prompt_and_a_completion_the_completion_is_learnt():
+    record = {"prompt": "2+2=", "completion": "4", "id": 7}
+    assert find_form(record, "here") == "prompt"
+    assert cut_record(record, "prompt", "here") == [
+        Piece("2+2=", counts=False, eos=False, ends=False),
+        Piece("4", counts=True, eos=True, ends=True),
+    ]
+    assert cut_record({"prompt": "a", "completion": " "}, "prompt", "here") == []
+
+
+def test_of_a_chat_what_the_assistant_says_is_learnt():
+    assert find_form(CHAT, "here") == "messages"
+    first = "system: Be brief.\nuser: 2 + 2?\nassistant:"
+    assert cut_record(CHAT, "messages", "here") == [
+        Piece(first, counts=False, eos=False, ends=False),
+        Piece(" 4", counts=True, eos=True, ends=False),
+        Piece("user: 3 + 3?\nassistant:", counts=False, eos=False, ends=False),
+        Piece(" 6", counts=True, eos=True, ends=True),
+    ]
+    assert cut_record({"messages": CHAT["messages"][:2]}, "messages", "here") == []
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "words"),
+    [
+        ([], "text", ['no "text" string', '{"text": "..."}']),
+        ({"prompt": "a"}, "prompt", ['no "completion" string', '{"prompt": "..."']),
+        ({"prompt": None, "completion": "b"}, "prompt", ['no "prompt" string']),
+        ({"text": "a"}, "messages", ['no "messages" list', '"role": "user"']),
+        ({"messages": ["a"]}, "messages", ['a message has no "role" string']),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages", ['no "content" string']),
+    ],
+)
+def test_a_record_of_another_form_is_refused(record, form, words):
+    with refused("a.jsonl line 3", *words):
+        cut_record(record, form, "a.jsonl line 3")
+
+
+def test_the_form_of_a_record_with_several_columns():
+    for keys, form in {
+        ("prompt", "messages"): "messages",
+        ("prompt", "messages", "completion"): "prompt",
+        ("messages", "text", "prompt"): "text",
+        ("prompt", "answer"): "prompt",
+    }.items():
+        assert find_form(dict.fromkeys(keys, "a"), "here") == form
+
+
+def test_a_record_without_any_text_says_what_it_has():
+    with refused('no "text" string', "'body', 'label'", '"completion"', '"messages"'):
+        find_form({"body": "a", "label": 1}, "here")

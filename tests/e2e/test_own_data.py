@@ -1,0 +1,97 @@
+"""The guide's examples of one's own data: trained on, and asked."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.conftest import ROOT, assert_ok, only_record, train
+from tests.data.test_pieces import CHAT
+from tests.run.test_generate import command
+
+GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
+EXAMPLES = dict(re.findall(r"^```\w+ (\w+\.(?:jsonl|csv))\n(.*?)^```", GUIDE, re.M | re.S))
+HELD_OUT = 12
+
+
+def write_example(folder: Path, name: str) -> dict:
+    """The guide's file with its records many times, and values that learn it by heart."""
+    head, rows = "", EXAMPLES[name]
+    if name.endswith(".csv"):
+        head, _, rows = rows.partition("\n")
+        head += "\n"
+    (folder / name).write_text(head + 20 * rows)
+    (folder / f"held-out-{name}").write_text(head + HELD_OUT // 2 * rows)
+    return {
+        "dataset": folder / name, "validation_dataset": folder / f"held-out-{name}",
+        "strategy": "dp", "num_samples": "auto", "pack": False, "max_length": 48, "epochs": 12,
+        "batch_size": 8, "learning_rate": 0.01, "eval_samples": -1, "generate": "And of Italy?",
+        "output_dir": folder / "runs",
+    }  # fmt: skip
+
+
+def test_the_guide_has_both_examples():
+    assert sorted(EXAMPLES) == ["cards.csv", "chats.jsonl"]
+
+
+def test_a_model_of_chats_answers(tmp_path):
+    assert_ok(train(write_example(tmp_path, "chats.jsonl"), num_processes=2))
+    record = only_record(tmp_path / "runs")
+    assert record["data"]["num_train_samples"] == 40
+    assert record["data"]["num_validation_samples"] == HELD_OUT
+    (note,) = [note for note in record["notes"] if "answers" in note]
+    assert 10 < float(re.search(r"([\d.]+)%", note)[1]) < 60
+    assert record["sample"] == "user: And of Italy?\nassistant: Rome."
+    run_dir = record["run_dir"]
+    asked = command("generate", run_dir, "--prompt", "And of Italy?", "--temperature", 0)
+    assert asked.stdout == "assistant: Rome.\n"
+    lines = "What is the capital of France?\nAnd of Italy?\n"
+    dialogue = command("generate", run_dir, "--temperature", 0, typed=lines)
+    assert dialogue.stdout.startswith("assistant: Paris.\nassistant: ")
+    # The template that is exported gives the text that was trained on.
+    theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
+    turns = CHAT["messages"][:3]
+    expected = "system: Be brief.\nuser: 2 + 2?\nassistant: 4<|endoftext|>"
+    assert theirs.apply_chat_template(turns, tokenize=False) == expected
+    asks = theirs.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
+    assert expected.startswith(asks)
+    assert asks.endswith("assistant:")
+
+
+def test_a_model_of_prompts_completes_them(tmp_path):
+    values = write_example(tmp_path, "cards.csv")
+    assert_ok(train({**values, "pack": True, "max_length": 16, "epochs": 40}))
+    record = only_record(tmp_path / "runs")
+    assert record["config"]["validation_dataset"].endswith("held-out-cards.csv")
+    asked = command("generate", record["run_dir"], "--prompt", "2 + 2 =", "--temperature", 0)
+    assert asked.stdout == "2 + 2 = 4\n"
+    rows = Path(record["run_dir"], "metrics.jsonl").read_text().splitlines()
+    assert all(0 < row["num_targets"] < row["num_tokens"] for row in map(json.loads, rows))
+
+
+@pytest.mark.parametrize("kind", ["folder", "text"])
+def test_a_folder_of_notes_and_utf_16(kind, tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    text = "Ein Satz über größere Dinge.\r\n" * 200
+    (notes / "a.txt").write_bytes(text.encode("utf-16"))
+    (notes / "b.md").write_bytes(text.encode("utf-8-sig"))
+    values = {"dataset": notes if kind == "folder" else notes / "a.txt", "strategy": "dp"}
+    assert_ok(train({**values, "max_steps": 2, "output_dir": tmp_path / "runs"}))
+
+
+def test_the_loss_of_answers_is_the_same_under_every_layout(tmp_path):
+    """Micro-batches and ranks hold unequal numbers of answers; what they are divided by is one."""
+    values = write_example(tmp_path, "chats.jsonl") | {"epochs": 1, "generate": None}
+    curves = {}
+    for strategy, size, count in [("dp", 8, 1), ("zero2", 4, 2), ("pp", 4, 2), ("tp", 4, 2)]:
+        runs = tmp_path / strategy
+        own = {"strategy": strategy, "batch_size": size, "output_dir": runs}
+        assert_ok(train({**values, **own}, num_processes=count))
+        record = only_record(runs)
+        curves[strategy] = [loss for _, loss in record["loss_curve"]]
+        curves[strategy] += [row["loss"] for row in record["evaluations"]]
+    for strategy, losses in curves.items():
+        assert losses == pytest.approx(curves["dp"], abs=1e-4), strategy

@@ -1,0 +1,178 @@
+"""What a student types with a text of her own, at a terminal of 80 columns, and what she reads.
+
+Text -> training, Ctrl-C and going on, report, generation. Every line is the suite's own.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import clean_environment, heavy_pool, only_record
+from tests.e2e.support import run_folders
+from tests.pool import SCRIPT
+from tests.support import small_text
+
+COLUMNS = 80
+# What torch, DeepSpeed, transformers or Python print about themselves.
+LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Traceback|OMP_NUM")
+SHORT = {"max_length": 64, "epochs": 1, "batch_size": 8}
+
+
+class Terminal:
+    """A command at a terminal of 80 columns, as its user sees it."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+        keyboard, screen = pty.openpty()
+        fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen)
+        controlling = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
+        environment = clean_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, preexec_fn=controlling, start_new_session=True,
+            **streams,
+        )  # fmt: skip
+        os.close(screen)
+        self.keyboard, self.text = keyboard, ""
+
+    def read_until(self, pattern: str, limit_s: float = 120) -> None:
+        """Wait until the screen has shown it. `""` waits for the end."""
+        end = time.monotonic() + limit_s
+        while not (pattern and re.search(pattern, self.text)):
+            ready, _, _ = select.select([self.keyboard], [], [], max(0, end - time.monotonic()))
+            if not ready:
+                self.process.kill()
+                pytest.fail(f"{pattern!r} not shown within {limit_s} s:\n{self.text}")
+            try:
+                self.text += os.read(self.keyboard, 65536).decode()
+            except OSError:  # the other end is closed
+                return
+
+    def end(self) -> int:
+        """Read to the end; the exit code."""
+        self.read_until("")
+        os.close(self.keyboard)
+        return self.process.wait(timeout=30)
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines as they stand in the end: a bar overwrites itself."""
+    return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
+
+
+def assert_readable(text: str) -> None:
+    for line in lines_of(text):
+        assert len(line) <= COLUMNS, f"{len(line)} columns: {line}"
+        assert not LIBRARIES.search(line), line
+
+
+def type_in(folder: Path, *arguments: object) -> str:
+    """What a command prints that ends well."""
+    terminal = Terminal(folder, *arguments)
+    code = terminal.end()
+    assert code == 0, terminal.text
+    assert_readable(terminal.text)
+    return terminal.text
+
+
+def own_text(num_bytes: int) -> str:
+    text = small_text().read_text()
+    return (text * (num_bytes // len(text) + 1))[:num_bytes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("student")
+
+
+def test_a_text_is_trained_on_interrupted_and_gone_on_with(folder):
+    (folder / "mine.txt").write_text(own_text(60_000))
+    first = ["--dataset", "mine.txt", "--output_dir", "runs"]
+    terminal = Terminal(folder, *first)
+    terminal.read_until(r"epoch +1")
+    before = len(terminal.text)
+    os.write(terminal.keyboard, b"\x03")
+    assert terminal.end() == 130
+    assert_readable(terminal.text)
+    after = [line for line in lines_of(terminal.text[before:]) if line.strip()]
+    assert len(after) <= 5, after
+    assert any("saved" in line for line in after)
+    assert any("--resume auto" in line for line in after)
+    (run,) = run_folders(folder / "runs")
+    stopped = json.loads((run / "record.json").read_text())
+    assert 0 < stopped["step"] < stopped["num_steps"]
+
+    said = type_in(folder, *first, "--resume", "auto")
+    assert f"step {stopped['step']:>6}/" in said
+    record = only_record(folder / "runs")
+    assert record["status"] == "ok"
+    perplexities = [row["perplexity"] for row in record["evaluations"]]
+    assert perplexities[-1] < perplexities[0] / 2
+
+
+def test_the_run_is_reported_and_answers(folder):
+    run = only_record(folder / "runs")
+    report = type_in(folder, "report")
+    assert f"{run['evaluations'][-1]['perplexity']:.2f}" in report
+    for model in ("runs/latest", "runs/latest/hf"):
+        answer = type_in(folder, "generate", model, "--prompt", "The report", "--temperature", 0)
+        assert answer.startswith("The report")
+        assert len(answer.split()) > 5
+
+
+def records(rows: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+LINES = own_text(40_000).splitlines()
+PAIRS = [{"prompt": a, "completion": b} for a, b in zip(LINES[::2], LINES[1::2], strict=False)]
+
+
+def write_csv(file: Path) -> None:
+    with open(file, "w", newline="") as out:
+        writer = csv.DictWriter(out, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(PAIRS)
+
+
+def write_folder(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "one.txt").write_text(own_text(20_000))
+    (folder / "two.md").write_text("# Notes\n\n" + own_text(20_000))
+
+
+DATASETS = {
+    "long.txt": lambda file: file.write_text(own_text(200_000)),
+    "answers.jsonl": lambda file: file.write_text(records(PAIRS)),
+    "answers.csv": write_csv,
+    "notes": write_folder,
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_text_as_people_have_it_is_trained_on(name, tmp_path):
+    DATASETS[name](tmp_path / name)
+    arguments = ["--dataset", tmp_path / name, "--output_dir", tmp_path / "runs"]
+    settings = [part for key, value in SHORT.items() for part in (f"--{key}", value)]
+    result = heavy_pool().script([*arguments, *settings], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    own = result.stdout.replace(f"{tmp_path}/", "")  # it is longer than a student's folder
+    assert_readable(own)
+    assert_readable(result.stderr)
+    record = only_record(tmp_path / "runs")
+    assert record["evaluations"][-1]["loss"] < record["evaluations"][0]["loss"] - 0.5
+    assert record["data"]["real_token_share"] < 1 or "answers" not in name
