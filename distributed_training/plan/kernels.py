@@ -22,7 +22,9 @@ EAGER = 1.95  # times as many without torch.compile (pp4 1f1b m16 of gpt2-medium
 KERNELS = {"F": 9, "B": 22}  # of a compiled block
 LOGIT_BYTES = {"compiled": 16, "eager": 50, "split": 30}  # read and written, a logit
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
-TILE = (128, 256)  # of a matrix product's result
+# Tiles of a matrix product's result, and what they cost by an element: smaller ones load more.
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.1))
+SPLITS = ((1, 1.0), (2, 1.05), (4, 1.1))  # parts of a sum that are added up, and what that costs
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 
@@ -144,10 +146,14 @@ class Work:
     def _gemm(self, m: float, k: float, n: float) -> Cost:
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.width == 4 else rates.gemm_flops
-        # Tensor cores work on whole tiles of the result.
-        short, long = TILE
-        tiles = min(_up(m, short) * _up(n, long), _up(m, long) * _up(n, short))
-        return Cost(2 * k * tiles / flops)
+        # Each multiprocessor works on one tile at a time, all on tiles of the same number.
+        number = rates.num_sms
+        worked = min(
+            -(-math.ceil(m / a) * math.ceil(n / b) * parts // number) * number * a * b * k
+            * cost * more / parts
+            for a, b, cost in TILES for parts, more in SPLITS
+        )  # fmt: skip
+        return Cost(2 * worked / flops)
 
     def _traffic(self, values: tuple[int, int], kernels: int) -> Cost:
         """Element-wise work of a block; its kernels."""
@@ -172,7 +178,3 @@ class Work:
             copied = 4 * GATHERED_COPIES * hidden / self.rates.memory_bytes
             return Cost(0, copied, seconds)
         return Cost(0, 0, self.collective("tp", "all_reduce", 2 * hidden, 2))
-
-
-def _up(number: float, multiple: int) -> float:
-    return -(-number // multiple) * multiple

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from distributed_training.settings.gpus import Gpu
 
 # Shares of a datasheet's figures that long kernels reach.
-GEMM_SHARE, FP32_GEMM_SHARE, MEMORY_SHARE, ATTENTION_SHARE = 0.72, 0.73, 0.65, 0.44
+GEMM_SHARE, FP32_GEMM_SHARE, MEMORY_SHARE, ATTENTION_SHARE = 0.72, 0.86, 0.75, 0.44
 LINK_SHARE = 0.67  # of a link, by NCCL's large all-gathers
 ATTENTION_HALF = 600  # tokens at which attention reaches half of its best rate
 KERNEL_S = 4.0e-6  # start and end of a kernel in which the GPU idles
@@ -27,15 +27,20 @@ class HostCosts:
     step: float = 6e-3  # data, clipping, the optimizer, timing
     block: float = 1.5e-3  # forward and backward of a compiled block
     eager_block: float = 3.5e-3
-    split_block: float = 5.2e-3  # eager, with the backward pass in two parts
+    split_block: float = 4.9e-3  # eager, with the backward pass in two parts
+    operation: float = 1.2e-3  # more, for an operation of a pipeline's stage
     tensor_parallel: float = 3.6e-3  # more, for a block
-    fsdp_unit: float = 2.6e-3  # more, for what is gathered and reduced together
+    fsdp_unit: float = 1.8e-3  # more, for what is gathered and reduced together
+    dtensor: float = 0.10e-3  # more, for a parameter tensor that is a DTensor: clipping, update
+    stage_tensor: float = 0.40e-3  # more, for a parameter tensor of a stage: rounded copies
     ddp_tensor: float = 0.10e-3  # more, for a parameter tensor
-    zero_tensor: float = 0.06e-3  # more, for a parameter tensor under ZeRO-1 and 2
-    zero_update: float = 0.10e-3  # for a tensor of the part that a process updates: the GPU waits
-    zero3_block: float = 2.2e-3  # more, for a block
-    zero3_gather: float = 6.0e-3  # more, for a block that several processes hold
-    zero3_wait: float = 1.0e-3  # for a block: the GPU waits
+    zero_tensor: float = 0.05e-3  # more, for a parameter tensor under ZeRO-1 and 2
+    zero_update: float = 0.07e-3  # for a tensor of the part that a process updates: the GPU waits
+    zero_wait: float = 0.3e-3  # for a block under ZeRO-1 and 2: the GPU waits
+    zero3_block: float = 2.4e-3  # more, for a block
+    zero3_gather: float = 4.9e-3  # more, for a block that several processes hold
+    zero3_wait: float = 0.6e-3  # for a block: the GPU waits
+    zero3_shared_wait: float = 2.2e-3  # the same where several processes hold it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +53,12 @@ class Rates:
     attention_flops: float  # of causal attention over long sequences
     link_bytes: float  # that a process sends in a collective inside a node
     network_bytes: float = NETWORK_BYTES_PER_S
+    num_sms: int = 1  # multiprocessors; 1: matrix products are not cut into waves
     attention_half: float = ATTENTION_HALF
     kernel_s: float = KERNEL_S
     link_latency_s: float = LINK_LATENCY_S
     disk_bytes: float = 2.7e9  # a local NVMe disk, read and written in turns
-    host_adam_s: float = 0.52e-9  # a parameter: gradient to the host, CPU Adam, weight back
+    host_adam_s: float = 0.46e-9  # a parameter: gradient to the host, CPU Adam, weight back
     host: HostCosts = field(default_factory=HostCosts)
     peak_flops: float | None = None  # by the datasheet, for MFU
     estimated: bool = True  # from the table rather than measured here
@@ -66,6 +72,7 @@ def rates_of(gpu: Gpu) -> Rates:
         memory_bytes=MEMORY_SHARE * gpu.memory_bytes_per_s,
         attention_flops=ATTENTION_SHARE * gpu.flops,
         link_bytes=LINK_SHARE * gpu.link_bytes_per_s,
+        num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
     )
 

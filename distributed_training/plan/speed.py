@@ -74,7 +74,7 @@ class _Step:
             each = self._host_block() * number
             shares = {"F": 0.35, "B": 0.65, "I": 0.35, "W": 0.3}
             for kind, share in shares.items():
-                host[kind, stage] = each * share
+                host[kind, stage] = each * share + self.rates.host.operation * (self.pp > 1)
         orders = build_orders(self.plan.config.pipeline_schedule, self.pp, self.count)
         ranks = self.plan.layout.ranks
         seconds = {key: cost.total for key, cost in costs.items()}
@@ -94,12 +94,11 @@ class _Step:
             self.work.update(self.processes[place]),
         )
         step_host, waits = self._host_step(place)
-        gpu = phase + data + update
-        launching = 0.0 if self.graph else step_host
+        blocks = self.processes[place].num_blocks
+        launching = self._host_block() * blocks * self.count + step_host
         if self.pp == 1:  # the host runs ahead over the whole step
-            gpu = on_gpu + data + update
-            blocks = self._host_block() * self.plan.size.num_layers * self.count
-            launching = 0.0 if self.graph else blocks + step_host
+            phase = on_gpu
+        gpu, launching = phase + data + update, launching * (not self.graph)
         seconds = max(gpu, launching) + waits
         offload, disk = self._away()
         seconds += offload + disk
@@ -152,7 +151,7 @@ class _Step:
         if self.plan.strategy.zero_stage == 3:
             cost += host.zero3_block + host.zero3_gather * (self.work.shards > 1)
         elif self.plan.num_processes != self.work.copies and not self.traits.rounded_weights:
-            cost += host.fsdp_unit * (self.work.shards * self.work.copies > 1 and self.pp == 1)
+            cost += host.fsdp_unit * (self.work.shards * self.work.copies > 1)
         return cost
 
     def _host_step(self, place: int) -> tuple[float, float]:
@@ -160,8 +159,14 @@ class _Step:
         host, blocks = self.rates.host, self.processes[place].num_blocks
         tensors = 12 * blocks  # parameter tensors
         if not self.traits.takes_deepspeed_json:
-            alone = self.work.copies == self.plan.num_processes > 1
-            return host.step + host.ddp_tensor * tensors * alone, 0.0
+            count, copies = self.plan.num_processes, self.work.copies
+            alone = copies == count > 1
+            sharded = self.work.shards * copies > 1 and not alone
+            each = host.ddp_tensor * alone + host.dtensor * (sharded or self.work.tp > 1)
+            each += host.stage_tensor * (self.pp > 1 and not sharded)
+            return host.step + each * tensors, 0.0
         if self.plan.strategy.zero_stage == 3:
-            return host.step, host.zero3_wait * blocks
-        return host.step + host.zero_tensor * tensors, host.zero_update * tensors / self.work.shards
+            wait = host.zero3_shared_wait if self.work.shards > 1 else host.zero3_wait
+            return host.step, wait * blocks
+        wait = host.zero_wait * blocks + host.zero_update * tensors / self.work.shards
+        return host.step + host.zero_tensor * tensors, wait

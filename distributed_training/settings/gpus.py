@@ -29,16 +29,18 @@ class Gpu:
     fp32_flops: float  # of fp32 ones, without TF32
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to a neighbour in the node, each way
+    num_sms: int  # multiprocessors, each of which works on one tile of a matrix product
     compute_capability: tuple[int, int]
 
 
 def _gpu(
     name: str, gib: float, tflops: float, fp32: float, gb_s: float, link: float,
-    capability: tuple[int, int],
+    num_sms: int, capability: tuple[int, int],
 ) -> Gpu:  # fmt: skip
     return Gpu(
         name=name, memory_bytes=int(gib * GIB), flops=tflops * 1e12, fp32_flops=fp32 * 1e12,
-        memory_bytes_per_s=gb_s * 1e9, link_bytes_per_s=link * 1e9, compute_capability=capability,
+        memory_bytes_per_s=gb_s * 1e9, link_bytes_per_s=link * 1e9, num_sms=num_sms,
+        compute_capability=capability,
     )  # fmt: skip
 
 
@@ -47,24 +49,24 @@ def _gpu(
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("B200", 178, 2250, 75, 8000, 900, (10, 0)),
-        _gpu("GH200", 95, 989.5, 67, 4000, 450, (9, 0)),
-        _gpu("H200", 140.4, 989.5, 67, 4800, 450, (9, 0)),
-        _gpu("H100-PCIe", 79.6, 756, 51, 2000, 63, (9, 0)),
-        _gpu("H100-NVL", 93.1, 835, 60, 3900, 300, (9, 0)),
-        _gpu("H100-80GB", 79.6, 989.5, 67, 3350, 450, (9, 0)),
-        _gpu("A100-80GB", 79.2, 312, 19.5, 2039, 300, (8, 0)),
-        _gpu("A100-40GB", 39.4, 312, 19.5, 1555, 300, (8, 0)),
-        _gpu("A40", 44.4, 149.7, 37.4, 696, 31.5, (8, 6)),
-        _gpu("L40S", 44.4, 362, 91.6, 864, 31.5, (8, 9)),
-        _gpu("L4", 22.2, 121, 30.3, 300, 31.5, (8, 9)),
-        _gpu("A10", 22.1, 125, 31.2, 600, 31.5, (8, 6)),
-        _gpu("V100-32GB", 31.7, 125, 15.7, 900, 150, (7, 0)),
-        _gpu("V100-16GB", 15.8, 125, 15.7, 900, 150, (7, 0)),
-        _gpu("T4", 14.6, 65, 8.1, 320, 15.75, (7, 5)),
-        _gpu("RTX-5090", 31.4, 209.5, 104.8, 1792, 63, (12, 0)),
-        _gpu("RTX-4090", 23.5, 165.2, 82.6, 1008, 31.5, (8, 9)),
-        _gpu("RTX-3090", 23.6, 71, 35.6, 936, 31.5, (8, 6)),
+        _gpu("B200", 178, 2250, 75, 8000, 900, 148, (10, 0)),
+        _gpu("GH200", 95, 989.5, 67, 4000, 450, 132, (9, 0)),
+        _gpu("H200", 140.4, 989.5, 67, 4800, 450, 132, (9, 0)),
+        _gpu("H100-PCIe", 79.6, 756, 51, 2000, 63, 114, (9, 0)),
+        _gpu("H100-NVL", 93.1, 835, 60, 3900, 300, 132, (9, 0)),
+        _gpu("H100-80GB", 79.6, 989.5, 67, 3350, 450, 132, (9, 0)),
+        _gpu("A100-80GB", 79.2, 312, 19.5, 2039, 300, 108, (8, 0)),
+        _gpu("A100-40GB", 39.4, 312, 19.5, 1555, 300, 108, (8, 0)),
+        _gpu("A40", 44.4, 149.7, 37.4, 696, 31.5, 84, (8, 6)),
+        _gpu("L40S", 44.4, 362, 91.6, 864, 31.5, 142, (8, 9)),
+        _gpu("L4", 22.2, 121, 30.3, 300, 31.5, 58, (8, 9)),
+        _gpu("A10", 22.1, 125, 31.2, 600, 31.5, 72, (8, 6)),
+        _gpu("V100-32GB", 31.7, 125, 15.7, 900, 150, 80, (7, 0)),
+        _gpu("V100-16GB", 15.8, 125, 15.7, 900, 150, 80, (7, 0)),
+        _gpu("T4", 14.6, 65, 8.1, 320, 15.75, 40, (7, 5)),
+        _gpu("RTX-5090", 31.4, 209.5, 104.8, 1792, 63, 170, (12, 0)),
+        _gpu("RTX-4090", 23.5, 165.2, 82.6, 1008, 31.5, 128, (8, 9)),
+        _gpu("RTX-3090", 23.6, 71, 35.6, 936, 31.5, 82, (8, 6)),
     )
 }
 
@@ -77,6 +79,7 @@ class _Given(BaseModel, strict=True, extra="forbid"):
     fp32_tflops: Positive | None = None
     memory_gb_s: Positive
     link_gb_s: Positive = 31.5
+    num_sms: Annotated[int, Field(ge=1)] = 100
     name: str = "own GPU"
 
 
@@ -119,5 +122,12 @@ def described_gpu(document: Mapping[str, Any]) -> Gpu:
     given = parse_as(_Given, document, "--gpu", form)
     fp32 = given.fp32_tflops or given.tflops / 4
     return _gpu(
-        given.name, given.memory_gib, given.tflops, fp32, given.memory_gb_s, given.link_gb_s, (8, 0)
+        given.name,
+        given.memory_gib,
+        given.tflops,
+        fp32,
+        given.memory_gb_s,
+        given.link_gb_s,
+        given.num_sms,
+        (8, 0),
     )
