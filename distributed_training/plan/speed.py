@@ -94,7 +94,7 @@ class _Step:
             self.work.update(self.processes[place]),
         )
         step_host, waits = self._host_step(place)
-        blocks = self.processes[place].num_blocks
+        blocks = max(process.num_blocks for process in self.processes)
         launching = self._host_block() * blocks * self.count + step_host
         if self.pp == 1:  # the host runs ahead over the whole step
             phase = on_gpu
