@@ -30,7 +30,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
 
-OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "help")
+OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "force", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
 
 
@@ -69,6 +69,7 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
+    add("--force", action="store_true", help="run what is predicted not to fit")
     add("--run_dir", type=Path, help=hidden)
     add("--local_rank", help=hidden)  # deepspeed passes it
     for title, members in by_group(keys).items():
@@ -138,11 +139,12 @@ def configure(
     if strategy is not None:
         overrides = [text for text in overrides if text.partition("=")[0].strip() != "strategy"]
         overrides.append(f"strategy={strategy}")
-    return build_config(
+    config = build_config(
         {**program.config, name: str(output_dir)},
         preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
     )  # fmt: skip
+    return config.model_copy(update={"force": arguments.force})
 
 
 def plan(argv: Sequence[str], program: Program) -> int:

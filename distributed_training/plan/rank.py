@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model, choose_settings
-from distributed_training.plan.cluster import Cluster
+from distributed_training.plan.cluster import Cluster, machine_rates
 from distributed_training.plan.cost import schedule_of
+from distributed_training.plan.machine import Machine
 from distributed_training.plan.make import lay_out
-from distributed_training.plan.mesh import all_meshes, divides
+from distributed_training.plan.memory import estimate_memory
+from distributed_training.plan.mesh import all_meshes, divides, show_settings
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.predict import Prediction, predict
+from distributed_training.plan.predict import Prediction, fits, predict
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import MESH_AXES, list_strategies, load_strategy
+from distributed_training.settings.strategies import (
+    MESH_AXES,
+    list_strategies,
+    load_strategy,
+    strategy_defaults,
+)
 
 MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline schedule
 
@@ -117,3 +125,51 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     if plan.requested.num_microbatches == plan.batch.num_microbatches:
         found["num_microbatches"] = plan.batch.num_microbatches
     return found
+
+
+def under_strategy(config: RunConfig, name: str) -> RunConfig:
+    """The same work under another strategy: its defaults, and open axes and micro-batches."""
+    opened = {**dict.fromkeys(MESH_AXES), "deepspeed_config": None, "pipeline_cut": None}
+    opened |= {"micro_batch_size": AUTO, "num_microbatches": AUTO, "pipeline_schedule": AUTO}
+    given = dict(config)
+    defaults = {
+        key: value for key, value in strategy_defaults(name).items() if given[key] in (None, AUTO)
+    }
+    return with_values(config, strategy=name, **opened, **defaults)
+
+
+def what_fits(plan: Plan) -> list[str]:
+    """What to set so that a plan's work fits its machine: the same strategy with more micro-batches
+    or with recomputation, then the quickest of all."""
+    found, pp = [], plan.mesh["pp"]
+    sequences = plan.batch.global_batch_size // plan.batch.num_replicas
+    for count in plan.schedule.counts(pp, sequences):
+        cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
+        smaller = replace(plan, batch=plan.batch.model_copy(update=cut))
+        if count > plan.batch.num_microbatches and fits(plan, estimate_memory(smaller)):
+            found.append(f"set num_microbatches={count}")
+            break
+    if plan.config.activation_checkpointing == "none" and not plan.schedule.splits_backward:
+        again = with_values(plan.config, activation_checkpointing="full")
+        if fits(plan, estimate_memory(replace(plan, config=again))):
+            found.append("set activation_checkpointing=full")
+    best = best_layout(plan.requested, plan.machine, plan.num_processes, plan.processes_here)
+    if best is not None and best.plan.strategy.name != plan.strategy.name:
+        settings = {"strategy": best.plan.strategy.name, **settings_of(best.plan)}
+        found.append(f"set {show_settings(settings)}")
+    return found
+
+
+def best_layout(
+    config: RunConfig, machine: Machine, num_processes: int, processes_here: int
+) -> Choice | None:
+    """The quickest layout of this work that fits these processes; None where none does."""
+    cluster = Cluster(
+        nodes=num_processes // processes_here,
+        processes_a_node=processes_here,
+        machine=machine,
+        rates=machine_rates(machine, processes_here),
+        name="",
+    )
+    choices = rank_layouts(functools.partial(under_strategy, config), cluster)
+    return choices[0] if choices and choices[0].prediction.fits else None

@@ -109,7 +109,7 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_larger_takes_more(name, tmp_path):
-    """Where the host does not bind. Longer texts and larger batches: more memory and more time; recomputing: less memory."""
+    """Longer texts: more memory, and more time where the host does not bind; recomputing: less."""
     common = {"strategy": name, "model": "gpt2", "checked": False}
     small, large = (
         plan_for(tmp_path, GPU_MACHINE, 4, batch_size=64, max_length=length, **common)
