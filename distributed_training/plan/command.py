@@ -29,7 +29,6 @@ CPU_PROCESSES = 2
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` takes besides CONFIG's keys."""
     add = parser.add_argument_group("What to plan for").add_argument
-    add("--cluster", metavar="NxMxGPU", help="machines that are not here, such as 2x8xH100-80GB")
     add("--gpu", metavar="GPU", help="a GPU of the table, or JSON that describes one")
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--json", action="store_true", help="all layouts, for programs")
