@@ -34,7 +34,7 @@ _META = "meta.json"
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
 _PART = 8  # batches between two notes of how far it is
 _AHEAD = 2  # batches in work while one is written
-_LONG = 20_000_000  # characters that are worth a line
+_LONG = 20_000_000  # bytes that are worth a line
 logger = logging.getLogger(__name__)
 
 
@@ -94,17 +94,17 @@ def _map(folder: Path, split: str, part: str) -> np.ndarray:
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
     splits = {"train": corpus.train, "validation": corpus.validation}
     wanted = {split: source for split, source in splits.items() if source is not None}
+    num_bytes = sum(source.num_bytes for source in wanted.values())
+    if num_bytes > _LONG:
+        print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     # All is parsed before anything is tokenised, which takes much longer.
-    sizes = [sum(len(p.text) for p in part.read(by_line=by_line)) for part in wanted.values()]
+    with _progress("reading", num_bytes) as bar:
+        sizes = [_measure(source.read(by_line=by_line), bar) for source in wanted.values()]
     if not sizes[0]:
         raise UserError(f"dataset={corpus.name!r} contains no text")
-    if sum(sizes) > _LONG:
-        print(f"tokenising {corpus.name}, {sum(sizes) / 1e6:.0f} MB of text, once", file=sys.stderr)
     building = folder.with_name(f"{folder.name}.partial")
     building.mkdir(exist_ok=True)
-    with tqdm(
-        total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False, dynamic_ncols=True
-    ) as bar:
+    with _progress("tokenising", sum(sizes)) as bar:
         for split, source in wanted.items():
             _fill_split(building, split, source, tokenizer, by_line, bar)
     parts = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
@@ -112,6 +112,24 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     (building / _META).write_text(json.dumps(meta))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     os.replace(building, folder)  # so that a cache is never half written
+
+
+def _progress(what: str, total: int) -> tqdm:
+    """A bar over characters, on a terminal."""
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {rate_fmt} {remaining} left"
+    return tqdm(
+        desc=what, total=total, unit="B", unit_scale=True, bar_format=form, disable=None,
+        leave=False, dynamic_ncols=True,
+    )  # fmt: skip
+
+
+def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
+    """How many characters there are."""
+    size = 0
+    for piece in pieces:
+        size += len(piece.text)
+        bar.update(len(piece.text))
+    return size
 
 
 def _fill_split(
