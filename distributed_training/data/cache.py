@@ -110,6 +110,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     parts = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
     meta = {"form": corpus.train.form, "splits": parts}
     (building / _META).write_text(json.dumps(meta))
+    for split in wanted:
+        _note(building, split).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     os.replace(building, folder)  # so that a cache is never half written
 
@@ -135,7 +137,7 @@ def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
 def _fill_split(
     building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
 ) -> None:
-    note, eos = building / f"{split}.json", np.array([tokenizer.eos_id])
+    note, eos = _note(building, split), np.array([tokenizer.eos_id])
     with contextlib.ExitStack() as stack:
         done, arrays = _open_arrays(building, split, tokenizer)
         ids, starts, counts = (stack.enter_context(array) for array in arrays)
@@ -167,7 +169,7 @@ def _open_arrays(
     """(batches that a killed process had done, the arrays with what they gave)."""
     dtypes = [np.uint16 if tokenizer.num_tokens <= 2**16 else np.int32, np.int64, np.bool_]
     paths = [building / f"{split}-{part}.npy" for part in _PARTS]
-    done, lengths = _read_note(building / f"{split}.json")
+    done, lengths = _read_note(_note(building, split))
     try:
         return done, list(map(_GrowingArray, paths, dtypes, lengths))
     except ValueError as error:
@@ -242,6 +244,11 @@ class _GrowingArray:
         about = {"descr": self._dtype.str, "fortran_order": False, "shape": (length,)}
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(self._file, about)
+
+
+def _note(building: Path, split: str) -> Path:
+    """How far a split is."""
+    return building / f"{split}.json"
 
 
 def _read_note(note: Path) -> tuple[int, list[int]]:
