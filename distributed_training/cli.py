@@ -2,7 +2,7 @@
 
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py generate RUN [--prompt TEXT]
-    python real_model_example.py report runs/*
+    python real_model_example.py report [RUN ...]
     python real_model_example.py measure NAME ...
 
 A command is an entry of COMMANDS. No torch import before training begins.
@@ -15,6 +15,7 @@ import importlib
 import os
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,9 +124,7 @@ def train(argv: Sequence[str], program: Program) -> int:
     arguments = parse(argv, program)
     if arguments.run_dir is not None:
         return start_planned(arguments.run_dir)
-    # Folders in CONFIG are relative to the script, those of the command line to where one stands.
-    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
-    output_dir = program.script.parent / str(program.config.get(name, "runs"))
+    name, output_dir = output_dir_of(program)
     config = build_config(
         {**program.config, name: str(output_dir)},
         preset=arguments.preset, overrides=arguments.overrides,
@@ -135,9 +134,17 @@ def train(argv: Sequence[str], program: Program) -> int:
     return start(config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run)
 
 
-def report(argv: Sequence[str], _: Program) -> int:
+def output_dir_of(program: Program) -> tuple[str, Path]:
+    """CONFIG's name for output_dir, and the folder: those of CONFIG are relative to the script,
+    those of the command line to where one stands."""
+    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
+    return name, program.script.parent / str(program.config.get(name, "runs"))
+
+
+def report(argv: Sequence[str], program: Program) -> int:
     """Tables and plots from run records."""
-    return importlib.import_module("distributed_training.records.report").main(argv)
+    module = importlib.import_module("distributed_training.records.report")
+    return module.main(argv, output_dir_of(program)[1])
 
 
 def generate(argv: Sequence[str], program: Program) -> int:
@@ -194,7 +201,12 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
-        return COMMANDS[name](argv, program)
+        code = COMMANDS[name](argv, program)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # | head: what is left to say has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -127,7 +127,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("state", f"{state} of each process, by estimate"),
         ("precision", _precision(r.dtypes or {}, config["compile"])),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
-        ("data", f"{_name(config['dataset'])}: {data['num_train_samples']} samples of {length} "
+        ("data", f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
                  f"tokens{'' if real == 1 else f' ({100 * real:.1f}% real)'}, "
                  f"{data['num_validation_samples']} to validate"),
         ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
@@ -138,8 +138,8 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _name(source: str) -> str:
-    """A dataset by its name; a path by its last part."""
+def last_part(source: str) -> str:
+    """A dataset or weights by name; a path by its last part."""
     return source.rstrip("/").rpartition("/")[2] or source
 
 

@@ -16,7 +16,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.plan.plan import PLAN_FILE, load_plan
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT
+from distributed_training.settings.files import given_path
 
 REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
 
@@ -56,10 +56,7 @@ def continuation(
 
 def find_weights(given: str) -> tuple[ModelSpec, Path]:
     """(the model, the folder with its weights and tokenizer) of a run or of an hf/ folder."""
-    folder = Path(given).expanduser()
-    if not folder.exists():  # runs/ of the shipped CONFIG lies beside the script
-        folder = ROOT / given
-    folder = folder.resolve()
+    folder = given_path(given).resolve()
     run = folder.parent if folder.name == "hf" else folder
     if not (run / PLAN_FILE).is_file():
         if (folder / "config.json").is_file():
