@@ -22,9 +22,9 @@ _SETTINGS: dict[str, Callable[[Record], str]] = {
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision", "data_fingerprint"}
-_MEASURED = ("tokens/s", "MFU", "peak GPU memory", "peak host memory", "bubble", "loss")
-_RESULTS: dict[str, Callable[[Record], str]] = {
-    **{name: COLUMNS[name] for name in _MEASURED},
+_AS_PUBLISHED = ("tokens/s", "MFU", "peak GPU memory", "peak host memory", "bubble", "loss")
+MEASURED: dict[str, Callable[[Record], str]] = {
+    **{name: COLUMNS[name] for name in _AS_PUBLISHED},
     # That of the untrained model is none of a run that was not evaluated since.
     "perplexity": lambda r: COLUMNS["perplexity"](r) if _was_evaluated(r) else NOT_MEASURED,
 }
@@ -56,7 +56,7 @@ class Work:
         """Heading -> cells, without what no run has measured or all runs have in common."""
         found = {"run": self.names} if any(self.names) else {}
         found["strategy"] = [COLUMNS["strategy"](r) for r in self.records]
-        for name, cell in (_SETTINGS | _RESULTS).items():
+        for name, cell in (_SETTINGS | MEASURED).items():
             cells = ["-" if (text := cell(r)) == NOT_MEASURED else text for r in self.records]
             if name not in self.settings and set(cells) != {"-"}:
                 found[name] = cells
@@ -114,17 +114,14 @@ def _was_evaluated(r: Record) -> bool:
     return any(entry["step"] > 0 for entry in r.evaluations)
 
 
-def comparison(records: Sequence[Record], works: Sequence[Work]) -> str:
-    """What a terminal shows of `works`, which may be some of the records' only."""
+def comparison(works: Sequence[Work]) -> str:
+    """One table a work, as wide as the terminal."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns
-    parts = [_where(records)]
+    parts = []
     for work in works:
         title = textwrap.fill(work.title, width)
         errors = [textwrap.shorten(line, width, placeholder=" ...") for line in work.errors()]
         parts.append("\n".join([title, _table(work.columns(), width), *errors]))
-    shown = sum(len(work.records) for work in works)
-    if left := len(records) - shown:
-        parts.append(f"left out: {left} older runs of other work; --all shows them")
     return "\n\n".join(parts)
 
 
@@ -133,7 +130,7 @@ def _table(columns: dict[str, list[str]], width: int) -> str:
     for least in (None, *_LEAST):
         columns.pop(least or "", None)
         headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
-        align = ["right" if name in _RESULTS else "left" for name in columns]
+        align = ["right" if name in MEASURED else "left" for name in columns]
         rows = [headings, *zip(*columns.values(), strict=True)]  # as headings they get padding
         text = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
         if max(map(len, text.splitlines())) <= width:
@@ -141,7 +138,7 @@ def _table(columns: dict[str, list[str]], width: int) -> str:
     return text
 
 
-def _where(records: Sequence[Record]) -> str:
+def describe_runs(records: Sequence[Record]) -> str:
     """Which folders the short names stand for."""
     folders = [Path(r.run_dir) for r in records]
     if len({folder.parent for folder in folders}) > 1:

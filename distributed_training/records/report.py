@@ -19,7 +19,13 @@ from cogapp import Cog
 from cogapp.cogapp import CogCheckFailed, CogError
 from tabulate import tabulate
 
-from distributed_training.records.compare import MAX_TABLES, Work, comparison, group_by_work
+from distributed_training.records.compare import (
+    MAX_TABLES,
+    Work,
+    comparison,
+    describe_runs,
+    group_by_work,
+)
 from distributed_training.records.display import short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, table
@@ -136,6 +142,7 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     add("paths", nargs="*", type=Path, help="runs, folders of runs, records or, to fill, documents")
     add("--all", action="store_true", help=f"every kind of work, not the newest {MAX_TABLES}")
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
+    add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
     add("--write", action="store_true", help="fill generated parts of documents")
     add("--check", action="store_true", help="fail when documents are out of date")
     arguments = parser.parse_args(argv)
@@ -148,12 +155,22 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
         fix = f"train first, or name runs: {COMMAND} FOLDER"
         raise UserError(f"no run record in {places}", fix=fix)
     works = group_by_work(records)[: None if arguments.all else MAX_TABLES]
-    print(comparison(records, works), flush=True)
+    left = len(records) - sum(len(work.records) for work in works)
+    note = f"left out: {left} older runs of other work; --all shows them" if left else ""
+    about = describe_runs(records)
+    print("\n\n".join(filter(None, (about, comparison(works), note))), flush=True)
     try:
-        write_plots(works, arguments.plots)
+        if arguments.html is not None:
+            from distributed_training.records.page import build_page  # slow to import
+
+            arguments.html.write_text(build_page(about, works, note), encoding="utf-8")
+            print(f"wrote {short_path(arguments.html)}")
+        else:
+            write_plots(works, arguments.plots)
     except OSError as error:
-        what = f"plots cannot be written to {arguments.plots}"
-        raise UserError(what, str(error), "give another folder to --plots") from None
+        option = "--plots" if arguments.html is None else "--html"
+        what = f"{arguments.html or arguments.plots} cannot be written"
+        raise UserError(what, str(error), f"give another place to {option}") from None
     return 0
 
 

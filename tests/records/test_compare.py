@@ -126,7 +126,7 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
         made_record(mesh=mesh, pipeline=pipeline, bubble={"idle_share": 0.2}, run_dir="runs/1-a"),
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 200),
     ]
-    text = comparison(records, group_by_work(records))
+    text = comparison(group_by_work(records))
     assert max(map(len, text.splitlines())) <= width
     assert ("host" in text) == (width == 200)
     assert "interrupted 50/64" in text

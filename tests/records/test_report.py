@@ -251,6 +251,6 @@ def test_mistakes_are_explained_in_one_line(arguments, words, tmp_path, monkeypa
 def test_plots_in_place_of_a_file_are_explained(runs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with refused(f"plots cannot be written to {folder}; "):
+        with refused(f"{folder} cannot be written; ", "--plots"):
             main([str(runs), "--plots", str(folder)])
         assert "131,072" in capsys.readouterr().out, "the table is printed all the same"
