@@ -56,7 +56,7 @@ CONFIG = {
     "keep_checkpoints": 1,  # older ones are deleted
     "export": True,  # write hf/ in Hugging Face's format at the end
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder
-    "log_to": None,  # tensorboard, wandb: install them first
+    "log_to": None,  # tensorboard, wandb, mlflow, trackio: install it first
     "verbose": False,  # show what libraries print about themselves, too
 }
 

@@ -42,10 +42,11 @@ def draw_svgs(records: Sequence[Record]) -> list[str]:
     style: Any = dict.fromkeys((*inked, "legend.edgecolor"), INK)
     style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
     nothing, pictures = dict.fromkeys(("Creator", "Date", "Format", "Type")), []
-    with rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "page"}):
+    with rc_context({**style, "svg.fonttype": "none"}):
         for name, figure in build_figures(records, width=4.6).items():
             file = io.StringIO()
-            figure.savefig(file, format="svg", metadata=nothing)
+            with rc_context({"svg.hashsalt": f"{name} {records[0].run_dir}"}):  # of its ids
+                figure.savefig(file, format="svg", metadata=nothing)
             svg = file.getvalue().replace(INK, "currentColor")
             svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{name}"')
             # Ids of groups would repeat on a page of several figures; nothing refers to them.

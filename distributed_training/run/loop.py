@@ -16,8 +16,9 @@ from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display, short_path
-from distributed_training.records.metrics import PeakMemory, StepTimer, Tracker, disk_bytes
+from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
 from distributed_training.records.record import RunRecord, append_metrics
+from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import checkpoint
 from distributed_training.settings.config import RunConfig
 
@@ -162,7 +163,7 @@ class Trainer:
             }
             rows.append(row)
             self.history.loss_curve.append([row["step"], row["loss"]])
-            self.tracker.log(row, row["step"])
+            self.tracker.log_step(row)
         if self.record is not None:
             append_metrics(self.plan.run_dir, rows)
         self.display.progress(
@@ -183,11 +184,10 @@ class Trainer:
         dist.all_reduce(total)
         num_targets = int(samples.lengths.sum())
         loss = float(total) / num_targets
-        perplexity = math.exp(min(loss, 700.0))
-        row = {"step": self.step, "loss": loss, "perplexity": perplexity}
+        row = {"step": self.step, "loss": loss, "perplexity": perplexity(loss)}
         self.history.evaluations.append({**row, "num_targets": num_targets})
-        self._say(f"validation loss {loss:.4f}  perplexity {perplexity:.2f}")
-        self.tracker.log({"validation_loss": loss}, self.step)
+        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
+        self.tracker.log_evaluation(row, self.memory.as_dict())
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""

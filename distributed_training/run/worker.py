@@ -23,7 +23,7 @@ from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology, process_group
-from distributed_training.records import metrics
+from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, gib, header_rows, short_path, summary_rows
 from distributed_training.run import assemble
@@ -121,11 +121,11 @@ def _train(plan: Plan, topology: Topology) -> int:
         trainer.record.update(**results)
         if not signum:
             display.table(summary_rows(trainer.record.as_record()))
+        trainer.tracker.close(trackers.final_values(trainer.record.as_record()))
     if signum:
         saved = plan.config.checkpoint_every != 0
         then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"
         display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
-    trainer.tracker.close()
     trainer.engine.close()
     dist.barrier()
     if plan.offload_dir is not None and topology.local_rank == 0:
@@ -142,13 +142,14 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     if plan.checkpoint is not None:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    record, tracker = None, metrics.Tracker()
+    record, tracker = None, trackers.Tracker()
     dist.barrier()  # every rank has read the old record before it is written anew
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
         record = records.start_record(plan.run_dir, **values)
-        tracker = metrics.build_tracker(config.log_to, plan.run_dir, values["config"])
+        about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+        tracker = trackers.build_tracker(config.log_to, plan.run_dir, about)
     engine = assemble.build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:

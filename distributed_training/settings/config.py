@@ -119,8 +119,8 @@ class RunConfig(Options):
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
     resume: Text | None = kept(None, aliases=("resume_from_checkpoint",),
         help="auto: the newest unfinished run of the same work; or a run's folder")
-    log_to: Literal["tensorboard", "wandb"] | None = kept(None, aliases=("report_to",),
-        help="another place for the metrics; install it first")
+    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = kept(None,
+        aliases=("report_to",), help="another place for the metrics; install it first")
     verbose: bool = kept(False, help="show what libraries print about themselves, too")
     # fmt: on
 

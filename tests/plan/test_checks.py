@@ -84,7 +84,7 @@ def test_native_strategies_do_not_need_deepspeed(tmp_path, monkeypatch):
         check_packages(draft(tmp_path, "zero1"))
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
 def test_trackers_are_needed_when_asked_for(name, tmp_path, monkeypatch):
     hide_package(monkeypatch, name)
     check_packages(draft(tmp_path))

@@ -241,7 +241,7 @@ OPTIONS = {
     "keep_checkpoints": st.integers(1, 1000),
     "export": st.booleans(),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
-    "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb"]),
+    "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),
     "verbose": st.booleans(),
 }
 PATHS = ("deepspeed_config", "dataset", "tokenizer", "weights", "output_dir", "offload_dir")

@@ -214,7 +214,7 @@ BAD = {
     "output_dir": [None],
     "checkpoint_every": [-1],
     "keep_checkpoints": [0],
-    "log_to": ["mlflow"],
+    "log_to": ["mlflo"],
     "max_steps": [0],
     "eval_samples": [0],
     "micro_batch_size": [0, None],
