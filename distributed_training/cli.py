@@ -3,6 +3,7 @@
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py generate RUN [--prompt TEXT]
     python real_model_example.py report [RUN ...]
+    python real_model_example.py push RUN user/name
     python real_model_example.py measure NAME ...
 
 A command is an entry of COMMANDS. No torch import before training begins.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, build_config
@@ -155,6 +157,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add("--prompt", help="what the text begins with; without it, each line that you type")
+    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
     add("--num_tokens", type=int, default=100, help="length of the text (default 100)")
     add("--temperature", type=float, default=1.0, help="0: always the likeliest (default 1.0)")
     add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
@@ -165,8 +168,18 @@ def generate(argv: Sequence[str], program: Program) -> int:
     module = importlib.import_module("distributed_training.run.generate")
     return module.generate(
         a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
-        seed=a.seed,
+        seed=a.seed, kind=BEST if a.best else LAST,
     )  # fmt: skip
+
+
+def push(argv: Sequence[str], program: Program) -> int:
+    """The model of a run, to the Hugging Face Hub."""
+    parser = _Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
+    parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
+    parser.add_argument("name", help="user/name on the Hub")
+    parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
+    a = parser.parse_args(argv)
+    return importlib.import_module("distributed_training.run.push").push(a.run, a.name, best=a.best)
 
 
 def measure(argv: Sequence[str], _: Program) -> int:
@@ -183,7 +196,7 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "generate": generate, "report": report, "measure": measure,
+    "train": train, "generate": generate, "report": report, "push": push, "measure": measure,
 }  # fmt: skip
 
 

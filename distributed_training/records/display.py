@@ -40,6 +40,15 @@ class Display:
         """A choice that was made for the user and why."""
         self.say(textwrap.fill(f"note: {text}", WIDTH, subsequent_indent=6 * " "))
 
+    def sample(self, title: str, text: str) -> None:
+        """A generated text; characters that would move the cursor are spaces."""
+        self.say(title)
+        for line in text.split("\n"):
+            shown = "".join(char if char.isprintable() else " " for char in line)
+            wrap = textwrap.TextWrapper(WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2)
+            for part in wrap.wrap(shown):
+                self.say(f"  {part}")
+
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Aligned `name  value` lines, long values going on below."""
         width = max(len(name) for name, _ in rows)

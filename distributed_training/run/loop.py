@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,8 @@ class History:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
+    best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
+    sample_before: str | None = None  # text of the untrained model
 
     def cut(self, step: int) -> None:
         """Forget what came after `step`."""
@@ -54,6 +57,8 @@ class History:
         for rows in (self.evaluations, self.epochs):
             rows[:] = [row for row in rows if row["step"] <= step]
         self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
+        if self.best and self.best["step"] > step:  # the steps after this one find it again
+            self.best = None
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Trainer:
     history: History = field(default_factory=History)
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
+    save_best: Callable[[], None] = lambda: None  # collective
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
@@ -188,6 +194,10 @@ class Trainer:
         self.history.evaluations.append({**row, "num_targets": num_targets})
         self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
+        best = self.history.best
+        if self.plan.config.keep_best and self.step and (best is None or loss < best["loss"]):
+            self.history.best = row
+            self.save_best()
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""

@@ -163,6 +163,7 @@ def free_disk(monkeypatch, num_bytes):
         ({"keep_checkpoints": 3}, 16 * 4 + 4),
         ({"checkpoint_every": 0}, 4),
         ({"export": False}, 16 * 2),
+        ({"keep_best": True}, 16 * 2 + 4 * 2),
         ({"checkpoint_every": 0, "export": False}, 0),
     ],
 )

@@ -36,8 +36,7 @@ NOT_WORK = {
     "pipeline_cut": "1,1", "activation_checkpointing": "full", "compile": False, "eval_every": 5,
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
     "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
-    "log_to": "wandb",
-    "verbose": True,
+    "log_to": "wandb", "verbose": True, "keep_best": True, "push": "user/name",
 }  # fmt: skip
 OTHER = WORK | NOT_WORK
 ALIASES = {
