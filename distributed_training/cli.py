@@ -2,7 +2,8 @@
 
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py generate RUN [--prompt TEXT]
-    python real_model_example.py report runs/*
+    python real_model_example.py report [RUN ...]
+    python real_model_example.py push RUN user/name
     python real_model_example.py measure NAME ...
 
 A command is an entry of COMMANDS. No torch import before training begins.
@@ -15,12 +16,14 @@ import importlib
 import os
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, build_config
@@ -123,9 +126,7 @@ def train(argv: Sequence[str], program: Program) -> int:
     arguments = parse(argv, program)
     if arguments.run_dir is not None:
         return start_planned(arguments.run_dir)
-    # Folders in CONFIG are relative to the script, those of the command line to where one stands.
-    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
-    output_dir = program.script.parent / str(program.config.get(name, "runs"))
+    name, output_dir = output_dir_of(program)
     config = build_config(
         {**program.config, name: str(output_dir)},
         preset=arguments.preset, overrides=arguments.overrides,
@@ -135,9 +136,17 @@ def train(argv: Sequence[str], program: Program) -> int:
     return start(config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run)
 
 
-def report(argv: Sequence[str], _: Program) -> int:
+def output_dir_of(program: Program) -> tuple[str, Path]:
+    """CONFIG's name for output_dir, and the folder: those of CONFIG are relative to the script,
+    those of the command line to where one stands."""
+    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
+    return name, program.script.parent / str(program.config.get(name, "runs"))
+
+
+def report(argv: Sequence[str], program: Program) -> int:
     """Tables and plots from run records."""
-    return importlib.import_module("distributed_training.records.report").main(argv)
+    module = importlib.import_module("distributed_training.records.report")
+    return module.main(argv, output_dir_of(program)[1])
 
 
 def generate(argv: Sequence[str], program: Program) -> int:
@@ -148,6 +157,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add("--prompt", help="what the text begins with; without it, each line that you type")
+    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
     add("--num_tokens", type=int, default=100, help="length of the text (default 100)")
     add("--temperature", type=float, default=1.0, help="0: always the likeliest (default 1.0)")
     add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
@@ -158,8 +168,18 @@ def generate(argv: Sequence[str], program: Program) -> int:
     module = importlib.import_module("distributed_training.run.generate")
     return module.generate(
         a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
-        seed=a.seed,
+        seed=a.seed, kind=BEST if a.best else LAST,
     )  # fmt: skip
+
+
+def push(argv: Sequence[str], program: Program) -> int:
+    """The model of a run, to the Hugging Face Hub."""
+    parser = _Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
+    parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
+    parser.add_argument("name", help="user/name on the Hub")
+    parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
+    a = parser.parse_args(argv)
+    return importlib.import_module("distributed_training.run.push").push(a.run, a.name, best=a.best)
 
 
 def measure(argv: Sequence[str], _: Program) -> int:
@@ -176,7 +196,7 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "generate": generate, "report": report, "measure": measure,
+    "train": train, "generate": generate, "report": report, "push": push, "measure": measure,
 }  # fmt: skip
 
 
@@ -194,7 +214,12 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
-        return COMMANDS[name](argv, program)
+        code = COMMANDS[name](argv, program)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # | head: what is left to say has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -40,6 +40,15 @@ class Display:
         """A choice that was made for the user and why."""
         self.say(textwrap.fill(f"note: {text}", WIDTH, subsequent_indent=6 * " "))
 
+    def sample(self, title: str, text: str) -> None:
+        """A generated text; characters that would move the cursor are spaces."""
+        self.say(title)
+        for line in text.split("\n"):
+            shown = "".join(char if char.isprintable() else " " for char in line)
+            wrap = textwrap.TextWrapper(WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2)
+            for part in wrap.wrap(shown):
+                self.say(f"  {part}")
+
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Aligned `name  value` lines, long values going on below."""
         width = max(len(name) for name, _ in rows)
@@ -128,7 +137,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("state", f"{state} of each process, by estimate"),
         ("precision", _precision(r.dtypes or {}, config)),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
-        ("data", f"{_name(config['dataset'])}: {data['num_train_samples']} samples of {length} "
+        ("data", f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
                  f"tokens{'' if real == 1 else f' ({100 * real:.1f}% real)'}, "
                  f"{data['num_validation_samples']} to validate"),
         ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
@@ -139,8 +148,8 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _name(source: str) -> str:
-    """A dataset by its name; a path by its last part."""
+def last_part(source: str) -> str:
+    """A dataset or weights by name; a path by its last part."""
     return source.rstrip("/").rpartition("/")[2] or source
 
 

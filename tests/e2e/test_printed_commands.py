@@ -34,7 +34,7 @@ STARTS = re.compile(
 NOT_HERE = (
     "notes.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise", "my_zero1.json", "...",
 )  # fmt: skip
-OTHER_COMMANDS = (".py report ", ".py measure ", ".py generate ")
+OTHER_COMMANDS = (".py report", ".py measure ", ".py generate ", ".py push ")
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
 
 

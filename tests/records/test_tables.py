@@ -1,6 +1,6 @@
 import pytest
 
-from distributed_training.records.tables import COLUMNS, DEFAULT, comparison, layout_words, table
+from distributed_training.records.tables import COLUMNS, DEFAULT, layout_words, table
 from tests.support import made_record
 
 
@@ -85,34 +85,6 @@ def test_default_columns():
     assert list(cells(text)[0]) == list(DEFAULT)
 
 
-def test_equal_work_is_one_table():
-    records = [made_record(strategy__name=name) for name in ("zero2", "fsdp", "dp")]
-    rows = cells(comparison(records))
-    assert [row["strategy"] for row in rows] == ["zero2", "fsdp", "dp"]
-
-
-def test_the_order_of_keys_is_not_work():
-    work = made_record().work
-    reverse = made_record(work=dict(reversed(work.items())))
-    assert len(cells(comparison([made_record(), reverse]))) == 2
-
-
-def test_other_work_is_in_another_table_that_says_how_it_differs():
-    records = [
-        made_record(),
-        made_record(work__seed=7, work__global_batch_size=64, strategy__name="fsdp"),
-        made_record(strategy__name="dp"),
-    ]
-    text = comparison(records)
-    parts = text.split("\n\n")
-    assert "2 kinds of work" in parts[0]
-    assert parts[0].endswith("They differ in: seed, global_batch_size.")
-    assert parts[1] == "seed=42, global_batch_size=32"
-    assert [row["strategy"] for row in cells(parts[2])] == ["zero2", "dp"]
-    assert parts[3] == "seed=7, global_batch_size=64"
-    assert [row["strategy"] for row in cells(parts[4])] == ["fsdp"]
-
-
 @pytest.mark.parametrize(
     ("column", "changes"),
     [
@@ -123,20 +95,6 @@ def test_other_work_is_in_another_table_that_says_how_it_differs():
 def test_a_run_that_diverged_has_a_row(column, changes):
     row = one_row(**changes)
     assert (row["status"], row[column]) == ("ok", "nan")
-
-
-@pytest.mark.parametrize(
-    ("other", "keys"),
-    [
-        ({"seed": 7}, ["seed"]),
-        ({"seed": None, "model": "gpt2"}, ["model", "seed"]),
-        ({"data_fingerprint": None}, ["data_fingerprint"]),  # a key that the first has not
-    ],
-)
-def test_every_difference_of_works_is_named(other, keys):
-    work = made_record().work
-    text = comparison([made_record(), made_record(work={**work, **other})])
-    assert text.splitlines()[0].endswith(f"They differ in: {', '.join(keys)}.")
 
 
 @pytest.mark.parametrize(

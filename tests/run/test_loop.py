@@ -246,7 +246,7 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     curve = [[step, 1.0] for step in range(1, 7)]
     values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
     history = History(**values, skipped_steps=[2, 5])
-    assert vars(history) == {**values, "skipped_steps": [2, 5]}
+    assert {**values, "skipped_steps": [2, 5]}.items() <= vars(history).items()
     history.cut(4)
     assert history == History(4, curve[:4], rows[:2], rows[1:2], [2])
 
