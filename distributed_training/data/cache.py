@@ -230,6 +230,7 @@ class _GrowingArray:
     def __exit__(self, *_: object) -> None:
         with self._file:
             self._write_header(self._length)
+            self.sync()
 
     def append(self, values: np.ndarray) -> None:
         self._file.write(values.astype(self._dtype).tobytes())
