@@ -82,7 +82,7 @@ def assert_readable(text: str) -> None:
 
 def type_in(folder: Path, *arguments: object) -> str:
     """What a command prints that ends well."""
-    terminal = Terminal(tmp_path, *arguments)
+    terminal = Terminal(folder, *arguments)
     code = terminal.end()
     assert code == 0, terminal.text
     assert_readable(terminal.text)
