@@ -21,7 +21,7 @@ _SETTINGS: dict[str, Callable[[Record], str]] = {
     **{name: COLUMNS[name] for name in ("model", "processes", "batch", "precision", "compile")},
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
-_IN_SETTINGS = {"model", "dataset", "max_length", "precision", "data_fingerprint"}
+_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 _AS_PUBLISHED = ("tokens/s", "MFU", "peak GPU memory", "peak host memory", "bubble", "loss")
 MEASURED: dict[str, Callable[[Record], str]] = {
     **{name: COLUMNS[name] for name in _AS_PUBLISHED},
@@ -79,7 +79,9 @@ def group_by_work(records: Sequence[Record]) -> list[Work]:
     for record in reversed(records):
         work = repr([record.work.get(key, ...) for key in telling])
         groups.setdefault(work, []).insert(0, record)
-    said = [key for key in telling if key not in _IN_SETTINGS] or telling
+    said = [key for key in telling if key not in _IN_SETTINGS]
+    if len(telling) > 1:  # a hash tells a reader least
+        said = [key for key in said if key != "data_fingerprint"]
     return [
         Work(
             group,

@@ -167,6 +167,8 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
             print(f"wrote {short_path(arguments.html)}")
         else:
             write_plots(works, arguments.plots)
+    except BrokenPipeError:  # of the terminal's reader
+        raise
     except OSError as error:
         option = "--plots" if arguments.html is None else "--html"
         what = f"{arguments.html or arguments.plots} cannot be written"

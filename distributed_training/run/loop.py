@@ -196,8 +196,8 @@ class Trainer:
         self.history.evaluations.append({**row, "num_targets": num_targets})
         self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
-        best = self.history.best
-        if self.plan.config.keep_best and self.step and (best is None or loss < best["loss"]):
+        lowest = self.history.best["loss"] if self.history.best else math.inf
+        if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
             self.history.best = row
             self.save_best()
 

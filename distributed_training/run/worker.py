@@ -191,6 +191,8 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         trainer.write_record()  # so that a kill before the next save does not lose it
         if topology.rank == 0:
             records.truncate_metrics(plan.run_dir, trainer.step)
+            if history.best is None:  # or of a step that is done again
+                shutil.rmtree(plan.run_dir / BEST, ignore_errors=True)
         display.say(f"resumed from {plan.checkpoint}")
     return trainer
 

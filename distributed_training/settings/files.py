@@ -39,7 +39,8 @@ def user_path(key: str, text: str) -> Path:
 def given_path(text: str | Path) -> Path:
     """A file or folder that a command names, from where one stands or else from the checkout."""
     path = Path(text).expanduser()
-    return path if path.exists() else ROOT / path
+    ours = ROOT / path
+    return ours if ours.exists() and not path.exists() else path
 
 
 def load_json(path: Path, what: str) -> Any:
