@@ -9,7 +9,6 @@ from typing import Any
 from pipedream.runtime.record import (
     goal_of,
     makespan_error,
-    on_gpu,
     outside_goal,
     points_error,
     render,
@@ -18,11 +17,6 @@ from pipedream.runtime.record import (
 from pipedream.schedules.catalogue import SCHEDULES
 
 Record = Mapping[str, Any]
-
-BENCHMARK = (
-    "python pipedream_runtime.py --benchmark --set num_stages={p} --set microbatch_size={batch} "
-    "--record records/h200-p{p}.json"
-)
 
 
 def describe(record: Record) -> str:
@@ -85,10 +79,6 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "![Measured and simulated utilisation](figures/prediction.png)",
     ]
     parts += [section(name, record) for name, record in records.items()]
-    if not any(on_gpu(record) for record in records.values()):
-        commands = "\n".join(BENCHMARK.format(p=p, batch=4 * p) for p in (2, 4))
-        block = f"```bash\n{commands}\npython -m pipedream.results --write\n```"
-        parts += ["### On GPUs", f"Not measured yet on GPUs:\n\n{block}"]
     parts += ["## What weight stashing is for", *study_intro(study), gradient_table(study)]
     parts += [_wrapped(_LOSS_INTRO), final_loss_table(study)]
     return "\n\n".join(parts) + "\n"
@@ -255,8 +245,9 @@ def gradient_table(study: Record) -> str:
 
 
 def _share(error: float | None) -> str:
-    shown = {None: "infinite", 0: "exactly 0"}
-    return shown[error] if not error else f"{100 * error:.2g}%"
+    if error is None:
+        return "infinite"
+    return "exactly 0" if error == 0 else f"{100 * error:.2g}%"
 
 
 def final_loss_table(study: Record) -> str:
