@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipedream.config import FOLDER
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, save_csv
+from pipedream.simulate import frontier
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound, makespan, search
 from pipedream.simulate.simulator import Costs, build_costs, load_order, simulate
@@ -158,3 +160,16 @@ def test_a_csv_of_other_sizes_is_refused_in_one_line(tmp_path):
     done = warm(["--num_stages=3", "--num_microbatches=6", f"--schedule={tmp_path / 'two.csv'}"], 3)
     assert done.returncode == 2
     assert "two.csv has 2 ranks and 4 microbatches; set num_stages=2 and" in done.stderr
+
+
+def test_the_record_of_the_frontier_holds_what_it_says():
+    """Each row's words run, keep to the memory and take that long; OR-Tools had proved them."""
+    record = json.loads((FOLDER / "records/frontier.json").read_text())
+    assert len(record["rows"]) == 2 * 8
+    for row in record["rows"]:
+        schedule = as_schedule(row["words"], "found")
+        timeline = simulate(schedule, frontier.costs_of(row["communication"]))
+        assert str(timeline.makespan) == row["makespan"] == row["lower_bound"]
+        assert max(peak_activations(schedule)) <= row["memory"]
+        problem = build_problem(frontier.costs_of(row["communication"]), 8, row["memory"])
+        assert lower_bound(problem) * problem.tick <= timeline.makespan

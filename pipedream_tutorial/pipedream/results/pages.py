@@ -137,6 +137,7 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
+    from pipedream.draw import frontier
     from pipedream.draw import prediction as figures_prediction
     from pipedream.draw import steps as figures_steps
 
@@ -147,6 +148,11 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
             partial(figures_prediction.draw_prediction, shown),
         )
     }
+    searched = _load(folder / "records/frontier.json")
+    found["figures/frontier.png"] = (
+        frontier.digest(searched),
+        partial(frontier.draw_frontier, searched),
+    )
     for name, build in figures_steps.PICTURES.items():
         picture = build()
         found[f"figures/{name}.png"] = (
