@@ -29,7 +29,6 @@ from pipedream.results.text import (
     final_loss_table,
     printed,
     render_page,
-    summary,
 )
 from pipedream.results.traffic import MODELS, comparison_table
 from pipedream.runtime.record import RECORD_FORMAT
@@ -64,14 +63,11 @@ def _load(path: Path) -> dict[str, Any]:
 def idle_table() -> str:
     """Closed forms of idle time, with the range in which they are exact."""
     lines = [
-        "| schedule | X, idle time of each rank in one batch | exact for | as published |",
-        "| --- | --- | --- | --- |",
+        "| schedule | X, idle time of each rank in one batch | exact for |",
+        "| --- | --- | --- |",
     ]
     for name, form in CLOSED_FORMS.items():
-        lines.append(
-            f"| {SCHEDULES[name].title} | {form.idle_text} | {form.range_text} "
-            f"| {form.published} (arXiv {form.source}) |"
-        )
+        lines.append(f"| {SCHEDULES[name].title} | {form.idle_text} | {form.range_text} |")
     return _escaped(lines)
 
 
@@ -102,7 +98,6 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         "idle time": idle_table,
         "memory": memory_table,
         "final losses": lambda: final_loss_table(study),
-        "prediction": lambda: summary(load_records(folder / "records")),
         "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
         "measured bubbles": lambda: bubble_table(
             _load(folder / "records/cpu-runtime-zero-bubble.json")

@@ -278,12 +278,13 @@ def _loss(row: Mapping[str, Any] | None) -> str:
 
 
 def bubble_table(record: Record) -> str:
-    """A line a run: measured against simulated makespan and idle share."""
+    """A line for each run of as many microbatches as were calibrated on."""
     lines = [
         "| schedule | m | makespan, ms | simulated | idle | simulated | weights of one process |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for case in record["cases"]:
+    m = record["calibration"]["num_microbatches"]
+    for case in (case for case in record["cases"] if case["num_microbatches"] == m):
         measured, predicted = case["measured"], case["predicted"]
         equal = "equal" if measured["weights_equal"] else "DIFFERENT"
         lines.append(
