@@ -247,7 +247,7 @@ def print_closed_form(row: Row) -> None:
             f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
             f"{number(form.span_idle)}, simulated {number(row.batch_idle.span[0])}",
         )
-        print_wrapped(" " * 15, form.text)
+        print_wrapped(" " * 15, f"{form.text}; as published: {form.published}")
 
 
 def print_comparison(rows: list[Row | Refused], case: Case) -> None:

@@ -104,9 +104,8 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         ),
         "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }
-    for name in MODELS:
-        for devices in (4, 8):
-            found[f"{name} on {devices}"] = partial(comparison_table, name, devices)
+    for name, devices in zip(MODELS, (4, 8), strict=True):
+        found[f"{name} on {devices}"] = partial(comparison_table, name, devices)
     return found
 
 

@@ -135,6 +135,10 @@ def section(name: str, record: Record) -> str:
         f"to stage {found['communication_ms']:.2f} ms",
         f"results received before they were sent, which would be a clock that is off: {too_early}",
     ]
+    equal = {case["measured"]["weights_equal"] for case in record["cases"]}
+    if None not in equal:
+        same = "in all runs" if equal == {True} else "not in all runs"
+        facts.append(f"final weights equal bit for bit to those of one process {same}")
     late = waited_for_host(record)
     if late:
         facts.append(
@@ -155,11 +159,11 @@ def section(name: str, record: Record) -> str:
 
 def _run_table(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     memory = any(case["measured"]["peak_memory_mib"] is not None for case in cases)
-    head = ["schedule", "m", "makespan, ms", "of repeats", "simulated", "off", "utilisation",
-            "simulated", "points", "weight versions", "weights of one process"]  # fmt: skip
+    head = ["schedule", "m", "makespan, ms", "simulated", "off", "utilisation", "simulated",
+            "points", "weight versions"]  # fmt: skip
     lines = [
         "| " + " | ".join([*head, *(["peak MiB"] if memory else [])]) + " |",
-        "| --- |" + " ---: |" * 8 + " --- | --- |" + " --- |" * memory,
+        "| --- |" + " ---: |" * 7 + " --- |" + " --- |" * memory,
     ]
     for case in cases:
         lines.append("| " + " | ".join(_run_cells(case, memory)) + " |")
@@ -168,7 +172,6 @@ def _run_table(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _run_cells(case: Mapping[str, Any], memory: bool) -> list[str]:
     measured, predicted = case["measured"], case["predicted"]
-    repeats = measured["repeat_makespans_ms"]
     simulated = ["-", "-", f"{100 * measured['utilisation']:.1f}%", "-", "-"]
     if predicted is not None:
         simulated = [
@@ -182,17 +185,17 @@ def _run_cells(case: Mapping[str, Any], memory: bool) -> list[str]:
         SCHEDULES[case["schedule"]].title + r" \*" * case["calibrated_on"],
         str(case["num_microbatches"]),
         f"{measured['makespan_ms']:,.1f}",
-        f"{min(repeats):,.1f} to {max(repeats):,.1f}",
         *simulated,
-        " ".join(map(str, measured["peak_versions"])),
-        {None: "not compared", True: "equal bit for bit", False: "DIFFERENT"}[
-            measured["weights_equal"]
-        ],
+        _versions(measured["peak_versions"]),
     ]
     if memory:
         found = measured["peak_memory_mib"]
         cells.append("-" if found is None else " ".join(f"{mib:,.0f}" for mib in found))
     return cells
+
+
+def _versions(kept: Sequence[int]) -> str:
+    return " ".join(map(str, kept)) if len(set(kept)) > 1 else f"{kept[0]} each"
 
 
 def study_intro(study: Record) -> list[str]:

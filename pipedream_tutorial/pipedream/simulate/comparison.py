@@ -41,6 +41,8 @@ class Formula:
 
     text: str
     range_text: str
+    published: str
+    """What the paper says, where it differs, and which paper."""
     makespan_idle: Fraction | None
     """Each rank's idle time until the last rank ends; None outside the range."""
     span_idle: Fraction | None
@@ -192,6 +194,7 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
     return Formula(
         text=form.idle_text,
         range_text=form.range_text,
+        published=f"{form.published} (arXiv {form.source})",
         makespan_idle=form.makespan_idle(sizes) if holds else None,
         span_idle=form.span_idle(sizes, 0) if holds else None,
     )
