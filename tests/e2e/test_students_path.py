@@ -119,7 +119,7 @@ def test_from_a_text_to_answers(tmp_path):
     perplexities = [row["perplexity"] for row in record["evaluations"]]
     assert perplexities[-1] < perplexities[0] / 2
 
-    assert f"{perplexities[-1]:.2f}" in type_in(tmp_path, "report", "runs")
+    assert f"{perplexities[-1]:.1f}" in type_in(tmp_path, "report", "runs")
     for model in ("runs/latest", "runs/latest/hf"):
         answer = type_in(tmp_path, "generate", model, "--prompt", "The report", "--temperature", 0)
         assert answer.startswith("The report")
