@@ -79,7 +79,7 @@ def published_json(file: str, key: str, columns: str) -> str:
 def _figure(value: float) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 1 else f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"
 
 
 def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:

@@ -20,6 +20,7 @@ _START: dict[str, Callable[[Record], str]] = {
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
     "compile": lambda r: "yes" if r.config["compile"] else "no",
+    "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
     "steps": lambda r: f"{r.step} of {r.num_steps}",
     "status": lambda r: r.status,
 }
