@@ -68,7 +68,7 @@ def test_a_table_of_other_json():
     rows = cells(published_json("parity.json", "differences", "norm, loss").strip())
     assert rows == [
         {"": "dp", "norm": "1.2e-07", "loss": "0"},
-        {"": "fsdp", "norm": "5.0e-01", "loss": "3.0e-05"},
+        {"": "fsdp", "norm": "0.500", "loss": "3.0e-05"},
     ]
     rows = cells(published_json("parity.json", "speeds", "tokens").strip())
     assert rows == [{"": "one", "tokens": "131,072"}, {"": "two", "tokens": "100"}]
