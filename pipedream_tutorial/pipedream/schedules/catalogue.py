@@ -96,7 +96,7 @@ def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
     """
     if layers_of_a_rank % stages_per_rank:
         raise UserError(
-            f"a rank's {layers_of_a_rank} layers cannot be cut into {stages_per_rank} stages",
+            f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",
             f"set layers_per_stage to a multiple of {stages_per_rank}",
         )
     return layers_of_a_rank // stages_per_rank

@@ -72,14 +72,18 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 
 
 def search(
-    costs: Costs, num_microbatches: int, memory: int, *, tries: int = 20_000, prove: float = 0
+    costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
     """The shortest order found in `tries` simulations; the same one for the same arguments.
+
+    By default as many as take a second or two, and 200 at least.
 
     In `prove` seconds more OR-Tools looks for a shorter one, and for a better bound.
     """
     problem = build_problem(costs, num_microbatches, memory)
     p, m = problem.num_ranks, num_microbatches
+    if tries is None:
+        tries = max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
     starts += [pattern(problem, limit) for limit in limits]
@@ -180,13 +184,14 @@ def lower_bound(problem: Problem) -> int:
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
     p, most = problem.num_ranks, problem.memory
-    return list(
+    every = list(
         dict.fromkeys(
             tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))
             for step in (0, 1, 2)
             for ahead in range(1, most + step * p + 1)
         )
     )
+    return every[:: 1 + len(every) // 40]  # of long lists a few, evenly
 
 
 def pattern(problem: Problem, limits: Sequence[int]) -> Words:
@@ -218,10 +223,12 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
             return own["I"][i] if i < len(own["I"]) else None
         if kind == "F":
             full = i - len(own["W"]) == problem.memory or i - len(own["I"]) == limits[rank]
-            source = [0] * m if rank == 0 else [end + c for end in ends[rank - 1]["F"]]
-            return None if full or i >= len(source) else source[i]
-        source = own["F"] if rank == p - 1 else [end + c for end in ends[rank + 1]["I"]]
-        return source[i] if i < len(source) and i < len(own["F"]) else None
+            if full or rank == 0:
+                return None if full else 0
+            source, later = ends[rank - 1]["F"], c
+        else:
+            source, later = (own["F"], 0) if rank == p - 1 else (ends[rank + 1]["I"], c)
+        return source[i] + later if i < len(source) else None
 
     for _ in range(3 * m * p):
         choices = []
