@@ -135,6 +135,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
         ("state", f"{state} of each process, by estimate"),
+        ("predicted", describe_prediction(r.prediction, r.num_steps)),
         ("precision", _precision(r.dtypes or {}, config)),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
         ("data", f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
@@ -151,6 +152,29 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
 def last_part(source: str) -> str:
     """A dataset or weights by name; a path by its last part."""
     return source.rstrip("/").rpartition("/")[2] or source
+
+
+def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None) -> str:
+    """Memory, time of a step and of all of them, and what they are spent on."""
+    if prediction is None:
+        return ""
+    text = describe_memory(prediction)
+    seconds = prediction["step_time_s"]
+    if seconds is None:
+        return f"{text}; time unknown, as this GPU is not in the planner's table"
+    text += f"; {seconds:.3g} s a step, most of it {prediction['bound_by']}"
+    if num_steps is None:
+        return text
+    return f"{text}; {tqdm.format_interval(round(num_steps * seconds))} in all"
+
+
+def describe_memory(prediction: dict[str, Any] | None) -> str:
+    """Peak of the fullest process, and its larger components."""
+    if prediction is None:
+        return NOT_MEASURED
+    parts = sorted(prediction["memory_bytes"].items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3])
+    return f"{gib(prediction['peak_bytes'])} a process ({named})"
 
 
 def _state(r: Record) -> dict[str, int]:
@@ -174,6 +198,10 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         step = f"{median_ms:.1f} ms a step (median of {timed})"
         rows.append(("throughput", f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"))
+    if (said := r.prediction) and speed.get("tokens_per_s"):
+        seconds = said["step_time_s"]
+        time = "" if seconds is None else f", {1000 * seconds:.1f} ms a step"
+        rows.append(("predicted", f"peak {gib(said['peak_bytes'])}{time}"))
     if memory.get("peak_allocated_bytes") is not None:
         allocated, reserved = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))

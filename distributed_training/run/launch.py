@@ -23,7 +23,7 @@ from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
-from distributed_training.records.display import gib
+from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -197,8 +197,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     lines += [
         f"  batch: {plan.batch.describe()}",
         f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
-        f"  expected per process: {gib(plan.state.on_device)} of state, "
-        f"{gib(plan.activation_bytes)} of activations",
+        f"  predicted: {describe_prediction(plan.prediction, plan.num_steps)}",
         *(f"  note: {note}" for note in plan.notes),
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",

@@ -33,7 +33,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last three are CONFIG's keys."""
+    """Everything that decides a run, validated. All fields but the last four are CONFIG's keys."""
 
     # fmt: off
     model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
@@ -137,6 +137,8 @@ class RunConfig(Options):
     # Values of the keys that the strategy's own engine adds, and which of them are work.
     engine_options: dict[str, Any] = Field(default_factory=dict)
     engine_work: tuple[str, ...] = Field(default=(), strict=False)
+    # Whether to go on where memory is predicted not to suffice.
+    force: bool = False
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
 
