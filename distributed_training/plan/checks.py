@@ -19,6 +19,7 @@ from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.rank import what_fits
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy
 
@@ -78,9 +79,6 @@ def check_gpu_memory(plan: Plan) -> None:
         return
     needed = estimate_memory(plan).needed_bytes
     if needed > machine.gpu_memory_bytes:
-        # Ranking makes plans, which these checks are a part of.
-        from distributed_training.plan.rank import what_fits
-
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = what_fits(plan) or ["use more GPUs, or a smaller model"]

@@ -6,6 +6,7 @@ python real_model_example.py plan [--KEY VALUE ...] [--num_gpus N | --cluster 2x
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from pathlib import Path
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.plan.machine import detect_machine
-from distributed_training.plan.rank import Choice, rank_layouts
+from distributed_training.plan.rank import Choice, choose_spread, rank_layouts
 from distributed_training.plan.show import as_json, batch_script, command, table, why_first
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 
@@ -41,6 +42,10 @@ def run(
     """Rank and print; `build` gives CONFIG under a strategy, or as it is."""
     cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, [])
+    if config.batch_size == AUTO:
+        places = cluster.machine, cluster.num_processes, cluster.processes_a_node
+        config = choose_spread(replace(config, strategy=AUTO), *places, [])
+        arguments.overrides.append(f"batch_size={config.batch_size}")
     choices = rank_layouts(build, cluster)
     if not choices:
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
@@ -69,6 +74,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
             raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
         return parse_cluster(arguments.cluster, arguments.gpu)
     machine = detect_machine()
+    if arguments.gpu is not None and machine.num_gpus == 0:
+        what = "--gpu describes GPUs and this machine has none"
+        raise UserError(what, fix=f"say how many: --cluster 1x8 --gpu {shlex.quote(arguments.gpu)}")
     asked = arguments.num_gpus
     if asked not in (None, "all") and not (asked.isdecimal() and int(asked) > 0):
         raise UserError(f"--num_gpus {asked!r} is not a positive number or all")
@@ -95,7 +103,8 @@ def _below(
     if hidden > 0 and not everything:
         lines.append(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
     lines.append(
-        "GiB of the fullest process: all, then state, copies and buffers, activations. "
+        "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
+        "CUDA and NCCL). "
         + ("Times are estimated from datasheets." if _estimated(cluster) else "")
         + ("This GPU is not in the table: --gpu describes it." if cluster.rates is None else "")
     )

@@ -12,10 +12,10 @@ from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model, choose_settings
 from distributed_training.plan.cluster import Cluster, machine_rates
 from distributed_training.plan.cost import schedule_of
+from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.make import lay_out
 from distributed_training.plan.memory import estimate_memory
-from distributed_training.plan.mesh import all_meshes, divides, show_settings
+from distributed_training.plan.mesh import all_meshes, divides, fill_mesh, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.predict import Prediction, fits, predict
 from distributed_training.settings.config import AUTO, RunConfig
@@ -28,6 +28,8 @@ from distributed_training.settings.strategies import (
     strategy_defaults,
 )
 
+ALIKE = 0.03  # difference in time below which the simpler layout is taken
+BUSY, MOST_BATCH = 0.95, 8  # share of the best tokens/s that is enough; power of two
 MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline schedule
 
 
@@ -39,10 +41,10 @@ class Choice:
     prediction: Prediction
 
     @property
-    def order(self) -> tuple[bool, float, int]:
-        """What fits first, then by time, then by memory."""
-        seconds = self.prediction.step.seconds if self.prediction.step else 0.0
-        return (not self.prediction.fits, seconds, self.prediction.memory.peak_bytes)
+    def order(self) -> tuple[bool, float]:
+        """What fits first, then by time; in the strategies' order where that is not known."""
+        step = self.prediction.step
+        return (not self.prediction.fits, step.seconds if step else 0.0)
 
 
 def rank_layouts(build: Callable[[str], RunConfig], cluster: Cluster) -> list[Choice]:
@@ -153,7 +155,9 @@ def what_fits(plan: Plan) -> list[str]:
         again = with_values(plan.config, activation_checkpointing="full")
         if fits(plan, estimate_memory(replace(plan, config=again))):
             found.append("set activation_checkpointing=full")
-    best = best_layout(plan.requested, plan.machine, plan.num_processes, plan.processes_here)
+    decided = {"model": plan.config.model, "batch_size": plan.config.batch_size}
+    work = with_values(plan.requested, **decided)
+    best = best_layout(work, plan.machine, plan.num_processes, plan.processes_here)
     if best is not None and best.plan.strategy.name != plan.strategy.name:
         settings = {"strategy": best.plan.strategy.name, **settings_of(best.plan)}
         found.append(f"set {show_settings(settings)}")
@@ -163,7 +167,7 @@ def what_fits(plan: Plan) -> list[str]:
 def best_layout(
     config: RunConfig, machine: Machine, num_processes: int, processes_here: int
 ) -> Choice | None:
-    """The quickest layout of this work that fits these processes; None where none does."""
+    """The simplest of the quickest layouts of this work that fit these processes; None without."""
     cluster = Cluster(
         nodes=num_processes // processes_here,
         processes_a_node=processes_here,
@@ -172,4 +176,54 @@ def best_layout(
         name="",
     )
     choices = rank_layouts(functools.partial(under_strategy, config), cluster)
-    return choices[0] if choices and choices[0].prediction.fits else None
+    if not choices or not choices[0].prediction.fits:
+        return None
+    most = choices[0].order[1] * (1 + ALIKE)
+    alike = [choice for choice in choices if choice.prediction.fits and choice.order[1] <= most]
+    names = list(list_strategies())
+    return min(alike, key=lambda c: (len(settings_of(c.plan)), names.index(c.plan.strategy.name)))
+
+
+def choose_spread(
+    config: RunConfig, machine: Machine, num_processes: int, processes_here: int, notes: list[str]
+) -> RunConfig:
+    """Decide "auto" for strategy and batch_size: what is predicted to be quickest here, by figures
+    that nothing has confirmed on this machine.
+    """
+    places = machine, num_processes, processes_here
+    if config.strategy == AUTO:
+        few = 8 if config.batch_size == AUTO else config.batch_size
+        best = best_layout(with_values(config, batch_size=few), *places)
+        if best is None:
+            what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
+            raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
+        name, settings = best.plan.strategy.name, settings_of(best.plan)
+        said = f"strategy is {show_settings({'strategy': name, **settings}).partition('=')[2]}"
+        step = best.prediction.step
+        why = "the first that fits" if step is None else f"predicted {step.seconds:.3g} s a step"
+        notes.append(f"{said}, the planner's choice: {why}")
+        config = with_values(under_strategy(config, name), **settings)
+    if config.batch_size == AUTO:
+        size = _busy_batch(config, *places)
+        notes.append(f"batch_size is {size}: the fewest sequences that keep a GPU busy, predicted")
+        config = with_values(config, batch_size=size)
+    return config
+
+
+def _busy_batch(
+    config: RunConfig, machine: Machine, num_processes: int, processes_here: int
+) -> int:
+    """The smallest power of two within BUSY of the best predicted tokens/s of those that fit."""
+    speeds: dict[int, float] = {}
+    strategy = load_strategy(config)
+    mesh = fill_mesh(strategy, num_processes, config)
+    own = choose_settings(config, machine, strategy, mesh, [])
+    for size in (2**power for power in range(MOST_BATCH + 1)):
+        with contextlib.suppress(UserError):
+            tried = with_values(own, batch_size=size)
+            plan = lay_out(tried, strategy, mesh, machine, processes_here)
+            found = predict(plan, machine_rates(machine, processes_here))
+            if found.fits:
+                speeds[size] = found.tokens_per_s or size
+    best = max(speeds.values(), default=0.0)
+    return next((size for size, speed in speeds.items() if speed >= BUSY * best), 1)

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rank import Choice, settings_of
 
 GIB = 2**30
 STATE = ("parameters", "gradients", "optimizer")
-HEADERS = (
-    "layout", "fits", "GiB", "state", "copies", "acts", "s/step", "tokens/s", "MFU", "bound by"
-)  # fmt: skip
+HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
+SPEED = ("s/step", "tok/s", "MFU", "bound by")
 
 
 def layout_name(plan: Plan) -> str:
@@ -26,8 +23,9 @@ def layout_name(plan: Plan) -> str:
     axes = {axis: size for axis, size in plan.mesh.items() if size > 1}
     only = axes == {"dp_replicate": plan.num_processes} or axes == {"dp_shard": plan.num_processes}
     words = [plan.strategy.name]
-    if not (only and not settings_of(plan)):  # else the name says it
-        words += [f"{axis}{size}".replace("dp_", "") for axis, size in axes.items()]
+    if not only or settings_of(plan).keys() - {"num_microbatches"}:  # else the name says it
+        short = {"dp_replicate": "copies", "dp_shard": "shard"}
+        words += [f"{short.get(axis, axis)}{size}" for axis, size in axes.items()]
     if plan.mesh["pp"] > 1:
         words.append(plan.config.pipeline_schedule)
     if plan.batch.num_microbatches > 1:
@@ -38,10 +36,14 @@ def layout_name(plan: Plan) -> str:
 def table(choices: Sequence[Choice]) -> str:
     """One row a layout: GiB of the fullest process, in all and by component."""
     away = any(c.plan.state.host or c.plan.state.disk for c in choices)
-    headers = [*HEADERS[:6], *(["RAM", "disk"] if away else []), *HEADERS[6:]]
-    rows = [_row(choice, away) for choice in choices]
-    aligned = ("left", "left", *["right"] * (len(headers) - 3), "left")
-    return tabulate(rows, headers, "plain", disable_numparse=True, colalign=aligned)
+    rows = [[*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]]
+    rows += [_row(choice, away) for choice in choices]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        middle = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append(" ".join([name.ljust(widths[0]), *middle[:-1], cells[-1]]))
+    return "\n".join(lines)
 
 
 def _row(choice: Choice, away: bool) -> list[str]:
@@ -50,8 +52,8 @@ def _row(choice: Choice, away: bool) -> list[str]:
     sizes = [
         memory.needed_bytes,
         sum(parts[name] for name in STATE),
-        parts["copies"] + parts["buffers"] + memory.context_bytes,
         parts["activations"] + parts["logits"],
+        parts["copies"] + parts["buffers"] + memory.context_bytes,
         *([memory.host_bytes, memory.disk_bytes] if away else []),
     ]
     speed = ["-", "-", "-", "-"]
@@ -64,8 +66,8 @@ def _row(choice: Choice, away: bool) -> list[str]:
 
 def _number(value: float) -> str:
     """Three digits or all before the point."""
-    if value >= 1e5:
-        return f"{value / 1e3:,.0f}k"
+    if value >= 1e4:
+        return f"{value / 1e3:,.0f}k" if value < 1e7 else f"{value / 1e6:,.1f}M"
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
@@ -123,8 +125,9 @@ def why_first(best: Choice, others: Sequence[Choice]) -> str:
         return f"{name} is the quickest that fits: {reason}."
     second = rest[0]
     assert second.prediction.step is not None
-    more = second.prediction.step.seconds / step.seconds - 1
-    against = f"{layout_name(second.plan)} takes {more:.1%} more"
+    times = second.prediction.step.seconds / step.seconds
+    more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
+    against = f"{layout_name(second.plan)} takes {more}"
     return f"{name} is the quickest that fits: {reason}; {against}."
 
 

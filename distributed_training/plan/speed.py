@@ -18,7 +18,7 @@ from distributed_training.plan.traffic import Formulas
 INTERFERENCE = 0.5  # share of a collective's time that computing beside it loses
 DISK_BYTES = 40  # a parameter and step: what infinity reads and writes (h200-x1-to-host-and-disk)
 BOUNDS = {
-    "arithmetic": "arithmetic", "memory": "memory traffic", "network": "network",
+    "arithmetic": "arithmetic", "memory": "memory", "network": "network",
     "bubble": "bubble", "host": "host", "offload": "host RAM", "disk": "disk",
 }  # fmt: skip
 

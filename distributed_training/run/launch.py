@@ -25,7 +25,7 @@ from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
@@ -83,7 +83,7 @@ def start(
     if process is not None:
         count, here = process.world_size, process.local_world_size
     else:
-        count = here = requested_processes(num_gpus, machine, load_strategy(config).mesh)
+        count = here = requested_processes(num_gpus, machine, _asked_mesh(config))
     cut = peek_data if dry_run else cut_data
     plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
     if dry_run:
@@ -108,6 +108,11 @@ def _work(given: Plan | RunConfig, process: Process) -> int:
     from distributed_training.run import worker
 
     return worker.run(given, process)
+
+
+def _asked_mesh(config: RunConfig) -> Mapping[str, int]:
+    """The mesh as far as CONFIG says it; every number of processes has layouts of some strategy."""
+    return {} if config.strategy == AUTO else load_strategy(config).mesh
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:

@@ -39,9 +39,10 @@ class RunConfig(Options):
     model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
         help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
         "gpt2-tiny without a GPU, gpt2 on a GPU below 12 GiB, else gpt2-medium")
-    strategy: Text = spread("zero2", help="where state lives and who computes what")
-    batch_size: Count = spread(4, aliases=("per_device_train_batch_size",),
-        help="sequences per GPU and accumulation step")
+    strategy: Text = spread("zero2",
+        help="where state lives and who computes what; auto: the planner's first choice")
+    batch_size: Count | Auto = spread(4, aliases=("per_device_train_batch_size",),
+        help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
     epochs: Count = work(2, aliases=("num_epochs", "num_train_epochs"),
         help="passes over the training samples, each in another order")
     max_length: Annotated[int, Field(ge=2, le=2**20)] = work(512,
