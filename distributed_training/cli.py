@@ -255,9 +255,6 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except BrokenPipeError:  # such as `| head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
         print(
             "interrupted" if name != "train" else "interrupted before training began",
