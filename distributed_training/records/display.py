@@ -123,18 +123,21 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     config, data = r.config, r.data
     length, tokens = config["max_length"], r.batch.global_batch_size * config["max_length"]
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
-    device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
+    device = r.machine["gpu_name"] or f"CPU, {r.machine['num_cpus']} cores"
+    many = "process" if r.world_size == 1 else "processes"
     axes = " x ".join(f"{axis} {size}" for axis, size in r.mesh.items() if size > 1)
-    state = ", ".join(f"{gib(size)} on the {where}" for where, size in _state(r).items() if size)
+    sizes = {where: size for where, size in _state(r).items() if size}
+    state = ", ".join(f"{gib(size)} on the {where}" for where, size in sizes.items())
+    state_is_told = r.prediction is not None and len(sizes) == 1
     real = data["real_token_share"]
     rows = [
         ("model", f"{config['model']}, {_count(r.num_parameters)} parameters, "
                   f"{config['weights']} weights"),
-        ("strategy", f"{r.strategy['name']}: divides {r.strategy['sharding']}"),
+        ("strategy", f"{r.strategy['name']} on {r.world_size} {many} ({device})"
+                     f"{axes and ': ' + axes}; divides {r.strategy['sharding']}"),
         ("defaults", defaults and f"the strategy sets {defaults}"),
-        ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
-        ("state", f"{state} of each process, by estimate"),
+        ("state", "" if state_is_told else f"{state} of each process, by estimate"),
         ("predicted", describe_prediction(r.prediction, r.num_steps)),
         ("precision", _precision(r.dtypes or {}, config)),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
