@@ -51,14 +51,16 @@ CONFIG = {
     # What is looked at and kept.
     "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
     "eval_samples": 200,  # validation samples used; -1: all
-    "generate": "The ",  # prompt of the sample at the end; None: no sample
+    "generate": "The ",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file
     "offload_dir": None,  # where infinity keeps its files; None: output_dir/.offload
     "checkpoint_every": None,  # steps; None: each epoch's end, 0: never
     "keep_checkpoints": 1,  # older ones are deleted
+    "keep_best": False,  # write best/ at each evaluation that beats those before
     "export": True,  # write hf/ in Hugging Face's format at the end
+    "push": None,  # user/name on the Hugging Face Hub: where hf/ is sent to at the end
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder
-    "log_to": None,  # tensorboard, wandb: install them first
+    "log_to": None,  # tensorboard, wandb, mlflow, trackio: install it first
     "verbose": False,  # show what libraries print about themselves, too
 }
 

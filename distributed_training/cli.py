@@ -4,7 +4,8 @@
     python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
     python real_model_example.py doctor
     python real_model_example.py generate RUN [--prompt TEXT]
-    python real_model_example.py report runs/*
+    python real_model_example.py report [RUN ...]
+    python real_model_example.py push RUN user/name
     python real_model_example.py measure NAME ...
 
 A command is an entry of COMMANDS. No torch import before training begins.
@@ -18,6 +19,7 @@ import importlib
 import os
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distributed_training.plan.cluster import parse_cluster
+from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, RunConfig, build_config
@@ -136,9 +139,7 @@ def configure(
     arguments: argparse.Namespace, program: Program, strategy: str | None = None
 ) -> RunConfig:
     """CONFIG, preset and command line merged, under another `strategy` where one is given."""
-    # Folders in CONFIG are relative to the script, those of the command line to where one stands.
-    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
-    output_dir = program.script.parent / str(program.config.get(name, "runs"))
+    name, output_dir = output_dir_of(program)
     overrides = list(arguments.overrides)
     if strategy is not None:
         overrides = [text for text in overrides if text.partition("=")[0].strip() != "strategy"]
@@ -185,9 +186,17 @@ def train(argv: Sequence[str], program: Program) -> int:
     )
 
 
-def report(argv: Sequence[str], _: Program) -> int:
+def output_dir_of(program: Program) -> tuple[str, Path]:
+    """CONFIG's name for output_dir, and the folder: those of CONFIG are relative to the script,
+    those of the command line to where one stands."""
+    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
+    return name, program.script.parent / str(program.config.get(name, "runs"))
+
+
+def report(argv: Sequence[str], program: Program) -> int:
     """Tables and plots from run records."""
-    return importlib.import_module("distributed_training.records.report").main(argv)
+    module = importlib.import_module("distributed_training.records.report")
+    return module.main(argv, output_dir_of(program)[1])
 
 
 def generate(argv: Sequence[str], program: Program) -> int:
@@ -198,6 +207,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add("--prompt", help="what the text begins with; without it, each line that you type")
+    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
     add("--num_tokens", type=int, default=100, help="length of the text (default 100)")
     add("--temperature", type=float, default=1.0, help="0: always the likeliest (default 1.0)")
     add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
@@ -208,8 +218,18 @@ def generate(argv: Sequence[str], program: Program) -> int:
     module = importlib.import_module("distributed_training.run.generate")
     return module.generate(
         a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
-        seed=a.seed,
+        seed=a.seed, kind=BEST if a.best else LAST,
     )  # fmt: skip
+
+
+def push(argv: Sequence[str], program: Program) -> int:
+    """The model of a run, to the Hugging Face Hub."""
+    parser = _Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
+    parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
+    parser.add_argument("name", help="user/name on the Hub")
+    parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
+    a = parser.parse_args(argv)
+    return importlib.import_module("distributed_training.run.push").push(a.run, a.name, best=a.best)
 
 
 def measure(argv: Sequence[str], _: Program) -> int:
@@ -227,6 +247,7 @@ def measure(argv: Sequence[str], _: Program) -> int:
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
+    "push": push,
     "measure": measure,
 }  # fmt: skip
 
@@ -245,14 +266,16 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
-        return COMMANDS[name](argv, program)
+        code = COMMANDS[name](argv, program)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # | head: what is left to say has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    except BrokenPipeError:  # such as `| head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
         print(
             "interrupted" if name != "train" else "interrupted before training began",

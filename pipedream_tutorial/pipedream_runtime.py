@@ -83,6 +83,7 @@ RULES: dict[str, Rule] = {
         kind=str,
         many=True,
         choices=("all", *SCHEDULES),
+        or_file=".csv",
     ),
     "model": Rule(
         text="what is trained; of gpt2 the blocks only",

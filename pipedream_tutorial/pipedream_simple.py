@@ -9,7 +9,6 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,26 @@ from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.ops import save_csv
 from pipedream.schedules.policies import POLICIES
-from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.simulate.comparison import (
+    Case,
+    Refused,
+    Row,
+    compare,
+    measure,
+    measure_csv,
+    measure_search,
+)
 from pipedream.simulate.trace import write_trace
+from pipedream.train.report import print_training
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one a rank
     "num_microbatches": 8,  # microbatches that a batch is cut into
     "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
-    "schedule": "all",  # or one of naive, gpipe, 1f1b, pipedream, ..., or the path of a CSV
+    "schedule": "all",  # or one of naive, gpipe, 1f1b, ..., or search, or the path of a CSV
+    "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages
+    "prove": 0,  # of schedule=search: seconds for OR-Tools to find the shortest and prove it
     "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
     "backward": 1,  # time of the half of the backward pass that gives the input's gradient
     "weight_gradient": 1,  # time of the half that gives the weights' gradients
@@ -54,7 +64,21 @@ CONFIG: dict[str, Any] = {
 
 OWN_RULES = {
     "schedule": Rule(
-        kind=str, text=f"all, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}"
+        kind=str,
+        text=f"all, search, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}",
+    ),
+    "memory": Rule(
+        kind=int,
+        none=True,
+        low=1,
+        high=512,
+        text="of schedule=search: microbatches that a rank may hold; None: num_stages",
+    ),
+    "prove": Rule(
+        kind=float,
+        low=0,
+        high=3600,
+        text="of schedule=search: seconds for OR-Tools to look for the shortest and prove it",
     ),
     "verbose": Rule(
         kind=bool,
@@ -74,7 +98,11 @@ def main() -> None:
     config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
     config["schedule"] = known_schedule(config["schedule"])
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
-    rows = simulate_schedules(config["schedule"], case)
+    if config["schedule"] == "search":
+        memory = config["memory"] or case.num_stages
+        rows: list[Row | Refused] = [measure_search(memory, config["prove"], case)]
+    else:
+        rows = simulate_schedules(config["schedule"], case)
     export(rows, config)
     print_heading(rows, case)
     if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
@@ -92,7 +120,7 @@ def main() -> None:
 
 def known_schedule(name: str) -> str:
     """ "all", a key of SCHEDULES (1F1B is 1f1b), or a CSV's path; UserError for anything else."""
-    names = ["all", *SCHEDULES]
+    names = ["all", "search", *SCHEDULES]
     if name.lower() in names:
         return name.lower()
     if name.endswith(".csv") or Path(name).is_file():
@@ -200,7 +228,15 @@ def print_figures(row: Row, case: Case) -> None:
 def print_closed_form(row: Row) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
     form, begin = row.formula, "  closed form  "
-    if form is None:
+    if row.bound is not None:
+        shortest = row.batch.makespan == row.bound
+        print_wrapped(
+            "  shorter      ",
+            f"not possible in this memory: {number(row.bound)} is the least"
+            if shortest
+            else f"perhaps: no order in this memory takes less than {number(row.bound)}",
+        )
+    elif form is None:
         print(begin + "none for uneven stages, communication, overlap or an order from a file")
     elif form.makespan_idle is None or form.span_idle is None:
         print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
@@ -211,7 +247,7 @@ def print_closed_form(row: Row) -> None:
             f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
             f"{number(form.span_idle)}, simulated {number(row.batch_idle.span[0])}",
         )
-        print_wrapped(" " * 15, form.text)
+        print_wrapped(" " * 15, f"{form.text}; as published: {form.published}")
 
 
 def print_comparison(rows: list[Row | Refused], case: Case) -> None:
@@ -240,9 +276,8 @@ def print_comparison(rows: list[Row | Refused], case: Case) -> None:
 
 
 NOTES = (
-    "time: in the unit of CONFIG's durations; bubble: idle share of all ranks' time until the last "
-    "one ends; span: the same between each rank's own first and last operation; used: utilisation, "
-    "the busy share.",
+    "bubble: idle share of all ranks' time until the last one ends; span: the same between each "
+    "rank's own first and last operation; used: the busy share.",
     "In a row: where a batch ends in a flush, a rank starts the next batch when its own work is "
     "done; the other schedules run on without a pause.",
     "At most, on any rank or stage: activ., activations of so many microbatches; weights, copies "
@@ -250,69 +285,6 @@ NOTES = (
     "and its own update.",
 )
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
-
-
-def print_training(config: dict[str, Any]) -> None:
-    """Train a small model under each weight policy, or under the schedule that was named."""
-    name = config["schedule"]
-    if name != "all" and name not in SCHEDULES:
-        print("Not trained: an order from a file is simulated only.")
-        return
-    if importlib.util.find_spec("torch") is None:
-        print_wrapped(
-            "Not trained: ",
-            "torch is not installed in this Python; type python -m pip install -r "
-            "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
-        )
-        return
-    print_training_heading(config)
-    import torch  # takes seconds, while the tables above are read
-    from pipedream.train.studies import TRAINED, compare_training
-
-    torch.set_num_threads(1)
-    refused = []
-    for one in TRAINED if name == "all" else [name]:
-        try:
-            (row,) = compare_training(
-                schedule_names=[one],
-                num_batches=config["steps"],
-                **{key: config[key] for key in TRAINING_KEYS},
-            )
-        except UserError as error:
-            refused.append(f"{SCHEDULES[one].title}: {error}")
-            continue
-        end = "diverged" if row.diverged else f"{row.final_loss:.4f}"
-        print(
-            f"{SCHEDULES[row.name].title:<24}{row.losses[0]:>9.4f}{end:>10}"
-            f"{row.median_gradient_error:>14.2g}{row.median_staleness_error:>9.2g}"
-            f"   {' '.join(map(str, row.peak_versions))}",
-            flush=True,  # the next one takes a second or two
-        )
-    for text in refused:
-        print_wrapped("Not trained: ", text)
-    print_wrapped("", TRAINING_NOTES)
-
-
-def print_training_heading(config: dict[str, Any]) -> None:
-    heading = (
-        f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} stages, "
-        f"{config['steps']} batches of {config['num_microbatches']} microbatches, SGD at "
-        f"{config['learning_rate']:g}"
-    )
-    print(bold(heading))
-    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
-    print(
-        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
-    )
-
-
-TRAINING_KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
-TRAINING_NOTES = (
-    "final loss: mean of the last batches that hold every sample once. gradient off: what the "
-    "backward passes gave against autograd through the whole model, relative; at the weights that "
-    "the microbatch's own forward pass used, and at the newest ones, which are updated. Medians "
-    "over every third microbatch."
-)
 
 
 if __name__ == "__main__":

@@ -248,8 +248,8 @@ def test_commands(monkeypatch, capsys):
     assert command(monkeypatch, "echo", "a", "--b") == ["a", "--b", SCRIPT]
     monkeypatch.setattr(cli, "start", lambda config, _, typed, **__: (config.seed, typed))
     assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
-    monkeypatch.setattr("distributed_training.records.report.main", lambda argv: argv)
-    assert command(monkeypatch, "report", "runs/a") == ["runs/a"]
+    monkeypatch.setattr("distributed_training.records.report.main", lambda *words: words)
+    assert command(monkeypatch, "report", "runs/a") == (["runs/a"], SCRIPT.parent / "runs")
     monkeypatch.setattr("distributed_training.measure.runs.main", lambda: sys.argv[1:])
     assert command(monkeypatch, "measure", "runs", "a", "b") == ["a", "b"]
 
@@ -257,7 +257,7 @@ def test_commands(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["reprt"], ["'reprt' is not a command", "train, plan, doctor, generate", "'report'?"]),
+        (["reprt"], ["'reprt' is not a command", "plan, doctor, generate, report", "'report'?"]),
         (["zzzz"], ["options begin with --", "see --help"]),
         (["measure"], ["measure needs a name", "layouts"]),
         (["measure", "kernals"], ["'kernals'", "there are", "traffic"]),

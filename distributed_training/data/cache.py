@@ -34,7 +34,7 @@ _META = "meta.json"
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
 _PART = 8  # batches between two notes of how far it is
 _AHEAD = 2  # batches in work while one is written
-_LONG = 20_000_000  # characters that are worth a line
+_LONG = 20_000_000  # bytes that are worth a line
 logger = logging.getLogger(__name__)
 
 
@@ -94,30 +94,50 @@ def _map(folder: Path, split: str, part: str) -> np.ndarray:
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
     splits = {"train": corpus.train, "validation": corpus.validation}
     wanted = {split: source for split, source in splits.items() if source is not None}
+    num_bytes = sum(source.num_bytes for source in wanted.values())
+    if num_bytes > _LONG:
+        print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     # All is parsed before anything is tokenised, which takes much longer.
-    sizes = [sum(len(p.text) for p in part.read(by_line=by_line)) for part in wanted.values()]
+    with _progress("reading", num_bytes) as bar:
+        sizes = [_measure(source.read(by_line=by_line), bar) for source in wanted.values()]
     if not sizes[0]:
         raise UserError(f"dataset={corpus.name!r} contains no text")
-    if sum(sizes) > _LONG:
-        print(f"tokenising {corpus.name}, {sum(sizes) / 1e6:.0f} MB of text, once", file=sys.stderr)
     building = folder.with_name(f"{folder.name}.partial")
     building.mkdir(exist_ok=True)
-    with tqdm(
-        total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False, dynamic_ncols=True
-    ) as bar:
+    with _progress("tokenising", sum(sizes)) as bar:
         for split, source in wanted.items():
             _fill_split(building, split, source, tokenizer, by_line, bar)
     parts = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
     meta = {"form": corpus.train.form, "splits": parts}
     (building / _META).write_text(json.dumps(meta))
+    for split in wanted:
+        _note(building, split).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     os.replace(building, folder)  # so that a cache is never half written
+
+
+def _progress(what: str, total: int) -> tqdm:
+    """A bar over characters, on a terminal."""
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {rate_fmt} {remaining} left"
+    return tqdm(
+        desc=what, total=total, unit="B", unit_scale=True, bar_format=form, disable=None,
+        leave=False, dynamic_ncols=True,
+    )  # fmt: skip
+
+
+def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
+    """How many characters there are."""
+    size = 0
+    for piece in pieces:
+        size += len(piece.text)
+        bar.update(len(piece.text))
+    return size
 
 
 def _fill_split(
     building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
 ) -> None:
-    note, eos = building / f"{split}.json", np.array([tokenizer.eos_id])
+    note, eos = _note(building, split), np.array([tokenizer.eos_id])
     with contextlib.ExitStack() as stack:
         done, arrays = _open_arrays(building, split, tokenizer)
         ids, starts, counts = (stack.enter_context(array) for array in arrays)
@@ -149,7 +169,7 @@ def _open_arrays(
     """(batches that a killed process had done, the arrays with what they gave)."""
     dtypes = [np.uint16 if tokenizer.num_tokens <= 2**16 else np.int32, np.int64, np.bool_]
     paths = [building / f"{split}-{part}.npy" for part in _PARTS]
-    done, lengths = _read_note(building / f"{split}.json")
+    done, lengths = _read_note(_note(building, split))
     try:
         return done, list(map(_GrowingArray, paths, dtypes, lengths))
     except ValueError as error:
@@ -210,6 +230,7 @@ class _GrowingArray:
     def __exit__(self, *_: object) -> None:
         with self._file:
             self._write_header(self._length)
+            self.sync()
 
     def append(self, values: np.ndarray) -> None:
         self._file.write(values.astype(self._dtype).tobytes())
@@ -224,6 +245,11 @@ class _GrowingArray:
         about = {"descr": self._dtype.str, "fortran_order": False, "shape": (length,)}
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(self._file, about)
+
+
+def _note(building: Path, split: str) -> Path:
+    """How far a split is."""
+    return building / f"{split}.json"
 
 
 def _read_note(note: Path) -> tuple[int, list[int]]:

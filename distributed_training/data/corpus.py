@@ -42,7 +42,7 @@ class Source:
     @property
     def num_bytes(self) -> int:
         """About as long as the text is."""
-        return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
+        return sum(map(on_disk.count_bytes, self.files)) + sum(map(len, self.texts))
 
     def read(self, *, by_line: bool) -> Iterator[Piece]:
         """What is tokenised, in its order; of running text, where asked, line by line."""

@@ -49,6 +49,16 @@ def read_bytes(path: Path) -> Iterator[bytes]:
         yield from iter(partial(file.read, _BLOCK_BYTES), b"")
 
 
+def count_bytes(path: Path) -> int:
+    """About as many as the text has; Parquet is compressed."""
+    if path.suffix != ".parquet":
+        return path.stat().st_size
+    import pyarrow.parquet
+
+    about = pyarrow.parquet.read_metadata(path)
+    return sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))
+
+
 def read_blocks(path: Path) -> Iterator[str]:
     """The text, a block at a time: UTF-8, or what its byte order mark says; CRLF becomes LF.
 
@@ -58,7 +68,8 @@ def read_blocks(path: Path) -> Iterator[str]:
         head = file.read(4)
         mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
         if not mark and head.count(0) > 1:
-            raise _not_utf8(path, "it begins with zeros", "UTF-16LE", "UTF-16 without its mark")
+            encoding = "UTF-16LE" if head[0] else "UTF-16BE"
+            raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without its mark")
         position = len(mark)
         file.seek(position)
         decoder = codecs.getincrementaldecoder(_MARKS.get(mark, "utf-8"))()

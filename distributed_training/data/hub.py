@@ -71,6 +71,23 @@ def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserErro
     return UserError(what, str(error), fix)
 
 
+def check_push(repo_id: str) -> None:
+    """Raise UserError unless `repo_id` is a name the Hub can have and there is a token for it."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(
+            f"push={repo_id!r} is no name of a model", str(error), "user/name"
+        ) from None
+    if get_token() is None:
+        what = f"push={repo_id!r} needs a token of the Hugging Face Hub"
+        raise UserError(what, fix="type: hf auth login, or set HF_TOKEN")
+
+
 def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> list[Path]:
     """Paths of files in the Hub's cache, downloaded first unless all are there; OSError with one
     line on why when they are not available."""

@@ -148,8 +148,9 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
         starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
         lengths = np.broadcast_to(np.int64(seq_len), len(starts))
     else:
-        lengths = np.minimum(np.diff(texts) - 1, seq_len)
-        starts, lengths = texts[:-1][lengths > 0], lengths[lengths > 0]
+        starts, lengths = texts[:-1], np.minimum(np.diff(texts) - 1, seq_len)
+        if not (kept := lengths > 0).all():
+            starts, lengths = starts[kept], lengths[kept]
     if counts is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id)
     # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].

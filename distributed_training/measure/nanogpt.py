@@ -71,7 +71,7 @@ def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
 def compare(run: Run, file: Path) -> dict[str, list[float]]:
     """Seconds a step of both models on the run's first batch, of each round."""
     ours: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
-    steps = {"ours": ours, "nanogpt": build_nanogpt(run, file)}
+    steps = {"ours": ours, "nanoGPT": build_nanogpt(run, file)}
     for step in steps.values():
         for _ in range(WARMUP_STEPS):
             step()
@@ -114,9 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             (times,) = found
             tokens = runs[name]["batch_size"] * runs[name]["max_length"]
             speeds = {who: tokens / statistics.median(rounds) for who, rounds in times.items()}
-            ratio = speeds["ours"] / speeds["nanogpt"]
+            ratio = speeds["ours"] / speeds["nanoGPT"]
             result["shapes"][name] = {
-                "step_time_s": times, "tokens_per_s": speeds, "ours_over_nanogpt": ratio,
+                **speeds, "ours / nanoGPT": ratio, "step_time_s": times,
             }  # fmt: skip
             print(f"{name}: {ratio:.3f} of nanoGPT's speed, {speeds['ours']:,.0f} tokens/s")
             write_json(arguments.output, result)

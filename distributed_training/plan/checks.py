@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan
@@ -31,6 +32,7 @@ STALE_LOCK_S = 60.0
 def run_checks(plan: Plan) -> None:
     """Run every check, cheapest first."""
     check_packages(plan)
+    check_hub(plan)
     check_gpus(plan)
     check_swapping(plan)
     check_gpu_memory(plan)
@@ -52,6 +54,14 @@ def check_packages(plan: Plan) -> None:
         if package is not None and importlib.util.find_spec(package) is None:
             what = f"the package {package} is not installed, and {reason} needs it"
             raise UserError(what, fix=f"pip install {source}")
+
+
+def check_hub(plan: Plan) -> None:
+    """What `push` will need at the end is there."""
+    if plan.config.push is not None:
+        if not plan.config.export:
+            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
+        check_push(plan.config.push)
 
 
 def check_gpus(plan: Plan) -> None:
@@ -103,7 +113,7 @@ def check_disk(plan: Plan) -> None:
     if plan.strategy.traits.takes_deepspeed_json and plan.strategy.pipelined:
         saved += plan.size.embedding_parameters  # both ends of the pipeline save the tied one
     checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
-    output = 16 * saved * checkpoints + 4 * saved * config.export
+    output = 16 * saved * checkpoints + 4 * saved * (config.export + config.keep_best)
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
         written["offload_dir"] = (plan.offload_dir, 20 * count)

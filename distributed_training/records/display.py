@@ -40,6 +40,15 @@ class Display:
         """A choice that was made for the user and why."""
         self.say(textwrap.fill(f"note: {text}", WIDTH, subsequent_indent=6 * " "))
 
+    def sample(self, title: str, text: str) -> None:
+        """A generated text; characters that would move the cursor are spaces."""
+        self.say(title)
+        for line in text.split("\n"):
+            shown = "".join(char if char.isprintable() else " " for char in line)
+            wrap = textwrap.TextWrapper(WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2)
+            for part in wrap.wrap(shown):
+                self.say(f"  {part}")
+
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Aligned `name  value` lines, long values going on below."""
         width = max(len(name) for name, _ in rows)
@@ -114,22 +123,25 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     config, data = r.config, r.data
     length, tokens = config["max_length"], r.batch.global_batch_size * config["max_length"]
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
-    device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
+    device = r.machine["gpu_name"] or f"CPU, {r.machine['num_cpus']} cores"
+    many = "process" if r.world_size == 1 else "processes"
     axes = " x ".join(f"{axis} {size}" for axis, size in r.mesh.items() if size > 1)
-    state = ", ".join(f"{gib(size)} on the {where}" for where, size in _state(r).items() if size)
+    sizes = {where: size for where, size in _state(r).items() if size}
+    state = ", ".join(f"{gib(size)} on the {where}" for where, size in sizes.items())
+    state_is_told = r.prediction is not None and len(sizes) == 1
     real = data["real_token_share"]
     rows = [
         ("model", f"{config['model']}, {_count(r.num_parameters)} parameters, "
                   f"{config['weights']} weights"),
-        ("strategy", f"{r.strategy['name']}: divides {r.strategy['sharding']}"),
+        ("strategy", f"{r.strategy['name']} on {r.world_size} {many} ({device})"
+                     f"{axes and ': ' + axes}; divides {r.strategy['sharding']}"),
         ("defaults", defaults and f"the strategy sets {defaults}"),
-        ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
-        ("state", f"{state} of each process, by estimate"),
+        ("state", "" if state_is_told else f"{state} of each process, by estimate"),
         ("predicted", describe_prediction(r.prediction, r.num_steps)),
         ("precision", _precision(r.dtypes or {}, config)),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
-        ("data", f"{_name(config['dataset'])}: {data['num_train_samples']} samples of {length} "
+        ("data", f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
                  f"tokens{'' if real == 1 else f' ({100 * real:.1f}% real)'}, "
                  f"{data['num_validation_samples']} to validate"),
         ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
@@ -140,8 +152,8 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _name(source: str) -> str:
-    """A dataset by its name; a path by its last part."""
+def last_part(source: str) -> str:
+    """A dataset or weights by name; a path by its last part."""
     return source.rstrip("/").rpartition("/")[2] or source
 
 

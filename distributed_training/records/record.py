@@ -25,6 +25,7 @@ from distributed_training.settings.files import ROOT, Model, load_json, parse_as
 
 SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
+LAST, BEST = "hf", "best"  # folders of a run's weights in Hugging Face's format
 METRICS_FILE = "metrics.jsonl"
 FAILURE_FILE = ".failure"
 LOST = "lost another process"
@@ -72,6 +73,8 @@ class RunState(BaseModel):
     evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
     epochs: list[dict[str, Any]] = []  # mean and validation loss of each
     skipped_steps: list[int] = []  # not applied, because fp16 gradients overflowed
+    best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
+    sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 
 
 class Record(RunState):

@@ -1,6 +1,6 @@
 """Run records -> comparison tables and plots, and documents that cannot drift from them.
 
-    python real_model_example.py report runs/*                     table, plots in report/
+    python real_model_example.py report [RUN ...]                 tables, plots in report/
     python real_model_example.py report --write TRAINING_RESULTS.md README.md
     python real_model_example.py report --check TRAINING_RESULTS.md README.md
 
@@ -11,29 +11,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from cogapp import Cog
 from cogapp.cogapp import CogCheckFailed, CogError
-from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from distributed_training.records.display import GIB
+from distributed_training.records.compare import (
+    MAX_TABLES,
+    Work,
+    comparison,
+    describe_runs,
+    group_by_work,
+)
+from distributed_training.records.display import short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, comparison, table
+from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, table
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, did_you_mean, load_json
+from distributed_training.settings.files import ROOT, did_you_mean, given_path, load_json
 from distributed_training.settings.strategies import list_strategies
 
 RECORDS_DIR = ROOT / "results" / "records"
 COMMAND = "python real_model_example.py report"
-STYLES = ("-", "--", "-.", ":")
-# Columns that tell two records of one strategy apart.
-DISTINCTIONS = ("model", "batch", "precision", "compile", "processes")
 
 
 def published_table(
@@ -78,7 +79,7 @@ def published_json(file: str, key: str, columns: str) -> str:
 def _figure(value: float) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 1 else f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"
 
 
 def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
@@ -104,110 +105,82 @@ def run_cog(option: str, documents: Sequence[Path]) -> None:
         raise UserError(f"{names} cannot be read or written", str(error)) from None
 
 
-def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
-    """loss.png, throughput.png and memory.png of records with results; the paths written.
+def find_records(paths: Sequence[Path]) -> list[Record]:
+    """The records of runs, of folders of runs and of files, each once, named by where they lie.
 
-    A plot that no record has figures for is not made. Raises OSError where nothing can be written.
+    Raises UserError for a file that is none; a folder without one gets a note.
     """
-    done = [record for record in records if record.performance]
-    names, gpu = labels(done), [record.memory.get("peak_reserved_bytes") for record in done]
-    host = [record.memory.get("peak_host_bytes") for record in done]
-    on_gpu = any(size is not None for size in gpu)
-    memory = "GPU memory taken by PyTorch" if on_gpu else "host memory"
-    sizes = [None if size is None else size / GIB for size in (gpu if on_gpu else host)]
-    speeds = [record.performance.get("tokens_per_s") for record in done]
-    speed = "tokens per second, all processes (median step)"
-    peak = f"peak {memory}, GiB, highest rank"
-    figures = {
-        "loss.png": _draw_losses(names, done),
-        "throughput.png": _draw_bars(names, speeds, "{:,.0f}", "#0072b2", speed),
-        "memory.png": _draw_bars(names, sizes, "{:.1f}", "#d55e00", peak),
-    }
-    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
-    for path, figure in drawn.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130, metadata={"Software": None})  # equal records, equal files
-    return list(drawn)
+    found: dict[Path, Record] = {}
+    for path in map(given_path, paths):
+        if not path.is_dir():
+            files = [path]
+        elif (path / RECORD_FILE).is_file():
+            files = [path / RECORD_FILE]
+        else:
+            files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
+        files = [file.resolve() for file in files]  # runs/latest is a link
+        for file in files:
+            try:
+                record = load_record(file)
+            except UserError:
+                if not path.is_dir():
+                    raise
+                continue
+            place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
+            found[file] = record.model_copy(update={"run_dir": str(place)})
+        if found.keys().isdisjoint(files):
+            print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
+    return list(found.values())
 
 
-def labels(records: Sequence[Record]) -> list[str]:
-    """For each record its strategy and layout, with whatever else distinguishes the records; where
-    all of that is equal, the run's folder, or its place in the list where it left none.
-    """
-    telling = [name for name in DISTINCTIONS if len({COLUMNS[name](r) for r in records}) > 1]
-    found = [
-        ", ".join([COLUMNS["strategy"](r), *(f"{name} {COLUMNS[name](r)}" for name in telling)])
-        for r in records
-    ]
-    counts = Counter(found)
-    for place, record in enumerate(records):
-        if counts[found[place]] > 1:
-            found[place] += f", {Path(record.run_dir).name or f'run {place + 1}'}"
-    return found
-
-
-def _draw_losses(names: Sequence[str], records: Sequence[Record]) -> Any:
-    """Lines; a loss that was not finite is None in a record and a gap here."""
-    figure = Figure(figsize=(8, 4.2), layout="constrained")  # needs no display, nor closing
-    axes = figure.subplots()
-    for index, (label, record) in enumerate(zip(names, records, strict=True)):
-        curve = np.array(record.loss_curve, dtype=float).reshape(-1, 2)
-        if np.isfinite(curve[:, 1]).any():
-            marker = "o" * (len(curve) == 1)
-            axes.plot(*curve.T, STYLES[index % 4], label=label, linewidth=1.4, marker=marker)
-    if not axes.lines:
-        return None
-    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
-    return figure
-
-
-def _draw_bars(
-    names: Sequence[str], values: Sequence[float | None], form: str, colour: str, title: str
-) -> Any:
-    """One horizontal bar a label, the first on top; labels without a value are left out."""
-    bars = [(name, x) for name, x in zip(names, values, strict=True) if x is not None]
-    if not bars:
-        return None
-    figure = Figure(figsize=(8, 1.2 + 0.34 * len(bars)), layout="constrained")
-    axes = figure.subplots()
-    labels, lengths = zip(*bars, strict=True)
-    # By number: bars with equal labels would overlap.
-    drawn = axes.barh(range(len(bars)), lengths, color=colour, tick_label=labels)
-    axes.bar_label(drawn, [form.format(x) for x in lengths], padding=3, fontsize=8)
-    axes.set(xlabel=title, xlim=(0, 1.15 * max(lengths)))
-    axes.invert_yaxis()
-    return figure
-
-
-def main(argv: Sequence[str]) -> int:
-    """Command line; returns the exit code, raises UserError."""
+def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
+    """Command line; without paths, the runs in `output_dir`. The exit code, or UserError."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Tables and plots from run records.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("paths", nargs="*", type=Path, help="run folders, records or documents")
+    add("paths", nargs="*", type=Path, help="runs, folders of runs, records or, to fill, documents")
+    add("--all", action="store_true", help=f"every kind of work, not the newest {MAX_TABLES}")
+    add("--plots", type=Path, default=Path("report"), help="folder for the plots")
+    add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
     add("--write", action="store_true", help="fill generated parts of documents")
     add("--check", action="store_true", help="fail when documents are out of date")
-    add("--plots", type=Path, default=Path("report"), help="folder for the plots")
     arguments = parser.parse_args(argv)
     if (arguments.write or arguments.check) and arguments.paths:
         run_cog("-r" if arguments.write else "--check", arguments.paths)
         return 0
-    records = []
-    for path in arguments.paths:
-        if path.is_dir() and not (path / RECORD_FILE).is_file():  # it failed before its first step
-            print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
-        else:
-            records.append(load_record(path))
+    records = find_records(arguments.paths or [output_dir] * output_dir.is_dir())
     if not records:
-        raise UserError("no run record in these paths", fix=f"try: {COMMAND} runs/*")
-    print(comparison(records))
+        places = ", ".join(map(short_path, arguments.paths or [output_dir]))
+        fix = f"train first, or name runs: {COMMAND} FOLDER"
+        raise UserError(f"no run record in {places}", fix=fix)
+    works = group_by_work(records)[: None if arguments.all else MAX_TABLES]
+    left = len(records) - sum(len(work.records) for work in works)
+    note = f"left out: {left} older runs of other work; --all shows them" if left else ""
+    about = describe_runs(records)
+    print("\n\n".join(filter(None, (about, comparison(works), note))), flush=True)
     try:
-        for path in draw_plots(records, arguments.plots):
-            print(f"wrote {path}")
+        if arguments.html is not None:
+            from distributed_training.records.page import build_page  # slow to import
+
+            arguments.html.write_text(build_page(about, works, note), encoding="utf-8")
+            print(f"wrote {short_path(arguments.html)}")
+        else:
+            write_plots(works, arguments.plots)
+    except BrokenPipeError:  # of the terminal's reader
+        raise
     except OSError as error:
-        what = f"plots cannot be written to {arguments.plots}"
-        raise UserError(what, str(error), "give another folder to --plots") from None
+        option = "--plots" if arguments.html is None else "--html"
+        what = f"{arguments.html or arguments.plots} cannot be written"
+        raise UserError(what, str(error), f"give another place to {option}") from None
     return 0
+
+
+def write_plots(works: Sequence[Work], folder: Path) -> None:
+    """The plots of each work, in folders of their own where there are several."""
+    from distributed_training.records.plots import draw_plots  # slow to import
+
+    for number, work in enumerate(works, 1):
+        place = folder / str(number) if len(works) > 1 else folder
+        if drawn := draw_plots(work.records, place):
+            print(f"wrote {short_path(place)}/{', '.join(path.name for path in drawn)}")

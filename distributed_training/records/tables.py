@@ -20,6 +20,7 @@ _START: dict[str, Callable[[Record], str]] = {
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
     "compile": lambda r: "yes" if r.config["compile"] else "no",
+    "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
     "steps": lambda r: f"{r.step} of {r.num_steps}",
     "status": lambda r: r.status,
 }
@@ -108,21 +109,3 @@ def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
         for r in records
     ]
     return tabulate(rows, columns, **MARKDOWN)
-
-
-def comparison(records: Sequence[Record]) -> str:
-    """One table for each kind of work; where there are several, each says how it differs."""
-    names = dict.fromkeys(key for record in records for key in record.work)
-    keys = [key for key in names if len({repr(r.work.get(key, ...)) for r in records}) > 1]
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        work = repr([record.work.get(key, ...) for key in keys])
-        groups.setdefault(work, []).append(record)
-    if len(groups) == 1:
-        return table(records)
-    what = f"These runs did {len(groups)} kinds of work; compare only rows of the same table."
-    parts = [f"{what} They differ in: {', '.join(keys)}."]
-    for group in groups.values():
-        work = ", ".join(f"{key}={group[0].work.get(key)}" for key in keys)
-        parts += [work, table(group)]
-    return "\n\n".join(parts)

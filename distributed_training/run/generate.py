@@ -16,8 +16,9 @@ from distributed_training.data.pieces import ASSISTANT, ask
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.plan.plan import PLAN_FILE, load_plan
+from distributed_training.records.record import BEST, LAST
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT
+from distributed_training.settings.files import given_path
 
 REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
 
@@ -55,30 +56,38 @@ def continuation(
         yield ids[-1]
 
 
-def find_weights(given: str) -> tuple[ModelSpec, Path]:
-    """(the model, the folder with its weights and tokenizer) of a run or of an hf/ folder."""
-    folder = Path(given).expanduser()
-    if not folder.exists():  # runs/ of the shipped CONFIG lies beside the script
-        folder = ROOT / given
-    folder = folder.resolve()
-    run = folder.parent if folder.name == "hf" else folder
+def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
+    """(the model, the folder with its weights and tokenizer) of a run, its last or its best ones,
+    or of such a folder itself."""
+    folder = given_path(given).resolve()
+    run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
     if not (run / PLAN_FILE).is_file():
         if (folder / "config.json").is_file():
             return find_model(str(folder)), folder
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or its hf/"
         raise UserError(f"{given} {what}", fix=fix)
-    if not (run / "hf").is_dir():
-        fix = "finish the run: --resume auto, with export=True"
-        raise UserError(f"{given} has no hf/", "a run exports its model at its end", fix)
-    return load_plan(run).model, run / "hf"
+    if not (run / kind).is_dir():
+        why, fix = {
+            LAST: ("a run exports its model at its end", "--resume auto, with export=True"),
+            BEST: ("a run keeps its best weights with keep_best=True only", "--keep_best true"),
+        }[kind]
+        raise UserError(f"{given} has no {kind}/", why, f"train with {fix}")
+    return load_plan(run).model, run / kind
 
 
 def generate(
-    given: str, prompt: str | None, *, num_tokens: int, temperature: float, top_k: int, seed: int
+    given: str,
+    prompt: str | None,
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    kind: str,
 ) -> int:
     """Print what the model of a run makes of `prompt`, or of each line of standard input."""
-    spec, folder = find_weights(given)
+    spec, folder = find_weights(given, kind)
     tokenizer = Tokenizer(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = spec.build(dropout=0.0, seed=0)

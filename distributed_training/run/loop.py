@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,9 @@ from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
-from distributed_training.records.metrics import PeakMemory, StepTimer, Tracker, disk_bytes
+from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
 from distributed_training.records.record import RunRecord, append_metrics
+from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import checkpoint
 from distributed_training.settings.config import RunConfig
 
@@ -45,6 +47,8 @@ class History:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
+    best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
+    sample_before: str | None = None  # text of the untrained model
 
     def cut(self, step: int) -> None:
         """Forget what came after `step`."""
@@ -53,6 +57,8 @@ class History:
         for rows in (self.evaluations, self.epochs):
             rows[:] = [row for row in rows if row["step"] <= step]
         self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
+        if self.best and self.best["step"] > step:  # the steps after this one find it again
+            self.best = None
 
 
 @dataclass
@@ -72,6 +78,7 @@ class Trainer:
     history: History = field(default_factory=History)
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
+    save_best: Callable[[], None] = lambda: None  # collective
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
@@ -164,7 +171,7 @@ class Trainer:
             }
             rows.append(row)
             self.history.loss_curve.append([row["step"], row["loss"]])
-            self.tracker.log(row, row["step"])
+            self.tracker.log_step(row)
         if self.record is not None:
             append_metrics(self.plan.run_dir, rows)
         self.display.progress(
@@ -185,11 +192,14 @@ class Trainer:
         dist.all_reduce(total)
         num_targets = int(samples.num_targets.sum())
         loss = float(total) / num_targets
-        perplexity = math.exp(min(loss, 700.0))
-        row = {"step": self.step, "loss": loss, "perplexity": perplexity}
+        row = {"step": self.step, "loss": loss, "perplexity": perplexity(loss)}
         self.history.evaluations.append({**row, "num_targets": num_targets})
-        self._say(f"validation loss {loss:.4f}  perplexity {perplexity:.2f}")
-        self.tracker.log({"validation_loss": loss}, self.step)
+        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
+        self.tracker.log_evaluation(row, self.memory.as_dict())
+        lowest = self.history.best["loss"] if self.history.best else math.inf
+        if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
+            self.history.best = row
+            self.save_best()
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""

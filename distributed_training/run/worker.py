@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import textwrap
 import time
 import traceback
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from distributed_training.data.pieces import MESSAGES, ask
+from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
-from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology, process_group
-from distributed_training.records import metrics
+from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
+from distributed_training.records.card import write_card
 from distributed_training.records.display import (
     Display,
     describe_memory,
@@ -34,11 +35,13 @@ from distributed_training.records.display import (
     short_path,
     summary_rows,
 )
+from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
-from distributed_training.run.generate import continuation
+from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process, threads_per_process
 from distributed_training.run.loop import History, Trainer
+from distributed_training.run.push import push_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
@@ -120,25 +123,47 @@ def _train(plan: Plan, topology: Topology) -> int:
     assemble.check_ranks_agree(data)
     assemble.build_extensions(plan, topology, display)
     trainer = _build_trainer(plan, topology, data, display)
+    model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)
+    if trainer.step == 0:
+        trainer.history.sample_before = generate_sample(*model, display, "before")
+    trainer.save_best = partial(export, *model, plan.run_dir / BEST)
     signum = trainer.run()
     results = collect_results(trainer)
     if not signum:
-        results["sample"] = sample_and_export(trainer, tokenizer)
+        results["sample"] = generate_sample(*model, display, "after")
+        if plan.config.export:
+            export(*model, plan.run_dir / LAST)
+            display.say(f"exported {short_path(plan.run_dir / LAST)} (Hugging Face's format)")
     if trainer.record is not None:
         results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
         trainer.record.update(**results)
         if not signum:
             display.table(summary_rows(trainer.record.as_record()))
+        for folder in (plan.run_dir / LAST, plan.run_dir / BEST):
+            if folder.is_dir():
+                write_card(folder, trainer.record.as_record())
+        trainer.tracker.close(trackers.final_values(trainer.record.as_record()))
     if signum:
         saved = plan.config.checkpoint_every != 0
         then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"
         display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
-    trainer.tracker.close()
     trainer.engine.close()
     dist.barrier()
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    if plan.config.push is not None and topology.rank == 0 and not signum:
+        return push_at_end(plan.run_dir / LAST, plan.config.push)
     return 128 + signum if signum else 0
+
+
+def push_at_end(folder: Path, repo_id: str) -> int:
+    """The exit code: a run that could not be pushed is finished all the same."""
+    try:
+        print(f"pushed {push_folder(folder, repo_id)}", flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
@@ -150,13 +175,14 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     if plan.checkpoint is not None:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    record, tracker = None, metrics.Tracker()
+    record, tracker = None, trackers.Tracker()
     dist.barrier()  # every rank has read the old record before it is written anew
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
         record = records.start_record(plan.run_dir, **values)
-        tracker = metrics.build_tracker(config.log_to, plan.run_dir, values["config"])
+        about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+        tracker = trackers.build_tracker(config.log_to, plan.run_dir, about)
     engine = assemble.build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:
@@ -172,6 +198,8 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         trainer.write_record()  # so that a kill before the next save does not lose it
         if topology.rank == 0:
             records.truncate_metrics(plan.run_dir, trainer.step)
+            if history.best is None:  # or of a step that is done again
+                shutil.rmtree(plan.run_dir / BEST, ignore_errors=True)
         display.say(f"resumed from {plan.checkpoint}")
     return trainer
 
@@ -205,34 +233,6 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
     }
-
-
-def sample_and_export(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
-    """Generate the sample and write <run>/hf, as far as CONFIG asks; the sample. Collective."""
-    engine, plan, display = trainer.engine, trainer.plan, trainer.display
-    config, tp, eos_id, sample = plan.config, plan.mesh["tp"], tokenizer.eos_id, None
-    chat = trainer.data.form == MESSAGES
-    if config.generate is not None:
-        text = ask(config.generate) if chat else config.generate
-        prompt = tokenizer.encode_batch([text])[0].tolist() or [eos_id]
-        # The split of a window over tp may append tokens, which need positions, too.
-        context = plan.size.num_positions // tp * tp
-        # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
-        ids = continuation(
-            engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
-            seed=config.seed, agree=lambda choice: dist.broadcast(choice, src=0),
-        )  # fmt: skip
-        sample = tokenizer.decode([*prompt, *ids])
-        display.say("sample:\n" + textwrap.indent(sample, "  "))
-    if config.export:
-        state = engine.full_state()
-        if state is not None:
-            folder = plan.run_dir / "hf"
-            plan.model.save(state, folder, eos_token_id=eos_id)
-            tokenizer.save(folder, chat=chat)
-            display.say(f"exported {short_path(folder)} (Hugging Face's format)")
-        dist.barrier()
-    return sample
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:

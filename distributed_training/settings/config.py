@@ -114,7 +114,7 @@ class RunConfig(Options):
         help="steps between evaluations, besides each epoch's end; 0: none")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
     generate: Text | None = kept("The ",
-        help="prompt of the sample that is printed at the end; None: no sample")
+        help="prompt of the samples that are printed before and after training; None: none")
     output_dir: Text = kept("runs", aliases=("out_dir",),
         help="each run gets a folder in here; in CONFIG relative to the script")
     offload_dir: Text | None = kept(None,
@@ -123,11 +123,15 @@ class RunConfig(Options):
         help="steps between checkpoints; None: at each epoch's end, 0: never")
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = kept(1, aliases=("save_total_limit",),
         help="older ones are deleted")
+    keep_best: bool = kept(False,
+        help="write best/, in Hugging Face's format, at each evaluation that beats those before")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
+    push: Text | None = kept(None, aliases=("hub_model_id",),
+        help="user/name on the Hugging Face Hub that hf/ is sent to at the end")
     resume: Text | None = kept(None, aliases=("resume_from_checkpoint",),
         help="auto: the newest unfinished run of the same work; or a run's folder")
-    log_to: Literal["tensorboard", "wandb"] | None = kept(None, aliases=("report_to",),
-        help="another place for the metrics; install it first")
+    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = kept(None,
+        aliases=("report_to",), help="another place for the metrics; install it first")
     verbose: bool = kept(False, help="show what libraries print about themselves, too")
     # fmt: on
 

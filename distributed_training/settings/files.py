@@ -36,6 +36,13 @@ def user_path(key: str, text: str) -> Path:
     return path
 
 
+def given_path(text: str | Path) -> Path:
+    """A file or folder that a command names, from where one stands or else from the checkout."""
+    path = Path(text).expanduser()
+    ours = ROOT / path
+    return ours if ours.exists() and not path.exists() else path
+
+
 def load_json(path: Path, what: str) -> Any:
     """Parse a JSON file; UserError with line and column where it does not parse."""
     try:

@@ -50,6 +50,8 @@ class Rule:
     none: bool = False
     """Whether None is accepted (none on the command line)."""
     choices: tuple[str, ...] = ()
+    or_file: str = ""
+    """How the name of a file ends that is accepted besides `choices`."""
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
@@ -75,6 +77,8 @@ class Rule:
         found = _CONVERT[self.kind](value)
         if isinstance(found, str):  # 1F1B is 1f1b
             found = {choice.lower(): choice for choice in self.choices}.get(found.lower(), found)
+        if self.or_file and isinstance(found, str) and found.lower().endswith(self.or_file):
+            return found
         if found is None or (self.choices and found not in self.choices):
             raise self._error(key, value)
         if not isinstance(found, str) and not (
@@ -86,6 +90,7 @@ class Rule:
     def describe(self) -> str:
         """What is accepted, in words."""
         text = "one of " + ", ".join(self.choices) if self.choices else _KINDS[self.kind]
+        text += f", or a file *{self.or_file}" * bool(self.or_file)
         if math.isfinite(self.above):
             text += f" above {self.above:.9g}"
         if math.isfinite(self.low):

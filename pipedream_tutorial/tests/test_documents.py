@@ -6,6 +6,7 @@ it says has to be in its output: line for line, "..." standing for lines left ou
 marked ```text measured, whose numbers differ from run to run, only the words are compared.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.results import pages as results
 from pipedream.results.pages import FOLDER, drawn_from, fill, load_records, pages, stale, tables
-from pipedream.results.text import checked, makespan_error, on_gpu, points_error, render_page
+from pipedream.results.text import checked, makespan_error, points_error, render_page
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 
@@ -283,7 +284,6 @@ def test_results_say_what_the_records_say() -> None:
         )
         assert f"`{name}`) | {len(cases)} | {worst[0]:.1f}% | {worst[1]:.1f} points |" in text
         assert ("The device is emulated" in text) or not record["emulated_ms"]["forward"]
-    assert ("Not measured yet on GPUs" in text) == (not any(map(on_gpu, records.values())))
 
 
 def test_a_gpu_record_is_shown_as_measured() -> None:
@@ -301,7 +301,6 @@ def test_a_gpu_record_is_shown_as_measured() -> None:
     }
     study = results._load(FOLDER / "records/cpu-staleness.json")
     text = render_page({**records, "h200-p4.json": gpu}, study)
-    assert "Not measured yet" not in text
     assert "Nothing is emulated: the times are those" in text
     assert "| 3.9 points | 3 points: not met |" in text
     assert "| 2 20 |" in text
@@ -325,7 +324,8 @@ def test_the_tables_of_laws_have_every_schedule() -> None:
         assert [line.split(" | ")[0].strip("| ") for line in lines] == [
             SCHEDULES[schedule].title for schedule in CLOSED_FORMS
         ]
-        assert all(len(re.split(r"(?<!\\)\|", line)) == 6 for line in lines)
+        columns = {"idle time": 3, "memory": 4}[name]
+        assert all(len(re.split(r"(?<!\\)\|", line)) == columns + 2 for line in lines)
 
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -335,3 +335,14 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu-runtime.json").write_text("{")
     with pytest.raises(UserError, match="is no JSON"):
         load_records(tmp_path)
+
+
+def test_files_and_functions_stay_short() -> None:
+    """320 lines and 50: what can be read at one go."""
+    for file in (*(FOLDER / "pipedream").rglob("*.py"), *FOLDER.glob("*.py")):
+        text = file.read_text()
+        assert len(text.splitlines()) <= 320, file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 50, (file, node.name)

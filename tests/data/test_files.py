@@ -62,9 +62,10 @@ def test_a_character_that_the_end_cuts_is_refused(tmp_path):
         list(read_blocks(tmp_path / "a.txt"))
 
 
-def test_utf_16_without_its_mark_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes("plain words".encode("utf-16-le"))
-    with refused("a.txt cannot be read", "UTF-16", "iconv -f UTF-16LE -t UTF-8"):
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE"])
+def test_utf_16_without_its_mark_is_refused(encoding, tmp_path):
+    (tmp_path / "a.txt").write_bytes("plain words".encode(encoding))
+    with refused("a.txt cannot be read", "UTF-16", f"iconv -f {encoding} -t UTF-8"):
         list(read_blocks(tmp_path / "a.txt"))
 
 
@@ -153,3 +154,10 @@ def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
     write_rows(path, [{"text": str(n)} for n in range(1000)])
     rows = read_records(path)
     assert next(rows) == (f"{path} row 1", {"text": "0"})
+
+
+def test_a_compressed_table_counts_as_its_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_rows(path, [{"text": "the same words " * 1000 + str(n)} for n in range(100)])
+    assert path.stat().st_size < 1_000_000
+    assert 1_000_000 < read_corpus(str(path)).train.num_bytes < 2_000_000

@@ -1,5 +1,7 @@
 """A small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
+It keeps what is uploaded to a model, whole files in one commit, for whoever has the token TOKEN.
+
 It answers what huggingface_hub asks to download one file: HEAD and GET on
 /<repo>/resolve/main/<file>, with /datasets/ in front for data sets, and the headers ETag,
 X-Repo-Commit and Content-Length. `behaviour` says how it fails.
@@ -7,6 +9,7 @@ X-Repo-Commit and Content-Length. `behaviour` says how it fails.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -17,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePath
 from urllib.parse import parse_qs, unquote
 
+TOKEN = "hf_of_the_stub"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BEHAVIOURS = {
     "serves": "everything it has; 404 for the rest",
@@ -37,6 +41,10 @@ class Hub:
     """Path after the host name, without the leading slash -> content."""
     behaviour: str
     endpoint: str = ""
+    pushed: dict[str, bytes] = field(default_factory=dict)
+    """Path after the host name of every uploaded file -> content."""
+    cards: list[str] = field(default_factory=list)
+    """Model cards that were sent to be checked."""
     requests: list[str] = field(default_factory=list)
     """"METHOD path" of every request, in order."""
     closing: threading.Event = field(default_factory=threading.Event)
@@ -72,8 +80,39 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def do_POST(self) -> None:
-        self._asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(with_body=True)
+        """About a dataset's files; for a push repos/create, validate-yaml, preupload (nothing is a
+        large file here) and commit."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path.startswith("/api/datasets/"):
+            self._asked = body
+            self._answer(with_body=True)
+            return
+        self.hub.requests.append(f"POST {self.path}")
+        repo = self.path.removeprefix("/api/models/").partition("/preupload/")[0]
+        repo = repo.partition("/commit/")[0]
+        if self.path == "/api/validate-yaml":
+            self.hub.cards.append(json.loads(body)["content"])
+            self._send_json({"errors": [], "warnings": []})
+        elif self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self._send(401, b'{"error": "Invalid credentials"}', with_body=True)
+        elif self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            self._send_json({"url": f"{self.hub.endpoint}/{name}", "name": name})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            kinds = [{"path": f["path"], "uploadMode": "regular"} for f in files]
+            self._send_json({"files": [{**kind, "shouldIgnore": False} for kind in kinds]})
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.hub.pushed[f"{repo}/{line['value']['path']}"] = content
+            url = f"{self.hub.endpoint}/{repo}/commit/{COMMIT}"
+            self._send_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
+
+    def _send_json(self, answer: dict[str, object]) -> None:
+        self._send(200, json.dumps(answer).encode(), with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
         hub, path = self.hub, self.path.lstrip("/").replace(f"/resolve/{COMMIT}/", "/resolve/main/")
@@ -88,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif path.startswith("api/datasets/") and hub.behaviour != "refuses":
             self._send_about_dataset(path.removeprefix("api/"), with_body=with_body)
+        elif path.startswith("api/models/"):
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
         elif not wants_file:
             self._send(200, b"a hub", with_body=with_body)
         elif hub.behaviour == "unavailable":

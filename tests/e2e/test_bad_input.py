@@ -214,9 +214,11 @@ def test_refusal_of_one_process_looks_the_same(files):
 
 
 def test_package_that_is_not_there_is_named(tmp_path):
-    missing = [name for name in ("wandb", "tensorboard") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(name) is None
+    ]
     if not missing:
-        pytest.skip("both optional packages are installed")
+        pytest.skip("all optional packages are installed")
     values = {**SMALL, "log_to": missing[0], "output_dir": tmp_path / "runs"}
     result = script(values, "--dry-run")
     assert_refused(result, missing[0], "log_to", f"pip install {missing[0]}")

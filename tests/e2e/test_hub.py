@@ -268,7 +268,9 @@ def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, tmp_path):
     values["output_dir"] = tmp_path / "runs"
     with serve(own_dataset) as hub:
         two = functools.partial(train, num_processes=2)
-        assert_ok(run(hub.endpoint, tmp_path / "hf", values, start=two))
+        result = run(hub.endpoint, tmp_path / "hf", values, start=two)
+        assert_ok(result)
+        assert result.stderr == ""  # no library's words
         asked = [text for text in hub.requests if ".parquet" in text and text.startswith("GET")]
         assert len(asked) == 3
     record = only_record(tmp_path / "runs")

@@ -25,7 +25,8 @@ LAUNCHERS = {
     "python": ("dp", 1), "spawn": ("zero2", 2), "torchrun": ("fsdp", 2), "deepspeed": ("zero3", 2),
 }  # fmt: skip
 GLOBAL_BATCH = 4
-PRINTED = ("0.3M parameters", "fp32", "global 4 = ", " left", "perplexity", "tok/s", "sample:",
+PRINTED = ("0.3M parameters", "fp32", "global 4 = ", " left", "perplexity", "tok/s",
+           "sample before", "sample after",
            "record.json")  # fmt: skip
 
 

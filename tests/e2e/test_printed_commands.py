@@ -32,9 +32,10 @@ STARTS = re.compile(
 )
 # Files, runs and folders that the reader has or makes, and a mistake shown on purpose.
 NOT_HERE = (
-    "notes.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise", "my_zero1.json", "...",
+    "notes.txt", "mine.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise",
+    "my_zero1.json", "...",
 )  # fmt: skip
-OTHER_COMMANDS = (".py report ", ".py measure ", ".py generate ")
+OTHER_COMMANDS = (".py report", ".py measure ", ".py generate ", ".py push ")
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
 
 
@@ -58,7 +59,8 @@ def typed(command: str) -> str:
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
         command = "python real_model_example.py --num_gpus 8 " + command.partition(".py ")[2]
-    return command if "--dry-run" in command else f"{command} --dry-run"
+    starts_nothing = "--dry-run" in command or ".py plan" in command
+    return command if starts_nothing else f"{command} --dry-run"
 
 
 # Bare run.sh are those of FOLDERS.
@@ -123,7 +125,8 @@ def test_commands_are_found():
 def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
-    assert "global" in dry_run(command, tmp_path)
+    expected = "quickest" if ".py plan" in command else "global"
+    assert expected in dry_run(command, tmp_path)
 
 
 def test_the_first_command_trains(tmp_path):

@@ -86,7 +86,7 @@ def test_native_strategies_do_not_need_deepspeed(tmp_path, monkeypatch):
         check_packages(draft(tmp_path, "zero1"))
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
 def test_trackers_are_needed_when_asked_for(name, tmp_path, monkeypatch):
     hide_package(monkeypatch, name)
     check_packages(draft(tmp_path))
@@ -182,6 +182,7 @@ def free_disk(monkeypatch, num_bytes):
         ({"keep_checkpoints": 3}, 16 * 4 + 4),
         ({"checkpoint_every": 0}, 4),
         ({"export": False}, 16 * 2),
+        ({"keep_best": True}, 16 * 2 + 4 * 2),
         ({"checkpoint_every": 0, "export": False}, 0),
     ],
 )

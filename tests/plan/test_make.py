@@ -1,10 +1,13 @@
 """What the text decides: how many samples and steps there are, and how long the warm-up is."""
 
 import math
+import shutil
 
+import numpy as np
 import pytest
 
-from distributed_training.plan.data import cut_data, peek_data
+from distributed_training.plan import data
+from distributed_training.plan.data import cut_data, load_plan_data, peek_data
 from distributed_training.plan.make import make_plan
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, refused
@@ -62,3 +65,16 @@ def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):
     whole = plan_for(tmp_path, 2000)
     assert (plan.config, plan.num_steps, plan.notes) == (whole.config, whole.num_steps, whole.notes)
     assert plan_for(tmp_path, 400_000, cut=peek_data).num_steps is None
+
+
+def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_path, monkeypatch):
+    plan = plan_for(tmp_path, 2000)
+    expected = cut_data(plan).train
+    (tmp_path / "mine.txt").write_text("another text " * 3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "read_corpus", None)
+        found = load_plan_data(plan)[0].train
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    # A machine with a disk of its own has no such cache, and reads its own text.
+    shutil.rmtree(tmp_path / "runs" / ".cache")
+    assert load_plan_data(plan)[0].cache != plan.cache

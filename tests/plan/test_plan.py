@@ -242,8 +242,10 @@ OPTIONS = {
     "checkpoint_every": st.none() | st.integers(0, 100),
     "keep_checkpoints": st.integers(1, 1000),
     "export": st.booleans(),
+    "keep_best": st.booleans(),
+    "push": st.sampled_from([None, None, None, "user/name", "a/b/c"]),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
-    "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb"]),
+    "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),
     "verbose": st.booleans(),
 }
 PATHS = (

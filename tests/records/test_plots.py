@@ -4,7 +4,7 @@ import warnings
 import pytest
 from matplotlib.figure import Figure
 
-from distributed_training.records.report import draw_plots, labels
+from distributed_training.records.plots import draw_plots, labels
 from tests.support import made_record
 
 GIB = 2**30

@@ -1,10 +1,15 @@
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from distributed_training.records import report
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import main, published_json, published_table
+from distributed_training.records.report import find_records, main, published_json, published_table
+from distributed_training.settings.files import ROOT
 from tests.records.test_tables import cells
 from tests.support import record_values, refused
 
@@ -63,7 +68,7 @@ def test_a_table_of_other_json():
     rows = cells(published_json("parity.json", "differences", "norm, loss").strip())
     assert rows == [
         {"": "dp", "norm": "1.2e-07", "loss": "0"},
-        {"": "fsdp", "norm": "5.0e-01", "loss": "3.0e-05"},
+        {"": "fsdp", "norm": "0.500", "loss": "3.0e-05"},
     ]
     rows = cells(published_json("parity.json", "speeds", "tokens").strip())
     assert rows == [{"": "one", "tokens": "131,072"}, {"": "two", "tokens": "100"}]
@@ -140,38 +145,112 @@ def test_a_document_that_cannot_be_filled_is_explained(content, words, option, t
 
 
 def write_run(folder, **changes):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / RECORD_FILE).write_text(json.dumps(record_values(**changes)))
     return str(folder)
 
 
-def test_command_line_prints_the_comparison_and_draws(tmp_path, capsys):
-    runs = [write_run(tmp_path / "1"), write_run(tmp_path / "2", finished=False, status="oom")]
-    (tmp_path / "3").mkdir()
-    assert main([*runs, str(tmp_path / "3"), "--plots", str(tmp_path / "plots")]) == 0
-    out, err = capsys.readouterr()
-    rows = cells(out.split("wrote")[0].strip())
-    assert [row["status"] for row in rows] == ["ok", "oom"]
-    assert f"note: {tmp_path / '3'} holds no record.json" in err
-    assert out.count("wrote ") == 3
-    names = ["loss.png", "memory.png", "throughput.png"]
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == names
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A folder of three runs, one of which failed, and a link to the newest; one stands beside."""
+    folder = tmp_path / "runs"
+    write_run(folder / "20260101-000001-zero2-x")
+    write_run(folder / "20260101-000002-dp-x", strategy__name="dp")
+    failed = {"finished": False, "status": "oom", "error": "rank 1 ran out", "step": 3}
+    write_run(folder / "20260101-000003-fsdp-x", strategy__name="fsdp", **failed)
+    (folder / ".cache").mkdir()
+    (folder / "latest").symlink_to("20260101-000003-fsdp-x")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def printed(capsys, *arguments, output_dir=None):
+    """The lines that `report` prints."""
+    assert main(list(map(str, arguments)), *filter(None, [output_dir])) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_without_arguments_the_runs_of_config_are_shown_once_each(runs, tmp_path, capsys):
+    lines = printed(capsys, output_dir=runs)
+    assert lines[0] == "3 runs: runs/20260101-<run>..."
+    rows = [line.split() for line in lines if line[:6].isdecimal()]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("000001", "zero2"), ("000002", "dp"), ("000003", "fsdp"), ("000003", "oom:"),
+    ]  # fmt: skip
+    assert "131,072" in rows[0]
+    assert rows[2][-2:] == ["oom", "3/64"]
+    assert "000003 oom: rank 1 ran out" in lines
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "wrote report/loss.png, throughput.png, memory.png"
+    assert len(list((tmp_path / "report").iterdir())) == 3
+
+
+def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
+    found = find_records([runs, runs / "latest", runs / "20260101-000001-zero2-x" / RECORD_FILE])
+    assert len(found) == 3
+    (latest,) = find_records([runs / "latest"])
+    assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")
+    assert printed(capsys, *sorted(runs.iterdir())) == printed(capsys, output_dir=runs)
+
+
+def test_published_records_are_named_by_their_files(capsys, tmp_path):
+    folder = ROOT / "results" / "records" / "h200-x1-medium-b4"
+    found = find_records([Path("results/records/h200-x1-medium-b4")])
+    assert [r.run_dir for r in found] == [
+        str(file.with_suffix("")) for file in sorted(folder.glob("*.json"))
+    ]
+
+
+def test_what_holds_no_record_is_left_out_with_a_note(runs, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert main([str(runs), str(tmp_path / "empty"), "--plots", str(tmp_path / "plots")]) == 0
+    assert capsys.readouterr().err == f"note: {tmp_path / 'empty'} holds no record.json; left out\n"
+
+
+def test_three_tables_are_shown_unless_all_are_asked_for(runs, tmp_path, capsys):
+    for seed in range(4):
+        write_run(runs / f"20260102-00000{seed}-dp-x", work__seed=seed)
+    lines = printed(capsys, runs)
+    titles = [line for line in lines if line.startswith("model ")]
+    assert len(titles) == 3
+    assert "left out: 4 older runs of other work; --all shows them" in lines
+    plots = [line for line in lines if line.startswith("wrote")]
+    assert [line.split("/")[1] for line in plots] == ["1", "2", "3"]
+    lines = printed(capsys, runs, "--all")
+    assert len([line for line in lines if line.startswith("model ")]) == 5
+    assert "left out" not in "".join(lines)
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(runs):
+    """As under `| head -1`, with more to say than a pipe holds."""
+    script, names = ROOT / "real_model_example.py", [runs / "latest"]
+    write_run(runs / "20260102-000000-dp-x", error="x" * 10)
+    with subprocess.Popen(
+        [sys.executable, script, "report", *names, "--plots", runs.parent / "p"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [([], "report runs/*"), (["{tmp}"], "no run record"), (["{tmp}/x"], "does not exist")],
+    [
+        ([], "no run record in runs; train first"),
+        (["{tmp}"], "no run record"),
+        (["{tmp}/x"], "does not exist"),
+    ],
 )
-def test_mistakes_are_explained_in_one_line(arguments, words, tmp_path):
+def test_mistakes_are_explained_in_one_line(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with refused(words):
         main([text.replace("{tmp}", str(tmp_path)) for text in arguments])
 
 
-def test_plots_in_place_of_a_file_are_explained(tmp_path, capsys):
-    run = write_run(tmp_path / "run")
+def test_plots_in_place_of_a_file_are_explained(runs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with refused(f"plots cannot be written to {folder}; "):
-            main([run, "--plots", str(folder)])
-        out = capsys.readouterr().out
-        assert out.startswith("| strategy"), "the table is printed all the same"
+        with refused(f"{folder} cannot be written; ", "--plots"):
+            main([str(runs), "--plots", str(folder)])
+        assert "131,072" in capsys.readouterr().out, "the table is printed all the same"

@@ -1,6 +1,6 @@
 import pytest
 
-from distributed_training.records.tables import COLUMNS, DEFAULT, comparison, layout_words, table
+from distributed_training.records.tables import COLUMNS, DEFAULT, layout_words, table
 from tests.support import made_record
 
 
@@ -24,6 +24,7 @@ def test_cells_are_the_records_figures():
         "batch": "4 x 512",
         "precision": "bf16",
         "compile": "yes",
+        "CUDA graph": "no",
         "tokens/s": "131,072",
         "ms a step": "125.0",
         "timed steps": "59",
@@ -77,7 +78,8 @@ def test_disk_traffic_is_a_steps():
 @pytest.mark.parametrize("status", ["oom", "failed", "running"])
 def test_a_run_without_results_shows_its_status(status):
     row = one_row(finished=False, status=status)
-    known = {"strategy", "model", "processes", "batch", "precision", "compile", "steps", "status"}
+    known = {"strategy", "model", "processes", "batch", "precision", "compile", "CUDA graph"}
+    known |= {"steps", "status"}
     assert {column for column, text in row.items() if text != "-"} == known
     assert (row["status"], row["steps"]) == (status, "0 of 64")
 
@@ -85,34 +87,6 @@ def test_a_run_without_results_shows_its_status(status):
 def test_default_columns():
     text = table([made_record()])
     assert list(cells(text)[0]) == list(DEFAULT)
-
-
-def test_equal_work_is_one_table():
-    records = [made_record(strategy__name=name) for name in ("zero2", "fsdp", "dp")]
-    rows = cells(comparison(records))
-    assert [row["strategy"] for row in rows] == ["zero2", "fsdp", "dp"]
-
-
-def test_the_order_of_keys_is_not_work():
-    work = made_record().work
-    reverse = made_record(work=dict(reversed(work.items())))
-    assert len(cells(comparison([made_record(), reverse]))) == 2
-
-
-def test_other_work_is_in_another_table_that_says_how_it_differs():
-    records = [
-        made_record(),
-        made_record(work__seed=7, work__global_batch_size=64, strategy__name="fsdp"),
-        made_record(strategy__name="dp"),
-    ]
-    text = comparison(records)
-    parts = text.split("\n\n")
-    assert "2 kinds of work" in parts[0]
-    assert parts[0].endswith("They differ in: seed, global_batch_size.")
-    assert parts[1] == "seed=42, global_batch_size=32"
-    assert [row["strategy"] for row in cells(parts[2])] == ["zero2", "dp"]
-    assert parts[3] == "seed=7, global_batch_size=64"
-    assert [row["strategy"] for row in cells(parts[4])] == ["fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -125,20 +99,6 @@ def test_other_work_is_in_another_table_that_says_how_it_differs():
 def test_a_run_that_diverged_has_a_row(column, changes):
     row = one_row(**changes)
     assert (row["status"], row[column]) == ("ok", "nan")
-
-
-@pytest.mark.parametrize(
-    ("other", "keys"),
-    [
-        ({"seed": 7}, ["seed"]),
-        ({"seed": None, "model": "gpt2"}, ["model", "seed"]),
-        ({"data_fingerprint": None}, ["data_fingerprint"]),  # a key that the first has not
-    ],
-)
-def test_every_difference_of_works_is_named(other, keys):
-    work = made_record().work
-    text = comparison([made_record(), made_record(work={**work, **other})])
-    assert text.splitlines()[0].endswith(f"They differ in: {', '.join(keys)}.")
 
 
 @pytest.mark.parametrize(

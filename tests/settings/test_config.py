@@ -38,8 +38,7 @@ NOT_WORK = {
     "cuda_graphs": False, "eval_every": 5,
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
     "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
-    "log_to": "wandb",
-    "verbose": True,
+    "log_to": "wandb", "verbose": True, "keep_best": True, "push": "user/name",
 }  # fmt: skip
 OTHER = WORK | NOT_WORK
 ALIASES = {
@@ -88,8 +87,8 @@ def test_the_work_holds_the_global_batch_size():
 def test_every_field_says_whether_it_is_work():
     with pytest.raises(TypeError, match="work"):
         key(1, help="new", group="")
-    no_keys = {"engine_options", "engine_work", "from_defaults", "force"}
-    assert set(RunConfig.model_fields) - no_keys == set(KEYS)
+    about_the_engine = {"engine_options", "engine_work", "from_defaults", "force"}
+    assert set(RunConfig.model_fields) - about_the_engine == set(KEYS)
 
 
 def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):
@@ -218,7 +217,7 @@ BAD = {
     "output_dir": [None],
     "checkpoint_every": [-1],
     "keep_checkpoints": [0],
-    "log_to": ["mlflow"],
+    "log_to": ["mlflo"],
     "max_steps": [0],
     "eval_samples": [0],
     "micro_batch_size": [0, None],

@@ -29,7 +29,6 @@ from pipedream.results.text import (
     final_loss_table,
     printed,
     render_page,
-    summary,
 )
 from pipedream.results.traffic import MODELS, comparison_table
 from pipedream.runtime.record import RECORD_FORMAT
@@ -64,14 +63,11 @@ def _load(path: Path) -> dict[str, Any]:
 def idle_table() -> str:
     """Closed forms of idle time, with the range in which they are exact."""
     lines = [
-        "| schedule | X, idle time of each rank in one batch | exact for | as published |",
-        "| --- | --- | --- | --- |",
+        "| schedule | X, idle time of each rank in one batch | exact for |",
+        "| --- | --- | --- |",
     ]
     for name, form in CLOSED_FORMS.items():
-        lines.append(
-            f"| {SCHEDULES[name].title} | {form.idle_text} | {form.range_text} "
-            f"| {form.published} (arXiv {form.source}) |"
-        )
+        lines.append(f"| {SCHEDULES[name].title} | {form.idle_text} | {form.range_text} |")
     return _escaped(lines)
 
 
@@ -102,16 +98,14 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
         "idle time": idle_table,
         "memory": memory_table,
         "final losses": lambda: final_loss_table(study),
-        "prediction": lambda: summary(load_records(folder / "records")),
         "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
         "measured bubbles": lambda: bubble_table(
             _load(folder / "records/cpu-runtime-zero-bubble.json")
         ),
         "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }
-    for name in MODELS:
-        for devices in (4, 8):
-            found[f"{name} on {devices}"] = partial(comparison_table, name, devices)
+    for name, devices in zip(MODELS, (4, 8), strict=True):
+        found[f"{name} on {devices}"] = partial(comparison_table, name, devices)
     return found
 
 
@@ -137,6 +131,7 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
+    from pipedream.draw import frontier
     from pipedream.draw import prediction as figures_prediction
     from pipedream.draw import steps as figures_steps
 
@@ -147,6 +142,11 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
             partial(figures_prediction.draw_prediction, shown),
         )
     }
+    searched = _load(folder / "records/frontier.json")
+    found["figures/frontier.png"] = (
+        frontier.digest(searched),
+        partial(frontier.draw_frontier, searched),
+    )
     for name, build in figures_steps.PICTURES.items():
         picture = build()
         found[f"figures/{name}.png"] = (

@@ -9,7 +9,6 @@ from typing import Any
 from pipedream.runtime.record import (
     goal_of,
     makespan_error,
-    on_gpu,
     outside_goal,
     points_error,
     render,
@@ -18,11 +17,6 @@ from pipedream.runtime.record import (
 from pipedream.schedules.catalogue import SCHEDULES
 
 Record = Mapping[str, Any]
-
-BENCHMARK = (
-    "python pipedream_runtime.py --benchmark --set num_stages={p} --set microbatch_size={batch} "
-    "--record records/h200-p{p}.json"
-)
 
 
 def describe(record: Record) -> str:
@@ -85,10 +79,6 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "![Measured and simulated utilisation](figures/prediction.png)",
     ]
     parts += [section(name, record) for name, record in records.items()]
-    if not any(on_gpu(record) for record in records.values()):
-        commands = "\n".join(BENCHMARK.format(p=p, batch=4 * p) for p in (2, 4))
-        block = f"```bash\n{commands}\npython -m pipedream.results --write\n```"
-        parts += ["### On GPUs", f"Not measured yet on GPUs:\n\n{block}"]
     parts += ["## What weight stashing is for", *study_intro(study), gradient_table(study)]
     parts += [_wrapped(_LOSS_INTRO), final_loss_table(study)]
     return "\n\n".join(parts) + "\n"
@@ -117,18 +107,6 @@ def section(name: str, record: Record) -> str:
     machine, found = record["machine"], record["calibration"]
     versions = ", ".join(f"{what} {version}" for what, version in record["versions"].items())
     gpus = f", {machine['gpus']} GPUs" if machine["gpus"] else ""
-    slept = record["emulated_ms"]
-    emulated = (
-        f"Trained: {record.get('workload', record['config']['model'])}; plain SGD. Nothing is "
-        "emulated: the times are those of the model's own computing."
-    )
-    if slept["forward"] or slept["backward"]:
-        emulated = (
-            f"The device is emulated: each forward sleeps {slept['forward']:g} ms and each "
-            f"backward {slept['backward']:g} ms on top of a small real computation. Processes, "
-            "messages, weights and gradients are real; the length of an operation is not that of "
-            "a model."
-        )
     stages = ", ".join(
         f"{forward:.2f} + {backward:.2f}"
         for forward, backward in zip(found["forward_ms"], found["backward_ms"], strict=True)
@@ -145,6 +123,10 @@ def section(name: str, record: Record) -> str:
         f"to stage {found['communication_ms']:.2f} ms",
         f"results received before they were sent, which would be a clock that is off: {too_early}",
     ]
+    equal = {case["measured"]["weights_equal"] for case in record["cases"]}
+    if None not in equal:
+        same = "in all runs" if equal == {True} else "not in all runs"
+        facts.append(f"final weights equal bit for bit to those of one process {same}")
     late = waited_for_host(record)
     if late:
         facts.append(
@@ -156,20 +138,36 @@ def section(name: str, record: Record) -> str:
         f"- command: `{record['command']}`",
         *(_wrapped(fact, "- ") for fact in facts),
         "",
-        _wrapped(emulated),
+        _wrapped(_emulation(record)),
         "",
         *_run_table(record["cases"]),
     ]
     return "\n".join(lines)
 
 
+def _emulation(record: Record) -> str:
+    """What the times of a record are of."""
+    slept = record["emulated_ms"]
+    if slept["forward"] or slept["backward"]:
+        return (
+            f"The device is emulated: each forward sleeps {slept['forward']:g} ms and each "
+            f"backward {slept['backward']:g} ms on top of a small real computation. Processes, "
+            "messages, weights and gradients are real; the length of an operation is not that of "
+            "a model."
+        )
+    return (
+        f"Trained: {record.get('workload', record['config']['model'])}; plain SGD. Nothing is "
+        "emulated: the times are those of the model's own computing."
+    )
+
+
 def _run_table(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     memory = any(case["measured"]["peak_memory_mib"] is not None for case in cases)
-    head = ["schedule", "m", "makespan, ms", "of repeats", "simulated", "off", "utilisation",
-            "simulated", "points", "weight versions", "weights of one process"]  # fmt: skip
+    head = ["schedule", "m", "makespan, ms", "simulated", "off", "utilisation", "simulated",
+            "points", "weight versions"]  # fmt: skip
     lines = [
         "| " + " | ".join([*head, *(["peak MiB"] if memory else [])]) + " |",
-        "| --- |" + " ---: |" * 8 + " --- | --- |" + " --- |" * memory,
+        "| --- |" + " ---: |" * 7 + " --- |" + " --- |" * memory,
     ]
     for case in cases:
         lines.append("| " + " | ".join(_run_cells(case, memory)) + " |")
@@ -178,7 +176,6 @@ def _run_table(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _run_cells(case: Mapping[str, Any], memory: bool) -> list[str]:
     measured, predicted = case["measured"], case["predicted"]
-    repeats = measured["repeat_makespans_ms"]
     simulated = ["-", "-", f"{100 * measured['utilisation']:.1f}%", "-", "-"]
     if predicted is not None:
         simulated = [
@@ -192,17 +189,17 @@ def _run_cells(case: Mapping[str, Any], memory: bool) -> list[str]:
         SCHEDULES[case["schedule"]].title + r" \*" * case["calibrated_on"],
         str(case["num_microbatches"]),
         f"{measured['makespan_ms']:,.1f}",
-        f"{min(repeats):,.1f} to {max(repeats):,.1f}",
         *simulated,
-        " ".join(map(str, measured["peak_versions"])),
-        {None: "not compared", True: "equal bit for bit", False: "DIFFERENT"}[
-            measured["weights_equal"]
-        ],
+        _versions(measured["peak_versions"]),
     ]
     if memory:
         found = measured["peak_memory_mib"]
         cells.append("-" if found is None else " ".join(f"{mib:,.0f}" for mib in found))
     return cells
+
+
+def _versions(kept: Sequence[int]) -> str:
+    return " ".join(map(str, kept)) if len(set(kept)) > 1 else f"{kept[0]} each"
 
 
 def study_intro(study: Record) -> list[str]:
@@ -255,8 +252,9 @@ def gradient_table(study: Record) -> str:
 
 
 def _share(error: float | None) -> str:
-    shown: dict[float | None, str] = {None: "infinite", 0: "exactly 0"}
-    return shown[error] if not error else f"{100 * error:.2g}%"
+    if error is None:
+        return "infinite"
+    return "exactly 0" if error == 0 else f"{100 * error:.2g}%"
 
 
 def final_loss_table(study: Record) -> str:
@@ -287,12 +285,13 @@ def _loss(row: Mapping[str, Any] | None) -> str:
 
 
 def bubble_table(record: Record) -> str:
-    """A line a run: measured against simulated makespan and idle share."""
+    """A line for each run of as many microbatches as were calibrated on."""
     lines = [
         "| schedule | m | makespan, ms | simulated | idle | simulated | weights of one process |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for case in record["cases"]:
+    m = record["calibration"]["num_microbatches"]
+    for case in (case for case in record["cases"] if case["num_microbatches"] == m):
         measured, predicted = case["measured"], case["predicted"]
         equal = "equal" if measured["weights_equal"] else "DIFFERENT"
         lines.append(

@@ -6,11 +6,13 @@ import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pipedream.errors import UserError
 from pipedream.runtime.channels import Peer, connect, connection_to, forms_of
 from pipedream.runtime.clocks import build_clock
 from pipedream.runtime.launch import Process, meet
@@ -26,8 +28,9 @@ from pipedream.runtime.workload import (
     train_alone,
 )
 from pipedream.schedules.catalogue import schedule_for_training
-from pipedream.schedules.ops import Schedule
-from pipedream.schedules.policies import Policy
+from pipedream.schedules.ops import Schedule, repeat
+from pipedream.schedules.policies import POLICIES, Policy
+from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import transfers
 from pipedream.train.trainer import Weights
 
@@ -61,10 +64,22 @@ def build_cases(config: Config) -> list[Case]:
         Case(name=name, num_microbatches=m, schedule=schedule, policy=policy)
         for name in config["schedule"]
         for m in config["num_microbatches"]
-        for schedule, policy in [
-            schedule_for_training(name, config["num_stages"], m, config["num_batches"])
-        ]
+        for schedule, policy in [_orders_of(name, config, m)]
     ]
+
+
+def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
+    """The orders over all batches of a schedule that has a name, or of a CSV's."""
+    p, num_batches = config["num_stages"], config["num_batches"]
+    if not name.lower().endswith(".csv"):
+        return schedule_for_training(name, p, m, num_batches)
+    batch = load_order(Path(name))
+    if (batch.num_ranks, batch.num_microbatches) != (p, m):
+        raise UserError(
+            f"{name} has {batch.num_ranks} ranks and {batch.num_microbatches} microbatches",
+            f"set num_stages={batch.num_ranks} and num_microbatches={batch.num_microbatches}",
+        )
+    return repeat(batch, num_batches), POLICIES["flush"]
 
 
 def run_session(
@@ -205,7 +220,7 @@ def _run_case(
     pace = pace_from_ms(*emulated_ms(config, station.device), case.schedule.stages_per_rank)
     summaries: list[Summary] = []
     weights: dict[int, Weights] = {}
-    for repeat in range(config["repeats"]):
+    for number in range(config["repeats"]):
         run = run_rank(station, case.schedule, case.policy, pace=pace, **sizes)
         summaries.append(
             {
@@ -218,7 +233,7 @@ def _run_case(
                 },
             }
         )
-        if with_weights and repeat == config["repeats"] - 1:
+        if with_weights and number == config["repeats"] - 1:
             weights = {stage: on_cpu(t.weights) for stage, t in run.trainers.items()}
         del run  # or its memory would count in the next one's peak
     return summaries, weights

@@ -28,6 +28,7 @@ SCHEDULES: dict[str, Entry] = {
     "naive": Entry(build=orders.naive, title="Naive"),
     "gpipe": Entry(build=orders.gpipe, title="GPipe"),
     "1f1b": Entry(build=orders.one_f_one_b, title="1F1B with flush"),
+    "eager-1f1b": Entry(build=orders.eager_1f1b, title="Eager 1F1B"),
     "pipedream": Entry(build=orders.one_f_one_b, policy="stash", title="PipeDream"),
     "pipedream-vertical": Entry(
         build=orders.one_f_one_b, policy="vertical", title="PipeDream, vertical sync"
@@ -96,7 +97,7 @@ def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
     """
     if layers_of_a_rank % stages_per_rank:
         raise UserError(
-            f"a rank's {layers_of_a_rank} layers cannot be cut into {stages_per_rank} stages",
+            f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",
             f"set layers_per_stage to a multiple of {stages_per_rank}",
         )
     return layers_of_a_rank // stages_per_rank

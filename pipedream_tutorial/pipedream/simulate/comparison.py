@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,19 +10,11 @@ from pipedream.errors import UserError
 from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.ops import (
-    FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Pair,
-    Schedule,
-    load_csv,
-    repeat,
-)
+from pipedream.schedules.ops import Pair, Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
-from pipedream.simulate.needs import DeadlockError
-from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
+from pipedream.simulate.search import search
+from pipedream.simulate.simulator import Costs, Timeline, build_costs, load_order, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +41,8 @@ class Formula:
 
     text: str
     range_text: str
+    published: str
+    """What the paper says, where it differs, and which paper."""
     makespan_idle: Fraction | None
     """Each rank's idle time until the last rank ends; None outside the range."""
     span_idle: Fraction | None
@@ -82,6 +76,8 @@ class Row:
     """Whether a backward pass sees other weights than its forward pass saw."""
     formula: Formula | None
     """Of one batch; None where there is none, as with uneven stages or a time to send."""
+    bound: Fraction | None = None
+    """Of an order from search: no other one with as much memory is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,28 +132,23 @@ def measure_csv(path: Path, case: Case) -> Row:
 
     Raises UserError for orders that are incomplete or that wait for each other.
     """
-    batch = load_csv(path)
-    try:
-        _check_passes(batch)
-        stream = repeat(batch, case.num_batches)
-        once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
-        return _row(path.name, path.name, POLICIES["flush"], once, again, case)
-    except UserError:
-        raise
-    except (DeadlockError, ValueError) as error:
-        raise UserError(f"{path} cannot run: {error}", "mend the order in the file") from error
+    batch = load_order(path)
+    stream = repeat(batch, case.num_batches)
+    once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
+    return _row(path.name, path.name, POLICIES["flush"], once, again, case)
 
 
-def _check_passes(schedule: Schedule) -> None:
-    found = sorted({op.microbatch for op in schedule.ops()})
-    if found != list(range(len(found))):
-        raise ValueError(f"its {len(found)} microbatches are not numbered 0 to {len(found) - 1}")
-    done = {(op.kind, op.stage, op.microbatch) for op in schedule.ops()}
-    for _, stage, i in done:
-        halves = [(kind, stage, i) in done for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
-        backward = ("B", stage, i) in done or all(halves)
-        if (FORWARD, stage, i) not in done or not backward:
-            raise ValueError(f"stage {stage} needs F, and B or both I and W, of microbatch {i}")
+def measure_search(memory: int, prove: float, case: Case) -> Row:
+    """The row of the shortest order found that holds `memory` microbatches on a rank at most."""
+    _check_scale(case, case.num_stages)
+    costs = _costs(build_schedule("1f1b", case.num_stages, case.num_microbatches), case)
+    found = search(costs, case.num_microbatches, memory, prove=prove)
+    stream = repeat(found.schedule, case.num_batches)
+    once, again = simulate(found.schedule, costs), simulate(stream, costs)
+    title = f"Search, {memory} in memory"
+    return replace(
+        _row("search", title, POLICIES["flush"], once, again, case), bound=found.lower_bound
+    )
 
 
 def _row(name: str, title: str, policy: Policy, once: Timeline, again: Timeline, case: Case) -> Row:
@@ -203,6 +194,7 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
     return Formula(
         text=form.idle_text,
         range_text=form.range_text,
+        published=f"{form.published} (arXiv {form.source})",
         makespan_idle=form.makespan_idle(sizes) if holds else None,
         span_idle=form.span_idle(sizes, 0) if holds else None,
     )

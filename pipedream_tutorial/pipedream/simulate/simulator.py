@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 
+from pipedream.errors import UserError
 from pipedream.schedules.ops import (
     BACKWARD,
     FORWARD,
@@ -29,8 +31,17 @@ from pipedream.schedules.ops import (
     Op,
     Pair,
     Schedule,
+    load_csv,
+    repeat,
 )
-from pipedream.simulate.needs import Key, Needs, check_needs, check_once_and_whole, deadlock
+from pipedream.simulate.needs import (
+    DeadlockError,
+    Key,
+    Needs,
+    check_needs,
+    check_once_and_whole,
+    deadlock,
+)
 
 Number = int | str | Fraction
 
@@ -255,3 +266,29 @@ def _without_microbatch(item: Item) -> tuple[object, ...]:
     if isinstance(item, Op):
         return item[:2]
     return item[0][:2] + item[1][:2]
+
+
+def load_order(path: Path) -> Schedule:
+    """A schedule from a CSV, complete and able to run.
+
+    Raises UserError for orders that are incomplete or that wait for each other.
+    """
+    schedule = load_csv(path)
+    try:
+        _check_passes(schedule)
+        simulate(repeat(schedule, 2), build_costs(schedule))
+    except (DeadlockError, ValueError) as error:
+        raise UserError(f"{path} cannot run: {error}", "mend the order in the file") from error
+    return schedule
+
+
+def _check_passes(schedule: Schedule) -> None:
+    found = sorted({op.microbatch for op in schedule.ops()})
+    if found != list(range(len(found))):
+        raise ValueError(f"its {len(found)} microbatches are not numbered 0 to {len(found) - 1}")
+    done = {(op.kind, op.stage, op.microbatch) for op in schedule.ops()}
+    for _, stage, i in done:
+        halves = [(kind, stage, i) in done for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
+        backward = ("B", stage, i) in done or all(halves)
+        if (FORWARD, stage, i) not in done or not backward:
+            raise ValueError(f"stage {stage} needs F, and B or both I and W, of microbatch {i}")

@@ -1,0 +1,131 @@
+"""The model card of an exported folder, made from its run's record. No torch import."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from distributed_training.data.corpus import WIKITEXT
+from distributed_training.data.hub import WIKITEXT_ID
+from distributed_training.models import find_model
+from distributed_training.records.display import last_part
+from distributed_training.records.record import BEST, Record
+from distributed_training.records.tables import COLUMNS, MARKDOWN
+from distributed_training.settings.config import KEYS
+
+CARD = "README.md"
+_PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
+_HYPER_PARAMETERS = (
+    "epochs", "max_length", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay",
+    "max_grad_norm", "dropout", "precision", "seed",
+)  # fmt: skip
+_OWN_BUSINESS = ("output_dir", "offload_dir", "push", "resume")  # of who trained it
+_TEXT = """---
+{front}
+---
+
+# {model} trained on {dataset}
+
+{kind}. {parameters:,} parameters; {weights} initial weights.
+Trained on {samples:,} samples of {length} tokens an epoch.
+
+{losses}
+
+## How it was trained
+
+{steps} of {planned} steps of {sequences} sequences each.
+Strategy `{strategy}` on {processes} ({device}).
+
+{settings}
+
+```
+{command}
+```
+
+## How to use it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+model = AutoModelForCausalLM.from_pretrained("{place}")
+inputs = tokenizer("The ", return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=40)
+print(tokenizer.decode(output[0]))
+```
+
+In the repository that trained it:
+
+```
+python real_model_example.py generate {local} --prompt "The "
+```
+"""
+
+
+def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
+    """Write README.md of `folder`, a run's hf/ or best/; `repo_id`: where on the Hub it will be."""
+    (folder / CARD).write_text(build_card(folder, r, repo_id), encoding="utf-8")
+
+
+def build_card(folder: Path, r: Record, repo_id: str | None = None) -> str:
+    """The text: YAML for the Hub, then what was trained on what, how, with which losses."""
+    config, is_best = r.config, folder.name == BEST and r.best is not None
+    local = Path("runs", folder.parent.name, folder.name)  # others' paths are nobody's business
+    place = repo_id or local
+    steps = r.best["step"] if is_best and r.best else r.step
+    seen = [entry for entry in r.evaluations if entry["step"] in (0, steps)]
+    kind = f"The weights after step {steps}" + ", of the lowest validation loss" * is_best
+    return _TEXT.format(
+        front=_front_matter(r),
+        model=config["model"],
+        dataset=last_part(config["dataset"]),
+        kind=kind,
+        parameters=r.num_parameters,
+        weights=last_part(config["weights"]),
+        samples=r.data["num_train_samples"],
+        length=config["max_length"],
+        losses=tabulate(
+            [[e["step"], e["loss"], e["perplexity"]] for e in seen],
+            ["step", "validation loss", "perplexity"], "github", floatfmt=("g", ".4f", ".2f"),
+        ),
+        steps=steps,
+        planned=r.num_steps,
+        sequences=r.batch.global_batch_size,
+        strategy=COLUMNS["strategy"](r),
+        processes=f"{r.world_size} process" + "es" * (r.world_size > 1),
+        device=r.machine["gpu_name"] or "CPU",
+        settings=tabulate(
+            [[name, str(config[name])] for name in _HYPER_PARAMETERS if name in config],
+            ["key", "value"], **MARKDOWN,
+        ),
+        command=_command(r),
+        place=place,
+        local=shlex.quote(str(local)),
+    )  # fmt: skip
+
+
+def _front_matter(r: Record) -> str:
+    """License and language are left out where they are not known."""
+    from huggingface_hub import ModelCardData  # slow to import
+
+    published = r.config["weights"] == "pretrained"
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=find_model(r.config["model"]).hub_id if published else None,
+        **_PUBLISHED_DATA.get(r.config["dataset"], {}),
+    ).to_yaml()
+
+
+def _command(r: Record) -> str:
+    """What starts the same run: each key that is not at its default."""
+    asked = (r.model_extra or {}).get("config_requested", r.config)
+    words = [f"--num_gpus={r.world_size}"] * (r.world_size > 1)
+    for name, value in asked.items():
+        if name not in KEYS or (value != KEYS[name].default and name not in _OWN_BUSINESS):
+            is_path = isinstance(value, str) and Path(value).is_absolute()
+            words.append(f"--{name}={last_part(value) if is_path else value}")
+    return shlex.join(["python", "real_model_example.py", *words])

@@ -1,0 +1,128 @@
+"""The metrics of a run, sent to a program that draws them; CONFIG's `log_to` names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed_training.records.display import GIB
+from distributed_training.records.record import Record
+
+PROJECT = "distributed-training"
+_STEP = {
+    "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "tokens_per_s": "speed/tokens_per_s",
+    "step_time_s": "speed/step_time_s",
+}
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """Receives numbers by step, and at the end those that sum the run up; this one drops them."""
+
+    send: Callable[[dict[str, float], int], object] = lambda values, step: None
+    close: Callable[[dict[str, float]], object] = lambda final: None
+
+    def log_step(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        values = {ours: row[name] for name, ours in _STEP.items() if row[name] is not None}
+        self.send({**values, "train/perplexity": perplexity(row["loss"])}, row["step"])
+
+    def log_evaluation(self, row: dict[str, Any], peaks: dict[str, int | None]) -> None:
+        """An entry of the record's `evaluations`, and rank 0's peaks of memory so far."""
+        values = {f"eval/{name}": row[name] for name in ("loss", "perplexity")}
+        memory = {name.replace("_bytes", "_gib"): size for name, size in peaks.items()}
+        values |= {f"memory/{name}": size / GIB for name, size in memory.items() if size}
+        self.send(values, row["step"])
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), without overflow."""
+    return math.exp(min(loss, 700.0))
+
+
+def final_values(r: Record) -> dict[str, float]:
+    """What sums a run up, as far as it was measured."""
+    evaluation = r.evaluations[-1] if r.evaluations else {}
+    sizes = r.memory.get("peak_reserved_bytes") or r.memory.get("peak_host_bytes")
+    found = {
+        "loss": r.loss_curve[-1][1] if r.loss_curve else None,
+        "validation_loss": evaluation.get("loss"),
+        "perplexity": evaluation.get("perplexity"),
+        "tokens_per_s": r.performance.get("tokens_per_s"),
+        "peak_memory_gib": sizes and sizes / GIB,
+    }
+    return {f"final/{name}": value for name, value in found.items() if value is not None}
+
+
+def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any]) -> Tracker:
+    """The tracker that `log_to` names, told `about` the run; None gives one that keeps nothing."""
+    return _BUILD[log_to](run_dir, about) if log_to else Tracker()
+
+
+def _tensorboard(run_dir: Path, about: dict[str, Any]) -> Tracker:
+    """Look with `tensorboard --logdir runs`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def send(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    def close(final: dict[str, float]) -> None:
+        kinds = (bool, int, float, str)
+        hparams = {k: v if isinstance(v, kinds) else str(v) for k, v in about.items()}
+        writer.add_hparams(hparams, final, run_name=".")  # in the same folder
+        writer.close()
+
+    return Tracker(send, close)
+
+
+def _wandb(run_dir: Path, about: dict[str, Any]) -> Tracker:
+    """Its own settings and WANDB_MODE=offline apply."""
+    import wandb
+
+    run = wandb.init(project=PROJECT, name=run_dir.name, dir=str(run_dir), config=about)
+
+    def close(final: dict[str, float]) -> None:
+        run.summary.update(final)
+        run.finish()
+
+    return Tracker(lambda values, step: run.log(values, step=step), close)
+
+
+def _mlflow(run_dir: Path, about: dict[str, Any]) -> Tracker:
+    """MLFLOW_TRACKING_URI says where to."""
+    import mlflow
+
+    mlflow.set_experiment(PROJECT)
+    mlflow.start_run(run_name=run_dir.name)
+    mlflow.log_params(about)
+
+    def close(final: dict[str, float]) -> None:
+        mlflow.log_metrics(final)
+        mlflow.end_run()
+
+    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), close)
+
+
+def _trackio(run_dir: Path, about: dict[str, Any]) -> Tracker:
+    """Look with `trackio show`; TRACKIO_SPACE_ID names a Space of the Hub."""
+    import trackio
+
+    trackio.init(project=PROJECT, name=run_dir.name, config=about)
+
+    def close(final: dict[str, float]) -> None:
+        trackio.log(final)
+        trackio.finish()
+
+    return Tracker(lambda values, step: trackio.log(values, step=step), close)
+
+
+_BUILD = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}

@@ -1,0 +1,70 @@
+"""The shortest order for every limit on memory, found by search and proved by OR-Tools.
+
+python -m pipedream.simulate.frontier records/frontier.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from pipedream.errors import UserError, main_with_errors
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.simulate.search import search
+from pipedream.simulate.simulator import Costs, build_costs
+
+RANKS, MICROBATCHES, COMMUNICATION = 4, 8, (0, 1)
+PROVE_S = 60.0
+
+
+def costs_of(communication: int) -> Costs:
+    """F = I = W = 1 on every rank."""
+    return build_costs(build_schedule("1f1b", RANKS, 1), communication=communication)
+
+
+def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
+    """A row for each time to send and each memory: makespan, what no order beats, and the words."""
+    rows = []
+    for communication in COMMUNICATION:
+        for memory in range(1, MICROBATCHES + 1):
+            found = search(costs_of(communication), MICROBATCHES, memory, prove=prove)
+            rows.append(
+                {
+                    "communication": communication,
+                    "memory": memory,
+                    "makespan": str(found.makespan),
+                    "lower_bound": str(found.lower_bound),
+                    "words": [
+                        "".join(op.kind for item in order for op in item.parts)
+                        for order in found.schedule.orders
+                    ],
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Write the record, and print it."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
+        raise UserError(
+            "one path in a folder that exists is needed",
+            "type python -m pipedream.simulate.frontier records/frontier.json",
+        )
+    rows = frontier()
+    record = {
+        "command": f"python -m pipedream.simulate.frontier {sys.argv[1]}",
+        "num_stages": RANKS,
+        "num_microbatches": MICROBATCHES,
+        "rows": rows,
+    }
+    Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n")
+    for row in rows:
+        proved = "proved" if Fraction(row["makespan"]) == Fraction(row["lower_bound"]) else "open"
+        print(f"c = {row['communication']}, memory {row['memory']}: {row['makespan']}, {proved}")
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

@@ -1,0 +1,292 @@
+"""Schedules from search: the shortest order for given durations and a limit on activations.
+
+One stage a rank, backward passes in halves. Microbatches are alike, so a rank may take them in the
+order 0, 1, 2, ... in each kind of operation, and its order is a word of m letters F, m I and m W.
+In every beginning of a word F leads I, I leads W, and F is at most `memory` ahead of W.
+
+First a rule writes words (`greedy`): a rank that is free runs I if it can, else F, else W. Then
+letters are moved (`improve`): a change is kept if the makespan does not grow, and now and then if
+it does (simulated annealing). Neither proves anything; `lower_bound` and exact.py do.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipedream.errors import UserError
+from pipedream.schedules.ops import Op, Schedule, as_orders, one_chain
+from pipedream.simulate.simulator import Costs
+
+Words = list[str]
+"""By rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Sizes and durations, in ticks."""
+
+    num_microbatches: int
+    memory: int
+    """Microbatches whose activations a rank may hold; each from its F to its W."""
+    durations: tuple[dict[str, int], ...]
+    """By rank: F, I and W."""
+    communication: int
+    tick: Fraction
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.durations)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The best order that was found, and what no order can beat."""
+
+    schedule: Schedule
+    makespan: Fraction
+    lower_bound: Fraction
+
+
+def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
+    """Durations as whole numbers; UserError for no memory at all."""
+    if memory < 1:
+        raise UserError(f"memory={memory}", "a rank holds 1 microbatch at least")
+    kinds = {"F": costs.forward, "I": costs.input_gradient, "W": costs.weight_gradient}
+    scale = math.lcm(
+        costs.communication.denominator, *(t.denominator for ts in kinds.values() for t in ts)
+    )
+    return Problem(
+        num_microbatches=num_microbatches,
+        memory=memory,
+        durations=tuple(
+            {kind: int(times[rank] * scale) for kind, times in kinds.items()}
+            for rank in range(len(costs.forward))
+        ),
+        communication=int(costs.communication * scale),
+        tick=Fraction(1, scale),
+    )
+
+
+def search(
+    costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
+) -> Found:
+    """The shortest order found in `tries` simulations; the same one for the same arguments.
+
+    By default as many as take a second or two, and 200 at least.
+
+    In `prove` seconds more OR-Tools looks for a shorter one, and for a better bound.
+    """
+    problem = build_problem(costs, num_microbatches, memory)
+    p, m = problem.num_ranks, num_microbatches
+    if tries is None:
+        tries = max(200, min(20_000, 4_000_000 // (3 * p * m)))
+    limits = _limits(problem)
+    starts = [greedy(problem, limit) for limit in limits]
+    starts += [pattern(problem, limit) for limit in limits]
+    starts.sort(key=lambda words: _score(problem, words))
+    bound, best = lower_bound(problem), starts[0]
+    for number, words in enumerate(starts[:3]):
+        found = improve(problem, words, tries // 3, seed=number, goal=bound)
+        best = min(best, found, key=lambda words: _score(problem, words))
+    length = makespan(problem, best)
+    assert length is not None
+    if prove:
+        from pipedream.simulate.exact import solve
+
+        shorter, proved = solve(problem, length, prove)
+        bound = max(bound, proved)
+        if shorter is not None:
+            best = min(best, shorter, key=lambda words: _score(problem, words))
+            length = makespan(problem, best)
+            assert length is not None
+    return Found(
+        schedule=as_schedule(best, f"search-p{p}-m{m}-memory{memory}"),
+        makespan=length * problem.tick,
+        lower_bound=bound * problem.tick,
+    )
+
+
+def as_schedule(words: Words, name: str) -> Schedule:
+    """Orders, microbatches numbered by kind from 0."""
+    lines = []
+    for rank, word in enumerate(words):
+        count = dict.fromkeys("FIW", -1)
+        line = []
+        for kind in word:
+            count[kind] += 1
+            line.append(Op(kind, rank, count[kind]))
+        lines.append(line)
+    return Schedule(name=name, orders=as_orders(lines), chains=one_chain(len(words)))
+
+
+def makespan(problem: Problem, words: Words) -> int | None:
+    """In ticks; None for words that wait for each other in a circle. Does not look at memory."""
+    p, c = problem.num_ranks, problem.communication
+    place, free = [0] * p, [0] * p
+    ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
+    ready = list(range(p))
+    while ready:
+        rank = ready.pop()
+        word, own, durations = words[rank], ends[rank], problem.durations[rank]
+        before = ends[rank - 1]["F"] if rank else None
+        after = ends[rank + 1]["I"] if rank + 1 < p else None
+        now, at = free[rank], place[rank]
+        while at < len(word):
+            kind = word[at]
+            if kind == "F" and before is not None:
+                i = len(own["F"])
+                if i >= len(before):
+                    break
+                now = max(now, before[i] + c)
+            elif kind == "I" and after is not None:
+                i = len(own["I"])
+                if i >= len(after):
+                    break
+                now = max(now, after[i] + c)
+            now += durations[kind]
+            own[kind].append(now)
+            at += 1
+            if kind == "F" and rank + 1 < p:
+                ready.append(rank + 1)
+            elif kind == "I" and rank:
+                ready.append(rank - 1)
+        free[rank], place[rank] = now, at
+    return max(free) if place == [len(word) for word in words] else None
+
+
+def lower_bound(problem: Problem) -> int:
+    """What no order can be shorter than, in ticks.
+
+    Rank r gets its first microbatch at head and its first gradient a round trip later. Before that
+    it has run min(m, memory) forwards at most, and all its other work comes after it. And each F
+    waits for the W of `memory` microbatches before: a chain of round trips. When rank r is done,
+    the ranks before it still have to run the last I.
+    """
+    m, c, times = problem.num_microbatches, problem.communication, problem.durations
+    best = 0
+    for rank, own in enumerate(times):
+        head = sum(t["F"] + c for t in times[:rank])
+        trip = sum(t["F"] + t["I"] + 2 * c for t in times[rank + 1 :])  # from F's end to I's start
+        held, each = min(m, problem.memory), sum(own.values())
+        waits = head + own["F"] + trip + m * each - held * own["F"]
+        rounds, rest = divmod(m - 1, problem.memory)
+        cycle = own["F"] + trip + own["I"] + own["W"]
+        chain = head + rounds * cycle + rest * own["F"] + own["F"] + trip + own["I"]
+        tail = sum(c + t["I"] for t in times[:rank])
+        best = max(best, waits, head + m * each, chain + max(own["W"], tail))
+    return best
+
+
+def _limits(problem: Problem) -> list[tuple[int, ...]]:
+    """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
+    p, most = problem.num_ranks, problem.memory
+    every = list(
+        dict.fromkeys(
+            tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))
+            for step in (0, 1, 2)
+            for ahead in range(1, most + step * p + 1)
+        )
+    )
+    return every[:: 1 + len(every) // 40]  # of long lists a few, evenly
+
+
+def pattern(problem: Problem, limits: Sequence[int]) -> Words:
+    """ZB-H1 and ZB-H2, and what lies between: a rank runs its limit of F, then I and F in turn, and
+    puts W off for as long as its memory allows."""
+    words, m = [], problem.num_microbatches
+    for ahead in limits:
+        first, delay = min(ahead, m), problem.memory - ahead
+        word = "F" * first
+        for i in range(m):
+            word += "I" + "W" * (i >= delay) + "F" * (first + i < m)
+        words.append(word + "W" * min(m, delay))
+    return words
+
+
+def greedy(problem: Problem, limits: Sequence[int]) -> Words:
+    """Whoever is free first runs I, or else F, or else W, if the limits allow."""
+    p, m, c = problem.num_ranks, problem.num_microbatches, problem.communication
+    words, free = [""] * p, [0] * p
+    ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
+
+    def start(rank: int, kind: str) -> int | None:
+        """When the rank's next operation of a kind could start; None if that is not known yet."""
+        own = ends[rank]
+        i = len(own[kind])
+        if i == m:
+            return None
+        if kind == "W":
+            return own["I"][i] if i < len(own["I"]) else None
+        if kind == "F":
+            full = i - len(own["W"]) == problem.memory or i - len(own["I"]) == limits[rank]
+            if full or rank == 0:
+                return None if full else 0
+            source, later = ends[rank - 1]["F"], c
+        else:
+            source, later = (own["F"], 0) if rank == p - 1 else (ends[rank + 1]["I"], c)
+        return source[i] + later if i < len(source) else None
+
+    for _ in range(3 * m * p):
+        choices = []
+        for rank in range(p):
+            for order, kind in enumerate("IFW"):
+                at = start(rank, kind)
+                if at is not None:
+                    choices.append((max(at, free[rank]), order, rank, kind))
+        at, _, rank, kind = min(choices)
+        free[rank] = at + problem.durations[rank][kind]
+        ends[rank][kind].append(free[rank])
+        words[rank] += kind
+    return words
+
+
+def _score(problem: Problem, words: Words) -> float:
+    length = makespan(problem, words)
+    return math.inf if length is None else length
+
+
+def improve(problem: Problem, words: Words, tries: int, *, seed: int, goal: int) -> Words:
+    """Move single letters and keep what is not longer; stops early at `goal`."""
+    chance = random.Random(seed)
+    now, length = list(words), _score(problem, words)
+    best, shortest = list(now), length
+    unit = min(time for own in problem.durations for time in own.values() if time)
+    for turn in range(tries):
+        if shortest <= goal:
+            break
+        rank = chance.randrange(len(now))
+        old = now[rank]
+        source = chance.randrange(len(old))
+        target = source + chance.choice((-1, 1)) * chance.randint(1, 6)
+        letter, rest = old[source], old[:source] + old[source + 1 :]
+        new = rest[: max(0, target)] + letter + rest[max(0, target) :]
+        if new == old or not _allowed(new, problem.memory):
+            continue
+        now[rank] = new
+        found = _score(problem, now)
+        heat = unit * (1 - turn / tries)
+        if found <= length or chance.random() < math.exp(-(found - length) / (heat / 3 + 1e-9)):
+            length = found
+            if found < shortest:
+                best, shortest = list(now), found
+        else:
+            now[rank] = old
+    return best
+
+
+def _allowed(word: str, memory: int) -> bool:
+    forward = first = second = 0
+    for kind in word:
+        if kind == "F":
+            forward += 1
+        elif kind == "I":
+            first += 1
+        else:
+            second += 1
+        if not second <= first <= forward <= second + memory:
+            return False
+    return True

@@ -1,0 +1,76 @@
+"""What training under the schedules came to, as pipedream_simple.py prints it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from pipedream.draw.terminal import bold, print_wrapped
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import SCHEDULES
+
+
+def print_training(config: dict[str, Any]) -> None:
+    """Train a small model under each weight policy, or under the schedule that was named."""
+    name = config["schedule"]
+    if name != "all" and name not in SCHEDULES:
+        print("Not trained here: pipedream_runtime.py --schedule PATH trains under a CSV.")
+        return
+    if importlib.util.find_spec("torch") is None:
+        print_wrapped(
+            "Not trained: ",
+            "torch is not installed in this Python; type python -m pip install -r "
+            "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
+        )
+        return
+    print_training_heading(config)
+    import torch  # takes seconds, while the tables above are read
+
+    from pipedream.train.studies import TRAINED, compare_training
+
+    torch.set_num_threads(1)
+    refused = []
+    for one in TRAINED if name == "all" else [name]:
+        try:
+            (row,) = compare_training(
+                schedule_names=[one],
+                num_batches=config["steps"],
+                **{key: config[key] for key in TRAINING_KEYS},
+            )
+        except UserError as error:
+            refused.append(f"{SCHEDULES[one].title}: {error}")
+            continue
+        end = "diverged" if row.diverged else f"{row.final_loss:.4f}"
+        print(
+            f"{SCHEDULES[row.name].title:<24}{row.losses[0]:>9.4f}{end:>10}"
+            f"{row.median_gradient_error:>14.2g}{row.median_staleness_error:>9.2g}"
+            f"   {' '.join(map(str, row.peak_versions))}",
+            flush=True,  # the next one takes a second or two
+        )
+    for text in refused:
+        print_wrapped("Not trained: ", text)
+    print_wrapped("", TRAINING_NOTES)
+
+
+def print_training_heading(config: dict[str, Any]) -> None:
+    heading = (
+        f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} stages, "
+        f"{config['steps']} batches of {config['num_microbatches']} microbatches, SGD at "
+        f"{config['learning_rate']:g}"
+    )
+    print(bold(heading))
+    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
+    print(
+        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
+    )
+
+
+TRAINING_KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
+
+
+TRAINING_NOTES = (
+    "final loss: mean of the last batches that hold every sample once. gradient off: what the "
+    "backward passes gave against autograd through the whole model, relative; at the weights that "
+    "the microbatch's own forward pass used, and at the newest ones, which are updated. Medians "
+    "over every third microbatch."
+)

@@ -1,0 +1,175 @@
+"""Orders from search: legal, as short as said, and as short as can be where that is known."""
+
+import json
+import sys
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.config import FOLDER
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import Op, save_csv
+from pipedream.simulate import frontier
+from pipedream.simulate.measures import peak_activations
+from pipedream.simulate.search import as_schedule, build_problem, lower_bound, makespan, search
+from pipedream.simulate.simulator import Costs, build_costs, load_order, simulate
+from pipedream.train.oracle import train
+from starting import no_process_is_left, warm  # noqa: F401
+
+
+def costs_of(p, *, communication=0, **durations):
+    return build_costs(build_schedule("1f1b", p, 1), communication=communication, **durations)
+
+
+def words_of(m, memory):
+    """All orders that one rank may have."""
+    found = [""]
+    for _ in range(3 * m):
+        longer = (word + kind for word in found for kind in "FIW")
+        found = [
+            w
+            for w in longer
+            if w.count("F") <= m
+            and w.count("W") <= w.count("I") <= w.count("F") <= w.count("W") + memory
+        ]
+    return found
+
+
+def shortest_of_all(problem):
+    """By trying every order of every rank."""
+    words = words_of(problem.num_microbatches, problem.memory)
+    lengths = (makespan(problem, list(each)) for each in product(words, repeat=problem.num_ranks))
+    return min(length for length in lengths if length is not None)
+
+
+@pytest.mark.parametrize(("memory", "shortest"), [(4, 39), (5, 36), (6, 33), (7, 30)])
+def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
+    """p = 4, m = 8, c = F = I = W = 1; OR-Tools proved these the shortest."""
+    costs = costs_of(4, communication=1)
+    found = search(costs, 8, memory)
+    assert found.makespan == shortest >= found.lower_bound
+    assert simulate(found.schedule, costs).makespan == found.makespan
+    assert max(peak_activations(found.schedule)) <= memory
+    if memory in (4, 7):
+        fixed = build_schedule({4: "zb-h1", 7: "zb-h2"}[memory], 4, 8)
+        assert simulate(fixed, costs).makespan == {4: 41, 7: 30}[memory]
+        assert max(peak_activations(fixed)) == memory
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    m=st.integers(1, 3),
+    memory=st.integers(1, 3),
+    times=st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=2, max_size=2),
+    communication=st.integers(0, 3),
+)
+def test_small_sizes_against_every_order(m, memory, times, communication):
+    forward, first, second = (tuple(map(Fraction, kind)) for kind in zip(*times, strict=True))
+    costs = Costs(
+        forward=forward,
+        input_gradient=first,
+        weight_gradient=second,
+        communication=Fraction(communication),
+    )
+    problem = build_problem(costs, m, memory)
+    shortest = shortest_of_all(problem)
+    assert lower_bound(problem) <= shortest
+    found = search(costs, m, memory, tries=3000)
+    assert found.makespan == shortest * problem.tick
+    assert simulate(found.schedule, costs).makespan == found.makespan
+
+
+@pytest.mark.parametrize(("p", "m", "memory"), [(1, 3, 1), (3, 7, 2), (6, 12, 9), (8, 32, 8)])
+def test_any_size_gives_a_legal_order_no_longer_than_the_fixed_ones(p, m, memory):
+    scale = [Fraction(2 + rank % 3, 2) for rank in range(p)]
+    costs = build_costs(build_schedule("1f1b", p, m), communication=Fraction(1, 3), scale=scale)
+    found = search(costs, m, memory, tries=300)
+    assert simulate(found.schedule, costs).makespan == found.makespan >= found.lower_bound
+    assert max(peak_activations(found.schedule)) <= memory
+    assert sorted(found.schedule.ops()) == sorted(
+        Op(kind, rank, i) for kind in "FIW" for rank in range(p) for i in range(m)
+    )
+    if memory >= p and m % p == 0:
+        fixed = simulate(build_schedule("zb-h1", p, m), costs)
+        assert found.makespan <= fixed.makespan
+
+
+def test_words_that_wait_for_each_other_have_no_length():
+    problem = build_problem(costs_of(2), 2, 2)
+    assert makespan(problem, ["FIWFIW", "FIWFIW"]) == 10
+    assert makespan(problem, ["FIWFIW", "FFIIWW"]) is None
+    assert simulate(as_schedule(["FIWFIW", "FIWFIW"], "two"), costs_of(2)).makespan == 10
+
+
+def test_no_memory_is_refused():
+    with pytest.raises(UserError, match="a rank holds 1 microbatch at least"):
+        search(costs_of(2), 2, 0)
+
+
+def test_the_solver_is_asked_for_only_on_demand(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    search(costs_of(2), 2, 2)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(UserError, match=r"OR-Tools is not installed.*requirements.txt"):
+        search(costs_of(2), 3, 1, prove=1)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "memory", "shortest"),
+    [(4, 8, 4, 39), (4, 8, 5, 36), (4, 8, 6, 33), (4, 8, 7, 30), (2, 3, 2, None)],
+)
+def test_the_solver_proves_it(p, m, memory, shortest):
+    pytest.importorskip("ortools")
+    costs = costs_of(p, communication=1)
+    found = search(costs, m, memory, tries=3, prove=60)
+    if shortest is None:
+        shortest = shortest_of_all(build_problem(costs, m, memory))
+    assert found.makespan == found.lower_bound == shortest
+    assert simulate(found.schedule, costs).makespan == shortest
+    assert max(peak_activations(found.schedule)) <= memory
+
+
+@pytest.mark.timeout(120)
+def test_a_found_order_runs_with_the_bits_of_one_process(tmp_path):
+    found = search(costs_of(3, communication=1), 6, 4).schedule
+    path, record = tmp_path / "found.csv", tmp_path / "record.json"
+    save_csv(found, path)
+    assert load_order(path).orders == found.orders
+    weights = tmp_path / "weights.pt"
+    done = warm(
+        ["--num_stages=3", "--num_microbatches=6", f"--schedule={path}", "--forward_ms=0",
+         "--backward_ms=0", "--seed=5", "--record", str(record), "--weights", str(weights)],
+        3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(record.read_text())["cases"]
+    assert case["measured"]["weights_equal"] is True
+    (ours,) = torch.load(weights).values()
+    settings = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate": 0.1}
+    alone = train("1f1b", num_stages=3, num_microbatches=6, **settings).weights
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_csv_of_other_sizes_is_refused_in_one_line(tmp_path):
+    save_csv(build_schedule("zb-h1", 2, 4), tmp_path / "two.csv")
+    done = warm(["--num_stages=3", "--num_microbatches=6", f"--schedule={tmp_path / 'two.csv'}"], 3)
+    assert done.returncode == 2
+    assert "two.csv has 2 ranks and 4 microbatches; set num_stages=2 and" in done.stderr
+
+
+def test_the_record_of_the_frontier_holds_what_it_says():
+    """Each row's words run, keep to the memory and take that long; OR-Tools had proved them."""
+    record = json.loads((FOLDER / "records/frontier.json").read_text())
+    assert len(record["rows"]) == 2 * 8
+    for row in record["rows"]:
+        schedule = as_schedule(row["words"], "found")
+        timeline = simulate(schedule, frontier.costs_of(row["communication"]))
+        assert str(timeline.makespan) == row["makespan"] == row["lower_bound"]
+        assert max(peak_activations(schedule)) <= row["memory"]
+        problem = build_problem(frontier.costs_of(row["communication"]), 8, row["memory"])
+        assert lower_bound(problem) * problem.tick <= timeline.makespan

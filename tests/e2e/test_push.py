@@ -1,0 +1,102 @@
+"""Models to the Hub, for real, against a stub on loopback."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.conftest import SMALL, assert_ok, only_record, script, train
+from tests.e2e.hub_stub import TOKEN, serve
+from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders
+
+FILES = ("README.md", "config.json", "merges.txt", "model.safetensors", "tokenizer_config.json",
+         "vocab.json")  # fmt: skip
+
+
+def hub_environment(endpoint, home, token):
+    return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token,
+            "NO_PROXY": "127.0.0.1"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run that kept its best weights."""
+    output_dir = tmp_path_factory.mktemp("push")
+    values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
+    assert_ok(train({**SMALL, **values}))
+    (folder,) = run_folders(output_dir)
+    return folder
+
+
+def push(*words, endpoint, home, token=TOKEN):
+    environment = hub_environment(endpoint, home, token)
+    return script({}, "push", *map(str, words), unset=[HIDDEN_HUB], **environment)
+
+
+@pytest.mark.parametrize(("option", "kind"), [((), "hf"), (("--best",), "best")])
+def test_a_run_is_pushed_with_its_card(option, kind, run_dir, tmp_path):
+    with serve({}) as hub:
+        result = push(run_dir, "user/tiny", *option, endpoint=hub.endpoint, home=tmp_path)
+    assert_ok(result)
+    assert result.stdout == f"pushed {hub.endpoint}/user/tiny\n"
+    assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
+    for name in FILES:
+        assert hub.pushed[f"user/tiny/{name}"] == (run_dir / kind / name).read_bytes()
+    card = ModelCard(hub.pushed["user/tiny/README.md"].decode())
+    assert hub.cards == [str(card)]
+    assert card.data.library_name == "transformers"
+    assert 'from_pretrained("user/tiny")' in card.text
+    assert str(run_dir.parent) not in str(card)
+
+
+def test_a_run_is_pushed_at_its_end(tmp_path):
+    values = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny",
+              "output_dir": tmp_path / "runs"}  # fmt: skip
+    with serve({}) as hub:
+        environment = hub_environment(hub.endpoint, tmp_path / "hf", TOKEN)
+        result = train(values, num_processes=2, unset=[HIDDEN_HUB], **environment)
+    assert_ok(result)
+    assert f"pushed {hub.endpoint}/user/tiny\n" in result.stdout
+    assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
+
+
+def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path):
+    values = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny",
+              "output_dir": tmp_path / "runs"}  # fmt: skip
+    environment = hub_environment(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
+    result = train(values, unset=[HIDDEN_HUB], **environment)
+    assert result.returncode == 1
+    assert "type: python real_model_example.py push " in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert only_record(tmp_path / "runs")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"push": "user/tiny"}, ("needs a token", "hf auth login")),
+        ({"push": "a/b/c"}, ("push='a/b/c' is no name of a model", "user/name")),
+        ({"push": "user/tiny", "export": False}, ("export=False", "set export=True")),
+    ],
+)
+def test_what_push_lacks_is_said_before_training(changes, words, tmp_path):
+    values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **changes}
+    result = script(values, "--dry-run", HF_HOME=str(tmp_path / "hf"))
+    assert_refused(result, *words)
+
+
+def test_refusals_of_the_command_are_one_line(run_dir, tmp_path):
+    with serve({}) as hub:
+        where = {"endpoint": hub.endpoint, "home": tmp_path}
+        result = push(run_dir, "user/tiny", token="hf_wrong", **where)
+        assert_refused(result, "401", "hf auth login", f"push {run_dir}/hf user/tiny")
+        assert_refused(push(run_dir, "user/tiny", token="", **where), "needs a token", "HF_TOKEN")
+        without = shutil.copytree(run_dir, tmp_path / "run")
+        shutil.rmtree(without / "best")
+        refusal = push(without, "user/tiny", "--best", **where)
+        assert_refused(refusal, "has no best/", "--keep_best true")
+        assert hub.pushed == {}
+    refusal = push(run_dir, "user/tiny", **where)
+    assert_refused(refusal, "was not pushed", f"push {run_dir}/hf user/tiny")

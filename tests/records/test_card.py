@@ -1,0 +1,75 @@
+"""The model card says what the record says, and its front matter is what the Hub takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from distributed_training.records.card import build_card
+from distributed_training.settings.config import KEYS
+from tests.support import made_record
+
+DEFAULTS = {name: key.default for name, key in KEYS.items()}
+FOLDER = Path("/home/me/runs/20260101-dp/hf")
+
+
+def card(folder=FOLDER, repo_id=None, **changes):
+    return ModelCard(build_card(folder, made_record(**changes), repo_id))
+
+
+def test_the_front_matter_names_what_is_known():
+    assert card().data.to_dict() == {
+        "base_model": "openai-community/gpt2-medium",
+        "datasets": ["Salesforce/wikitext"],
+        "language": "en",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+    }
+    own = card(config__dataset="/home/me/mine.txt", config__weights="random")
+    assert own.data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation",
+    }  # fmt: skip
+
+
+def test_the_text_has_the_records_numbers():
+    text = card().text
+    for words in (
+        "gpt2-medium trained on wikitext-2", "354,823,168 parameters", "1,000 samples of 512",
+        "|      0 |            3.5000 |        33.12 |", "|     64 |            3.0000 |",
+        "64 of 64 steps of 32 sequences", "`zero2` on 4 processes", "NVIDIA H200",
+        "| learning_rate | 5e-05 ", 'from_pretrained("runs/20260101-dp/hf")',
+        "generate runs/20260101-dp/hf",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_the_best_weights_have_their_own_losses():
+    best = {"step": 40, "loss": 2.5, "perplexity": 12.18}
+    evaluations = [{"step": step, "loss": 3.0, "perplexity": 20.0} for step in (0, 20, 64)]
+    changes = {"best": best, "evaluations": [*evaluations, best]}
+    text = card(FOLDER.with_name("best"), **changes).text
+    assert "The weights after step 40, of the lowest validation loss." in text
+    rows = [line.split()[1] for line in text.splitlines() if line.startswith("|  ")]
+    assert [row for row in rows if row.isdecimal()] == ["0", "40"]
+    assert "The weights after step 64." in card(**changes).text
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"strategy": "fsdp", "seed": 7}, ["--strategy=fsdp", "--seed=7"]),
+        ({"dataset": "/home/me/mine.txt", "output_dir": "/tmp/x"}, ["--dataset=mine.txt"]),
+        ({"push": "user/name", "generate": "a b"}, ["'--generate=a b'"]),
+    ],
+)
+def test_the_command_has_what_was_asked_for_and_no_path_of_this_machine(asked, words):
+    text = card(config_requested={**DEFAULTS, **asked}).text
+    command = f"python real_model_example.py --num_gpus=4 {' '.join(words)}\n"
+    assert command in text
+    assert "/home/me" not in text
+
+
+def test_a_pushed_card_loads_from_the_hub():
+    assert 'from_pretrained("user/name")' in card(repo_id="user/name").text

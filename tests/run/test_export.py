@@ -1,0 +1,69 @@
+"""The weights that keep_best keeps, and the samples around training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.plan import load_plan
+from tests.conftest import SMALL, assert_ok, only_record, train
+
+# The rate is so high that the last evaluation is not the best.
+NOISY = {"learning_rate": 0.03, "lr_schedule": "constant", "warmup_steps": 0, "eval_every": 1,
+         "max_steps": 6}  # fmt: skip
+
+
+def run(folder, strategy, num_processes=2, **changes):
+    values = {**SMALL, **NOISY, "strategy": strategy, "output_dir": folder, **changes}
+    result = train(values, num_processes=num_processes)
+    assert_ok(result)
+    return only_record(folder), result.stdout
+
+
+def validation_loss(run_dir, folder):
+    """Mean loss of the weights in `folder` over the run's validation samples, in one process."""
+    plan = load_plan(run_dir)
+    samples = load_plan_data(plan)[0].validation
+    model = plan.model.build(dropout=0.0, seed=0)
+    plan.model.load(model, folder)
+    with torch.no_grad():
+        arrays = map(torch.from_numpy, samples.batch(range(len(samples))))
+        return float(model.eval()(*arrays).sum()) / int(samples.lengths.sum())
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero3", "pp", "tp"])
+def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_path):
+    record, _ = run(tmp_path / "best", strategy, keep_best=True)
+    run_dir = Path(record["run_dir"])
+    trained = [entry for entry in record["evaluations"] if entry["step"] > 0]
+    lowest = min(trained, key=lambda entry: entry["loss"])
+    assert lowest["step"] < trained[-1]["step"], "the test needs a run that gets worse"
+    assert record["best"]["step"] == lowest["step"]
+    assert validation_loss(run_dir, run_dir / "best") == pytest.approx(lowest["loss"], rel=1e-5)
+    last = validation_loss(run_dir, run_dir / "hf")
+    assert last == pytest.approx(trained[-1]["loss"], rel=1e-5)
+    assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
+    plain, _ = run(tmp_path / "plain", strategy)
+    assert plain["best"] is None
+    assert not Path(plain["run_dir"], "best").exists()
+    assert plain["loss_curve"] == record["loss_curve"], "keeping changes no training"
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero3", "hybrid"])
+def test_the_text_before_training_is_that_of_the_initial_weights(strategy, tmp_path):
+    """And drawing it changes no training."""
+    short = {"max_steps": 2, "eval_every": 0, "generate": "def "}
+    record, out = run(tmp_path / "two", strategy, **short)
+    assert record["sample_before"].startswith("def ")
+    assert record["sample_before"] != record["sample"]
+    assert out.index("sample before training:") < out.index("step      0/2")
+    assert max(map(len, out.splitlines())) <= 80 or str(tmp_path) in out
+    one, _ = run(tmp_path / "one", "dp", 1, **{**short, "batch_size": 2 * SMALL["batch_size"]})
+    assert one["sample_before"] == record["sample_before"]
+    silent, out = run(tmp_path / "silent", strategy, **{**short, "generate": None})
+    assert silent["sample_before"] is silent["sample"] is None
+    assert "sample" not in out.partition("step      0")[2]
+    assert silent["loss_curve"] == record["loss_curve"]
