@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import shutil
@@ -9,6 +10,7 @@ import shutil
 import pytest
 
 from distributed_training.plan import validate
+from distributed_training.plan.checks import check_gpu_memory
 from distributed_training.plan.cluster import machine_rates, parse_cluster, this_machine
 from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.memory import estimate_memory
@@ -22,7 +24,7 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.plan.helpers import NAMES, plan_for
-from tests.support import GPU_MACHINE
+from tests.support import GPU_MACHINE, refused
 
 H200 = rates_of(GPUS["H200"])
 # What ran on code or a machine of which the record does not tell: results/PREDICTIONS.md explains.
@@ -179,6 +181,17 @@ def test_what_is_not_ranked_does_not_start(name, tmp_path):
             # An axis of size 1 makes another strategy of it.
             assert tuple(plan.mesh.values()) in ranked or 1 in sizes
     assert refused
+
+
+def test_what_plan_says_does_not_fit_a_run_refuses_and_nothing_else():
+    choices = rank_layouts(
+        lambda name: build(name, model="gpt2-xl", batch_size=16), parse_cluster("4xV100-16GB")
+    )
+    assert {choice.prediction.fits for choice in choices} == {True, False}
+    for choice in choices:
+        refusal = contextlib.nullcontext() if choice.prediction.fits else refused("GiB a GPU")
+        with refusal:
+            check_gpu_memory(choice.plan)
 
 
 def test_on_one_gpu_nothing_is_better_than_dp():
