@@ -28,6 +28,9 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.records.record import timestamp, versions, write_json
 
 BUDGET_S = 0.15  # for one figure
+LAUNCHES = 50  # of which the host's time is the mean
+VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
+FILE_BYTES = 2**28
 MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
 BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
 
@@ -62,15 +65,15 @@ class Clock:
         self.wait()
         return (time.perf_counter() - start) / count
 
-    def launching(self, call: Callable[[], Any], count: int = 50) -> float:
+    def launching(self, call: Callable[[], Any]) -> float:
         """Seconds for which the host is busy with one call."""
         for _ in range(5):
             call()
         self.wait()
         start = time.perf_counter()
-        for _ in range(count):
+        for _ in range(LAUNCHES):
             call()
-        seconds = (time.perf_counter() - start) / count
+        seconds = (time.perf_counter() - start) / LAUNCHES
         self.wait()
         return seconds
 
@@ -107,7 +110,7 @@ def _three_products(
 
 def memory_traffic(clock: Clock) -> dict[str, float]:
     """Bytes a second of element-wise kernels, and of AdamW's 28 bytes a parameter."""
-    count = 2**28 if clock.device.type == "cuda" else 2**24
+    count = VALUES[clock.device.type]
     x = torch.randn(count, device=clock.device, dtype=torch.bfloat16)
     found = {
         "add": 4 * count / clock.seconds(lambda: x + x),
@@ -175,13 +178,13 @@ def _one_block() -> torch.nn.Module:
 
 def copies(clock: Clock, folder: Path) -> dict[str, float]:
     """Bytes a second to the host, from it, and to and from the disk of `folder`."""
-    found, count = {}, 2**28
+    found, count = {}, FILE_BYTES
     if clock.device.type == "cuda":
         there = torch.empty(count, dtype=torch.uint8, device=clock.device)
         here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
         found["to_host"] = count / clock.seconds(lambda: here.copy_(there, non_blocking=True))
         found["from_host"] = count / clock.seconds(lambda: there.copy_(here, non_blocking=True))
-    path, data = folder / f".calibrate-{os.getpid()}", os.urandom(2**24) * 16
+    path, data = folder / f".calibrate-{os.getpid()}", os.urandom(count // 16) * 16
     start = time.perf_counter()
     with open(path, "wb") as file:
         file.write(data)

@@ -1,0 +1,76 @@
+"""What `measure calibrate` writes is what the planner reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from distributed_training.measure import calibrate
+from distributed_training.plan.rates import HostCosts, cpu_rates, from_calibration, tiled
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """On the CPU, with next to no time for each figure."""
+    small = {"BUDGET_S": 0.0, "LAUNCHES": 1, "FILE_BYTES": 2**16, "TOKENS": (16,)}
+    for name, value in {**small, "VALUES": {"cpu": 2**12}}.items():
+        monkeypatch.setattr(calibrate, name, value)
+    return calibrate.Clock(torch.device("cpu"))
+
+
+def test_figures_of_a_cpu_become_rates(clock, tmp_path):
+    document = {
+        "matrix_products": calibrate.matrix_products(clock),
+        "memory_bytes_per_s": calibrate.memory_traffic(clock),
+        "attention": calibrate.attention(clock),
+        "seconds": calibrate.launches(clock),
+        "bytes_per_s": calibrate.copies(clock, tmp_path),
+        "collectives": [],
+    }
+    assert list(tmp_path.iterdir()) == []
+    guess = cpu_rates(2, 1)
+    rates = from_calibration(json.loads(json.dumps(document)), guess)
+    assert not rates.estimated
+    for name in ("gemm_flops", "fp32_gemm_flops", "memory_bytes", "attention_flops", "kernel_s"):
+        value = getattr(rates, name)
+        assert 0 < value < math.inf, name
+    # What was not measured is as guessed.
+    assert (rates.link_bytes, rates.host) == (guess.link_bytes, guess.host)
+
+
+def test_rates_are_those_that_the_measured_times_mean():
+    """Products at 10 TFLOP/s in whole tiles, links of 100 GB/s, a host half as quick."""
+    flops, k, n, tokens = 1e13, 1024, 1024, 2048
+    shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
+    seen = {name: flops * math.prod(shape) / tiled(*shape, 100) for name, shape in shapes.items()}
+    products = [
+        {"tokens": tokens, "in": k, "out": n, "dtype": dtype, "flops_per_s": seen}
+        for dtype in ("torch.bfloat16", "torch.float32")
+    ]
+    between = [
+        {"members": 4, "bytes": size, "seconds": {"all_gather": 1e-5 + 0.75 * size / 1e11}}
+        for size in (2**10, 2**30)
+    ]
+    attention = [
+        {"length": length, "flops_per_s": {"both": 4e12 * length / (length + 300)}}
+        for length in (512, 1024)
+    ]
+    document = {
+        "matrix_products": products,
+        "memory_bytes_per_s": {"add": 9.0, "gelu": 1e12, "adamw": 1e12},
+        "attention": attention,
+        "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * 1.36e-3},
+        "collectives": between,
+    }
+    base = dataclasses.replace(cpu_rates(2, 1), num_sms=100, host=HostCosts())
+    rates = from_calibration(document, base)
+    assert rates.gemm_flops == rates.fp32_gemm_flops == pytest.approx(flops)
+    assert rates.attention_flops == pytest.approx(4e12)
+    assert rates.attention_half == pytest.approx(300)
+    assert rates.link_bytes == pytest.approx(1e11, rel=0.01)
+    assert rates.link_latency_s == pytest.approx(1e-5, rel=0.01)
+    assert rates.host.block == pytest.approx(2 * HostCosts().block)
