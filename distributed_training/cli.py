@@ -2,6 +2,7 @@
 
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
+    python real_model_example.py doctor
     python real_model_example.py generate RUN [--prompt TEXT]
     python real_model_example.py report [RUN ...]
     python real_model_example.py push RUN user/name
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed_training.plan.cluster import parse_cluster
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
@@ -33,7 +35,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
 
-OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "force", "help")
+OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
 
 
@@ -72,6 +74,8 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
+    elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
+    add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--force", action="store_true", help="run what is predicted not to fit")
     add("--run_dir", type=Path, help=hidden)
     add("--local_rank", help=hidden)  # deepspeed passes it
@@ -156,14 +160,30 @@ def plan(argv: Sequence[str], program: Program) -> int:
     return module.run(arguments, build, program.script)
 
 
+def doctor(argv: Sequence[str], program: Program) -> int:
+    """What this machine has and lacks for training."""
+    _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__).parse_args(argv)
+    module = importlib.import_module("distributed_training.run.doctor")
+    return module.main(program.script.parent / str(program.config.get("output_dir", "runs")))
+
+
 def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
     arguments = parse(argv, program)
     if arguments.run_dir is not None:
         return start_planned(arguments.run_dir)
     config = configure(arguments, program)
-    typed, asked = [text for text in argv if text not in DRY_RUN], arguments.num_gpus
-    return start(config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run)
+    asked, given = arguments.num_gpus, arguments.cluster
+    own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
+    typed = [text for text in argv if text not in own]
+    cluster = given and parse_cluster(given)
+    if cluster and (asked or not arguments.dry_run):
+        what = "--cluster only plans" if not asked else "--cluster says how many GPUs there are"
+        fix = "add --dry-run, or type plan" if not asked else "leave out --num_gpus"
+        raise UserError(what, fix=fix)
+    return start(
+        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster
+    )
 
 
 def output_dir_of(program: Program) -> tuple[str, Path]:
@@ -226,7 +246,8 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "generate": generate, "report": report, "push": push,
+    "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
+    "push": push,
     "measure": measure,
 }  # fmt: skip
 

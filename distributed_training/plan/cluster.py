@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.rates import Rates, cpu_rates, rates_of
+from distributed_training.plan.rates import Rates, cpu_rates, measured_rates, rates_of
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu
@@ -98,6 +98,10 @@ def this_machine(machine: Machine, num_processes: int, gpu: str | None = None) -
 def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:
     """Rates of a process of this machine; None for a GPU that is not in the table."""
     if machine.num_gpus == 0:
-        return cpu_rates(machine.num_cpus, num_processes)
+        guess = cpu_rates(machine.num_cpus, num_processes)
+        return measured_rates(f"cpu-x{num_processes}", guess) or guess
     found = parse_gpu(gpu) if gpu is not None else find_gpu(machine.gpu_name)
-    return None if found is None else rates_of(found)
+    if found is None:
+        return None
+    table = rates_of(found)
+    return measured_rates(str(machine.gpu_name), table) or table

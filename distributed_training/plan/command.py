@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from distributed_training.plan.choose import choose_model
 from distributed_training.plan.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.rank import Choice, choose_spread, rank_layouts
+from distributed_training.plan.rates import calibration_file
 from distributed_training.plan.show import as_json, batch_script, command, table, why_first
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
@@ -29,9 +32,10 @@ CPU_PROCESSES = 2
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` takes besides CONFIG's keys."""
     add = parser.add_argument_group("What to plan for").add_argument
-    add("--cluster", metavar="NxMxGPU", help="machines that are not here, such as 2x8xH100-80GB")
     add("--gpu", metavar="GPU", help="a GPU of the table, or JSON that describes one")
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
+    add("--calibrate", action="store_true",
+        help="measure this machine first, about a minute; used from then on")  # fmt: skip
     add("--json", action="store_true", help="all layouts, for programs")
     add("--all", action="store_true", help=f"all layouts, not the best {SHOWN}")
 
@@ -40,6 +44,8 @@ def run(
     arguments: argparse.Namespace, build: Callable[[str | None], RunConfig], script: Path
 ) -> int:
     """Rank and print; `build` gives CONFIG under a strategy, or as it is."""
+    if arguments.calibrate:
+        _calibrate(arguments, script)
     cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, [])
     if config.batch_size == AUTO:
@@ -66,6 +72,19 @@ def run(
         path.write_text(batch_script(fitting[0].plan, cluster, script, typed), encoding="utf-8")
         print(f"wrote {path}")
     return 0
+
+
+def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
+    """Measure with all processes that are planned for, in a process of its own: it needs torch."""
+    if arguments.cluster is not None:
+        raise UserError("--calibrate measures this machine", fix="leave out --cluster")
+    cluster = _cluster(arguments)
+    count, machine = cluster.num_processes, cluster.machine
+    file = calibration_file(machine.gpu_name or f"cpu-x{count}")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    command = [sys.executable, *launcher, str(script), "measure", "calibrate", str(file)]
+    if subprocess.run(command).returncode != 0:
+        raise UserError("measuring this machine failed", fix="see what is printed above")
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

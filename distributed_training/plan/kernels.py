@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.rates import Rates
+from distributed_training.plan.rates import Rates, tiled
 from distributed_training.plan.traffic import Formulas, sent_bytes
 
 BACKWARD_ATTENTION = 2.5  # FLOPs of its backward pass by those of the forward one
@@ -22,9 +22,6 @@ EAGER = 1.95  # times as many without torch.compile (pp4 1f1b m16 of gpt2-medium
 KERNELS = {"F": 9, "B": 22}  # of a compiled block
 LOGIT_BYTES = {"compiled": 16, "eager": 50, "split": 30}  # read and written, a logit
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
-# Tiles of a matrix product's result, and what they cost by an element: smaller ones load more.
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.1))
-SPLITS = ((1, 1.0), (2, 1.05), (4, 1.1))  # parts of a sum that are added up, and what that costs
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 
@@ -77,8 +74,9 @@ class Work:
             inputs += self._gemm(tokens, n, k)
             weights += self._gemm(k, tokens, n)
         length, rates = self.config.max_length, self.rates
-        best = rates.attention_flops if self.width == 2 else rates.fp32_gemm_flops / 2
-        rate = best * length / (length + rates.attention_half)
+        rate = rates.attention_flops * length / (length + rates.attention_half)
+        if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
+            rate = rates.fp32_gemm_flops / 2
         attention = 2 * tokens * length * d / tp / rate
         whole, split = self.size.block_parameters, self.size.block_parameters_split
         held = whole - split + split / tp
@@ -146,14 +144,7 @@ class Work:
     def _gemm(self, m: float, k: float, n: float) -> Cost:
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.width == 4 else rates.gemm_flops
-        # Each multiprocessor works on one tile at a time, all on tiles of the same number.
-        number = rates.num_sms
-        worked = min(
-            -(-math.ceil(m / a) * math.ceil(n / b) * parts // number) * number * a * b * k
-            * cost * more / parts
-            for a, b, cost in TILES for parts, more in SPLITS
-        )  # fmt: skip
-        return Cost(2 * worked / flops)
+        return Cost(2 * tiled(m, k, n, rates.num_sms) / flops)
 
     def _traffic(self, values: tuple[int, int], kernels: int) -> Cost:
         """Element-wise work of a block; its kernels."""

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.plan.cluster import machine_rates
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.predict import Prediction, predict
+from distributed_training.plan.rates import from_calibration, rates_of
+from distributed_training.plan.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.records.tables import layout_words
 from distributed_training.settings.config import KEYS, build_config
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.gpus import GPUS, find_gpu
 from distributed_training.settings.strategies import strategy_options
 
 GIB = 2**30
@@ -85,7 +87,8 @@ def _read_rows(folder: Path) -> Iterator[Row]:
         record = Record.model_validate(document)
         if record.machine["gpu_name"] and record.performance.get("step_time_s"):
             plan = plan_of(record)
-            rates = machine_rates(plan.machine, plan.num_processes)
+            gpu = find_gpu(plan.machine.gpu_name)
+            rates = None if gpu is None else rates_of(gpu)  # not what was measured here
             yield Row(
                 page=path.parent.name,
                 name=path.stem,
@@ -125,6 +128,7 @@ def distribution() -> str:
     for what, errors in (
         ("peak memory", [row.memory_error for row in rows]),
         ("step time", [row.time_error for row in rows]),
+        ("step time, calibrated", calibrated_errors()),
     ):
         shares = [f"{share_within(errors, limit):.0%}" for limit in (0.02, 0.05, 0.10, 0.25)]
         low, high = min(errors), max(errors)
@@ -132,6 +136,13 @@ def distribution() -> str:
     return _table(
         found, ["", "runs", "within 2%", "5%", "10%", "25%", "most too low", "most too high"]
     )
+
+
+def calibrated_errors() -> list[float]:
+    """Errors of step time with rates that `plan --calibrate` measured on four H200s."""
+    document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
+    rates = from_calibration(document, rates_of(GPUS["H200"]))
+    return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
 
 
 def choices() -> str:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
@@ -66,10 +67,16 @@ def single_process() -> Process:
 
 
 def start(
-    config: RunConfig, script: Path, arguments: list[str], *, num_gpus: str | None, dry_run: bool
+    config: RunConfig,
+    script: Path,
+    arguments: list[str],
+    *,
+    num_gpus: str | None,
+    dry_run: bool,
+    cluster: Cluster | None = None,
 ) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
-    as many processes as `num_gpus` says. Returns the exit code."""
+    as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
     process = current_process(os.environ)
     if process is not None:
         if num_gpus not in (None, "all", str(process.world_size)):
@@ -79,8 +86,10 @@ def start(
             return _work(config, process)
         if process.rank > 0:
             return 0
-    machine = detect_machine()
-    if process is not None:
+    machine = detect_machine() if cluster is None else cluster.machine
+    if cluster is not None:
+        count, here = cluster.num_processes, cluster.processes_a_node
+    elif process is not None:
         count, here = process.world_size, process.local_world_size
     else:
         count = here = requested_processes(num_gpus, machine, _asked_mesh(config))
@@ -186,7 +195,11 @@ def spawn(plan: Plan, script: str) -> int:
 def _launcher(plan: Plan) -> list[str]:
     if plan.num_processes == 1:
         return ["python"]
-    return ["torchrun", "--standalone", f"--nproc_per_node={plan.num_processes}"]
+    nodes = plan.num_processes // plan.processes_here
+    place = ["--standalone"]
+    if nodes > 1:
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+    return ["torchrun", *place, f"--nproc_per_node={plan.processes_here}"]
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 
 import pytest
 
 from distributed_training.plan import validate
-from distributed_training.plan.cluster import parse_cluster
+from distributed_training.plan.cluster import machine_rates, parse_cluster, this_machine
 from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.orders import build_orders, simulate
 from distributed_training.plan.rank import enumerate_plans, rank_layouts, settings_of
-from distributed_training.plan.rates import rates_of
+from distributed_training.plan.rates import calibration_file, rates_of
 from distributed_training.plan.speed import estimate_step
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.plan.helpers import NAMES, plan_for
@@ -51,6 +53,25 @@ def test_time_of_published_runs():
     assert validate.share_within([row.time_error for row in rows], 0.10) >= 0.8
     far = {(row.page, row.name) for row in rows if abs(row.time_error) > 0.25}
     assert far <= EXPLAINED
+
+
+def test_rates_that_were_measured_predict_as_well():
+    """One minute of microbenchmarks on four H200s, and not one training run."""
+    errors = validate.calibrated_errors()
+    assert validate.share_within(errors, 0.10) >= 0.8
+    assert validate.share_within(errors, 0.25) >= 0.96
+
+
+def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
+    assert machine_rates(GPU_MACHINE, 4) == H200
+    assert this_machine(GPU_MACHINE, 4).rates.estimated
+    shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
+    rates = machine_rates(GPU_MACHINE, 4)
+    assert not rates.estimated
+    assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
+    assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
+    assert rates.disk_bytes == H200.disk_bytes  # not measured
 
 
 def test_the_first_choice_is_close_to_the_best_of_each_page():
