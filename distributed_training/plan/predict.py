@@ -27,6 +27,7 @@ class Prediction:
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
             "memory_bytes": self.memory.fullest,
+            "host_bytes": self.memory.host_bytes,
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
@@ -52,7 +53,5 @@ def predict(plan: Plan, rates: Rates | None, node_size: int | None = None) -> Pr
 def fits(plan: Plan, memory: MemoryEstimate) -> bool:
     """Whether the fullest process has room, and the host for what it holds."""
     machine = plan.machine
-    host = memory.host_bytes * plan.processes_here
-    if machine.num_gpus == 0:
-        return host + memory.needed_bytes * plan.processes_here <= machine.ram_bytes
-    return memory.needed_bytes <= machine.gpu_memory_bytes and host <= machine.ram_bytes
+    on_gpu = machine.num_gpus == 0 or memory.needed_bytes <= machine.gpu_memory_bytes
+    return on_gpu and memory.host_bytes * plan.processes_here <= machine.ram_bytes

@@ -112,8 +112,8 @@ class _Step:
             "disk": disk,
         }
         parts["host"] = max(0.0, seconds - sum(parts.values()))
-        if seconds > 1.15 * (on_gpu + data + update) + offload + disk:
-            parts["host"] = max(parts["host"], seconds)  # the GPU waits for launches
+        if max(gpu, launching) > 1.15 * (on_gpu + data + update):  # the GPU waits for launches
+            parts["host"] = max(gpu, launching)
         return StepTime(seconds=seconds, parts=parts)
 
     def _data_parallel(self, place: int, computing: float) -> float:

@@ -176,7 +176,8 @@ def describe_memory(prediction: dict[str, Any] | None) -> str:
         return NOT_MEASURED
     parts = sorted(prediction["memory_bytes"].items(), key=lambda part: -part[1])
     named = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3])
-    return f"{gib(prediction['peak_bytes'])} a process ({named})"
+    ram = gib(prediction["host_bytes"])
+    return f"{gib(prediction['peak_bytes'])} a process ({named}), {ram} of RAM"
 
 
 def _state(r: Record) -> dict[str, int]:
@@ -203,7 +204,8 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
     if (said := r.prediction) and speed.get("tokens_per_s"):
         seconds = said["step_time_s"]
         time = "" if seconds is None else f", {1000 * seconds:.1f} ms a step"
-        rows.append(("predicted", f"peak {gib(said['peak_bytes'])}{time}"))
+        ram = gib(said["host_bytes"])
+        rows.append(("predicted", f"peak {gib(said['peak_bytes'])}, {ram} of RAM{time}"))
     if memory.get("peak_allocated_bytes") is not None:
         allocated, reserved = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
