@@ -1,6 +1,8 @@
 """The command line: one parser, from the same description of every key as CONFIG itself.
 
     python real_model_example.py [train] [--KEY VALUE ...]
+    python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
+    python real_model_example.py doctor
     python real_model_example.py generate RUN [--prompt TEXT]
     python real_model_example.py report [RUN ...]
     python real_model_example.py push RUN user/name
@@ -12,6 +14,7 @@ A command is an entry of COMMANDS. No torch import before training begins.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import platform
@@ -23,15 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed_training.plan.cluster import parse_cluster
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
-from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
 
-OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "help")
+OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
 
 
@@ -70,6 +74,9 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
+    elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
+    add("--cluster", metavar="NxMxGPU", help=elsewhere)
+    add("--force", action="store_true", help="run what is predicted not to fit")
     add("--run_dir", type=Path, help=hidden)
     add("--local_rank", help=hidden)  # deepspeed passes it
     for title, members in by_group(keys).items():
@@ -104,15 +111,22 @@ def config_reference() -> str:
     return "\n".join(lines)
 
 
-def parse(argv: Sequence[str], program: Program) -> argparse.Namespace:
-    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`."""
+def parse(
+    argv: Sequence[str],
+    program: Program,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`; `more` adds a
+    command's own options."""
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
         keys |= read_keys(strategies.strategy_options(strategy))
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
-    arguments, unknown = build_parser(program, keys.values()).parse_known_args(argv)
+    parser = build_parser(program, keys.values())
+    more(parser)
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word, is_option = unknown[0].lstrip("-").partition("=")[0], unknown[0].startswith("--")
         hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
@@ -121,19 +135,55 @@ def parse(argv: Sequence[str], program: Program) -> argparse.Namespace:
     return arguments
 
 
+def configure(
+    arguments: argparse.Namespace, program: Program, strategy: str | None = None
+) -> RunConfig:
+    """CONFIG, preset and command line merged, under another `strategy` where one is given."""
+    name, output_dir = output_dir_of(program)
+    overrides = list(arguments.overrides)
+    if strategy is not None:
+        overrides = [text for text in overrides if text.partition("=")[0].strip() != "strategy"]
+        overrides.append(f"strategy={strategy}")
+    config = build_config(
+        {**program.config, name: str(output_dir)},
+        preset=arguments.preset, overrides=overrides,
+        defaults=strategies.strategy_defaults, options=strategies.strategy_options,
+    )  # fmt: skip
+    return config.model_copy(update={"force": arguments.force})
+
+
+def plan(argv: Sequence[str], program: Program) -> int:
+    """Every layout of every strategy, ranked by predicted time; nothing runs."""
+    module = importlib.import_module("distributed_training.plan.command")
+    arguments = parse(argv, program, module.add_options)
+    build = functools.partial(configure, arguments, program)
+    return module.run(arguments, build, program.script)
+
+
+def doctor(argv: Sequence[str], program: Program) -> int:
+    """What this machine has and lacks for training."""
+    _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__).parse_args(argv)
+    module = importlib.import_module("distributed_training.run.doctor")
+    return module.main(program.script.parent / str(program.config.get("output_dir", "runs")))
+
+
 def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
     arguments = parse(argv, program)
     if arguments.run_dir is not None:
         return start_planned(arguments.run_dir)
-    name, output_dir = output_dir_of(program)
-    config = build_config(
-        {**program.config, name: str(output_dir)},
-        preset=arguments.preset, overrides=arguments.overrides,
-        defaults=strategies.strategy_defaults, options=strategies.strategy_options,
-    )  # fmt: skip
-    typed, asked = [text for text in argv if text not in DRY_RUN], arguments.num_gpus
-    return start(config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run)
+    config = configure(arguments, program)
+    asked, given = arguments.num_gpus, arguments.cluster
+    own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
+    typed = [text for text in argv if text not in own]
+    cluster = given and parse_cluster(given)
+    if cluster and (asked or not arguments.dry_run):
+        what = "--cluster only plans" if not asked else "--cluster says how many GPUs there are"
+        fix = "add --dry-run, or type plan" if not asked else "leave out --num_gpus"
+        raise UserError(what, fix=fix)
+    return start(
+        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster
+    )
 
 
 def output_dir_of(program: Program) -> tuple[str, Path]:
@@ -196,7 +246,9 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "generate": generate, "report": report, "push": push, "measure": measure,
+    "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
+    "push": push,
+    "measure": measure,
 }  # fmt: skip
 
 

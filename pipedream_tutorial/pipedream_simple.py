@@ -276,9 +276,8 @@ def print_comparison(rows: list[Row | Refused], case: Case) -> None:
 
 
 NOTES = (
-    "time: in the unit of CONFIG's durations; bubble: idle share of all ranks' time until the last "
-    "one ends; span: the same between each rank's own first and last operation; used: utilisation, "
-    "the busy share.",
+    "bubble: idle share of all ranks' time until the last one ends; span: the same between each "
+    "rank's own first and last operation; used: the busy share.",
     "In a row: where a batch ends in a flush, a rank starts the next batch when its own work is "
     "done; the other schedules run on without a pause.",
     "At most, on any rank or stage: activ., activations of so many microbatches; weights, copies "

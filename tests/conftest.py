@@ -17,6 +17,9 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
+# Not what `plan --calibrate` measured here.
+os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
+
 # Small enough that importing torch is most of a run.
 SMALL = {
     "model": "gpt2-tiny",

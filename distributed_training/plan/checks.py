@@ -17,7 +17,9 @@ import psutil
 
 from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
+from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.rank import what_fits
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy
 
@@ -71,13 +73,16 @@ def check_gpus(plan: Plan) -> None:
 
 
 def check_gpu_memory(plan: Plan) -> None:
-    """Parameters, gradients and optimizer state alone must fit; activations come on top."""
-    machine, needed, name = plan.machine, plan.state.on_device, plan.strategy.name
-    if machine.num_gpus and needed > machine.gpu_memory_bytes:
-        what = f"{plan.config.model} under {name} needs {needed / GIB:.1f} GiB a GPU for its state "
+    """What a step is predicted to need must be there, unless the user wants to see (`--force`)."""
+    machine = plan.machine
+    if not machine.num_gpus or plan.config.force:
+        return
+    needed = estimate_memory(plan).needed_bytes
+    if needed > machine.gpu_memory_bytes:
+        what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        fix = "use more GPUs with zero3, fsdp, tp or pp, offload or infinity, or a smaller model"
-        raise UserError(what + "alone", why, fix)
+        others = what_fits(plan) or ["use more GPUs, or a smaller model"]
+        raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
 
 
 def check_host_memory(plan: Plan) -> None:

@@ -1,7 +1,8 @@
-"""What a layout costs: memory, and a pipeline schedule's idle time. Pure arithmetic, no torch.
+"""State of the model, and what a pipeline schedule needs and idles. Pure arithmetic, no torch.
 
-Bytes on the wire are in plan/traffic.py, FLOPs with the model's size. Refusals, the header, the
-advice when memory runs out and the documents all ask here. p is the number of processes along the
+The rest of a process's memory is in plan/memory.py, time in plan/speed.py, bytes on the wire in
+plan/traffic.py, FLOPs with the model's size. Refusals, the header, advice and documents all ask
+there. p is the number of processes along the
 pipeline, m the micro-batches of a step; what schedules need and cost is by the rules of
 torch.distributed.pipelining and the formulas of pipedream_tutorial's closed_forms.py.
 """
@@ -12,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from distributed_training.models import ModelSize
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import Strategy
 
@@ -20,9 +20,6 @@ from distributed_training.settings.strategies import Strategy
 # arithmetic with attention that keeps no scores (Korthikanti et al., 2205.05198, section 4: 34 with
 # the masks of dropout): 10 of them lie between the layers that tp divides.
 BLOCK_BYTES, UNDIVIDED_BLOCK_BYTES = 34, 10
-# Of a block that is recomputed its input is kept; "selective" keeps what matrix products give.
-RECOMPUTED_BLOCK_BYTES = {"full": 2, "selective": 18}
-LOGIT_BYTES = 10  # a logit in the arithmetic's precision, in fp32, and its fp32 gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,25 +71,6 @@ def activation_share(tp: int, *, sequence_parallel: bool) -> float:
     if sequence_parallel:
         return 1 / tp
     return (UNDIVIDED_BLOCK_BYTES + (BLOCK_BYTES - UNDIVIDED_BLOCK_BYTES) / tp) / BLOCK_BYTES
-
-
-def estimate_activation_bytes(
-    config: RunConfig, size: ModelSize, mesh: Mapping[str, int], sequences: int, kept: float
-) -> int:
-    """Bytes of activations of the fullest process: the blocks of `kept` micro-batches of so many
-    `sequences` each, and the logits of one.
-    """
-    width = 2 if config.precision == "fp32" else 1  # of 2-byte values
-    tokens = sequences * config.max_length
-    share = activation_share(mesh["tp"], sequence_parallel=config.sequence_parallel)
-    unit = tokens * size.hidden_size * share * width
-    num_blocks = -(-size.num_layers // mesh["pp"])
-    mode = config.activation_checkpointing
-    blocks = kept * num_blocks * RECOMPUTED_BLOCK_BYTES.get(mode, BLOCK_BYTES) * unit
-    if mode != "none":  # in the backward pass one block at a time is there whole
-        blocks += BLOCK_BYTES * unit
-    logits = tokens * size.padded_vocab_size * LOGIT_BYTES / mesh["tp"]
-    return round(blocks + logits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

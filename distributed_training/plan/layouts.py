@@ -148,7 +148,7 @@ def cut_batch(config: RunConfig, mesh: Mapping[str, int], schedule: Schedule) ->
     batch does not allow both, memory counts first.
     """
     num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
-    global_batch_size = config.batch_size * config.grad_accum_steps * math.prod(mesh.values())
+    global_batch_size = int(config.batch_size) * config.grad_accum_steps * math.prod(mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
     size, count = config.micro_batch_size, config.num_microbatches
     if size == count == AUTO:
@@ -176,7 +176,7 @@ def _choose_count(
         size = sequences // count
         kept = size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share
         # The loss is computed one micro-batch at a time, its logits divided over tp.
-        return max(kept, size / mesh["tp"]) <= config.batch_size
+        return max(kept, size / mesh["tp"]) <= int(config.batch_size)
 
     counts = schedule.counts(mesh["pp"], sequences)
     fitting = [count for count in counts if fits(count)] or counts[-1:]
@@ -195,7 +195,7 @@ def _refusal(config: RunConfig, schedule: Schedule, pp: int, sequences: int) -> 
     why = "micro_batch_size x num_microbatches must be that number"
     if pp > 1:
         why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
-    processes = sequences // (config.batch_size * config.grad_accum_steps)
+    processes = sequences // (int(config.batch_size) * config.grad_accum_steps)
     its = f"its {processes} process" + "es" * (processes > 1)
     return UserError(
         f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "

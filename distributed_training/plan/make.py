@@ -17,15 +17,17 @@ from distributed_training.data.corpus import EMBEDDED, WIKITEXT
 from distributed_training.data.samples import Data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, find_model
-from distributed_training.plan import cost
 from distributed_training.plan.checks import run_checks
 from distributed_training.plan.choose import choose_model, choose_settings
+from distributed_training.plan.cluster import machine_rates
 from distributed_training.plan.data import fit_to_data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
-from distributed_training.plan.layouts import build_layout, cut_batch
+from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
+from distributed_training.plan.predict import predict
+from distributed_training.plan.rank import choose_spread
 from distributed_training.plan.resume import find_resume
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, describe_work
@@ -49,7 +51,7 @@ def make_plan(
 
     What may have to be downloaded comes last. `cut` gives the run's samples, where they are wanted.
     """
-    plan = draft_plan(config, machine, num_processes, processes_here)
+    plan = with_prediction(draft_plan(config, machine, num_processes, processes_here))
     run_checks(plan)
     config, tokenizer_dir, weights_dir = find_sources(plan.config, plan.notes)
     if weights_dir is not None:
@@ -73,43 +75,20 @@ def draft_plan(
     config: RunConfig, machine: Machine, num_processes: int, processes_here: int
 ) -> Plan:
     """Decide what follows from CONFIG and the machine; check only that the layout exists."""
-    requested, strategy, notes = config, load_strategy(config), list[str]()
+    requested, notes = config, list[str]()
     config = choose_model(config, machine, notes)
-    model = find_model(config.model)
+    config = choose_spread(config, machine, num_processes, processes_here, notes)
+    strategy = load_strategy(config)
     mesh = fill_mesh(strategy, num_processes, config)
     config = choose_settings(config, machine, strategy, mesh, notes)
-    layout = build_layout(config, strategy, model.size, mesh)
-    schedule = cost.schedule_of(config, strategy, mesh["pp"])
-    batch = cut_batch(config, mesh, schedule)
-    size, count, tp = batch.micro_batch_size, batch.num_microbatches, mesh["tp"]
-    config = with_values(config, micro_batch_size=size, num_microbatches=count)
-    kept = schedule.kept(mesh["pp"], count)
-    if processes_here % tp:
-        note = f"tp={tp} reaches across machines, so every layer waits for the network four times: "
-        notes.append(f"{note}give tp a divisor of {processes_here} and the rest to another axis")
-    output_dir = user_path("output_dir", config.output_dir)
-    run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
-    offload = output_dir / ".offload"
-    if config.offload_dir is not None and strategy.swaps_to_disk:
-        offload = user_path("offload_dir", config.offload_dir)
-    return Plan(
-        requested=requested,
-        config=config,
-        strategy=strategy,
-        machine=machine,
-        num_processes=num_processes,
-        processes_here=processes_here,
-        mesh=mesh,
-        batch=batch,
-        layout=layout,
-        state=cost.estimate_state_bytes(strategy, layout.num_parameters, config.precision, mesh),
-        activation_bytes=cost.estimate_activation_bytes(config, model.size, mesh, size, kept),
-        output_dir=output_dir,
-        run_dir=run_dir,
-        offload_dir=offload.absolute() / run_dir.name if strategy.swaps_to_disk else None,
-        work=describe_work(config, batch.global_batch_size),
-        notes=notes,
-    )
+    plan = lay_out(config, strategy, mesh, machine, processes_here)
+    return replace(plan, requested=requested, notes=[*notes, *plan.notes])
+
+
+def with_prediction(plan: Plan) -> Plan:
+    """The plan with what it is predicted to need and take."""
+    found = predict(plan, machine_rates(plan.machine, plan.processes_here))
+    return replace(plan, prediction=found.as_record())
 
 
 def _with_deepspeed_json(plan: Plan) -> Plan:

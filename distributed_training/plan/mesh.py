@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed_training.models import find_model
-from distributed_training.plan.cost import divisors, schedule_of
+from distributed_training.models import ModelSize, find_model
+from distributed_training.plan.cost import Schedule, divisors, schedule_of
 from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO, RunConfig, replace
@@ -79,7 +79,7 @@ def nearest_layouts(strategy: Strategy, world_size: int, config: RunConfig) -> l
     # An open data-parallel axis takes what is left without being told.
     told = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
     found = []
-    for axes in _meshes(strategy, world_size):
+    for axes in all_meshes(strategy, world_size):
         needed = _needed_settings(strategy, config, axes)
         if needed is not None:
             settings = {axis: axes[axis] for axis in told if axes[axis] != asked[axis]} | needed
@@ -100,7 +100,14 @@ def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
 
 
-def _meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
+def divides(size: ModelSize, schedule: Schedule, axes: Mapping[str, int]) -> bool:
+    """Whether tp has a part of every head's work and pp a block for each stage."""
+    return size.num_heads % axes["tp"] == 0 and (
+        axes["pp"] == 1 or axes["pp"] * schedule.stages_per_rank <= size.num_layers
+    )
+
+
+def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     """All meshes of so many processes: of the strategy's own axes and data-parallel ones."""
     splitting = [axis for axis in ("pp", "tp") if axis in strategy.named_axes]
     # Without its only such axis a strategy would be another one.
@@ -127,7 +134,7 @@ def _needed_settings(
     the model cannot be divided so.
     """
     size, schedule = find_model(config.model).size, schedule_of(config, strategy, axes["pp"])
-    if size.num_heads % axes["tp"] or axes["pp"] * schedule.stages_per_rank > size.num_layers:
+    if not divides(size, schedule, axes):
         return None
     changes = _changes(config, HARMLESS)
     if config.pipeline_schedule in strategy.traits.schedules:

@@ -38,7 +38,6 @@ class Plan:
     batch: Batch
     layout: Layout
     state: StateBytes
-    activation_bytes: int  # estimated like `state`, of the fullest process
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
@@ -49,6 +48,8 @@ class Plan:
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
     checkpoint: Path | None = None  # where to resume from; None to start afresh
     cache: str | None = None  # name of the samples' folder in the token cache; None as below
+    # Memory and time of a step before it ran (plan/predict.py); None in a draft
+    prediction: dict[str, Any] | None = None
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property

@@ -123,18 +123,22 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     config, data = r.config, r.data
     length, tokens = config["max_length"], r.batch.global_batch_size * config["max_length"]
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
-    device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
+    device = r.machine["gpu_name"] or f"CPU, {r.machine['num_cpus']} cores"
+    many = "process" if r.world_size == 1 else "processes"
     axes = " x ".join(f"{axis} {size}" for axis, size in r.mesh.items() if size > 1)
-    state = ", ".join(f"{gib(size)} on the {where}" for where, size in _state(r).items() if size)
+    sizes = {where: size for where, size in _state(r).items() if size}
+    state = ", ".join(f"{gib(size)} on the {where}" for where, size in sizes.items())
+    state_is_told = r.prediction is not None and len(sizes) == 1
     real = data["real_token_share"]
     rows = [
         ("model", f"{config['model']}, {_count(r.num_parameters)} parameters, "
                   f"{config['weights']} weights"),
-        ("strategy", f"{r.strategy['name']}: divides {r.strategy['sharding']}"),
+        ("strategy", f"{r.strategy['name']} on {r.world_size} {many} ({device})"
+                     f"{axes and ': ' + axes}; divides {r.strategy['sharding']}"),
         ("defaults", defaults and f"the strategy sets {defaults}"),
-        ("processes", f"{r.world_size} on {device}" + (f": {axes}" if axes else "")),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
-        ("state", f"{state} of each process, by estimate"),
+        ("state", "" if state_is_told else f"{state} of each process, by estimate"),
+        ("predicted", describe_prediction(r.prediction, r.num_steps)),
         ("precision", _precision(r.dtypes or {}, config)),
         ("batch", f"{r.batch.describe()}; {tokens:,} tokens a step"),
         ("data", f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
@@ -151,6 +155,29 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
 def last_part(source: str) -> str:
     """A dataset or weights by name; a path by its last part."""
     return source.rstrip("/").rpartition("/")[2] or source
+
+
+def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None) -> str:
+    """Memory, time of a step and of all of them, and what they are spent on."""
+    if prediction is None:
+        return ""
+    text = describe_memory(prediction)
+    seconds = prediction["step_time_s"]
+    if seconds is None:
+        return f"{text}; time unknown, as this GPU is not in the planner's table"
+    text += f"; {seconds:.3g} s a step, most of it {prediction['bound_by']}"
+    if num_steps is None:
+        return text
+    return f"{text}; {tqdm.format_interval(round(num_steps * seconds))} in all"
+
+
+def describe_memory(prediction: dict[str, Any] | None) -> str:
+    """Peak of the fullest process, and its larger components."""
+    if prediction is None:
+        return NOT_MEASURED
+    parts = sorted(prediction["memory_bytes"].items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3])
+    return f"{gib(prediction['peak_bytes'])} a process ({named})"
 
 
 def _state(r: Record) -> dict[str, int]:
@@ -174,6 +201,10 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         step = f"{median_ms:.1f} ms a step (median of {timed})"
         rows.append(("throughput", f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"))
+    if (said := r.prediction) and speed.get("tokens_per_s"):
+        seconds = said["step_time_s"]
+        time = "" if seconds is None else f", {1000 * seconds:.1f} ms a step"
+        rows.append(("predicted", f"peak {gib(said['peak_bytes'])}{time}"))
     if memory.get("peak_allocated_bytes") is not None:
         allocated, reserved = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))

@@ -11,14 +11,9 @@ import numpy as np
 import psutil
 import torch
 
+from distributed_training.settings.gpus import find_gpu
+
 MAX_WARMUP_STEPS = 5
-# Dense bf16 (fp16 where the chip has no bf16) tensor-core FLOP/s from the vendors' datasheets.
-# The first entry whose words occur in the device's name counts.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12,
-    "GH200": 989.5e12, "B200": 2250e12, "A100": 312e12, "A40": 149.7e12, "L40S": 362e12,
-    "L4": 121e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
-}  # fmt: skip
 
 
 class StepTimer:
@@ -55,10 +50,8 @@ class StepTimer:
 
 def peak_flops(device_name: str | None) -> float | None:
     """Peak of one device, FLOP/s; None where it is not known, as for parts of a chip (MIG)."""
-    text = f" {device_name or ''} ".replace("-", " ")  # whole words: an L40 is not an L4
-    if " MIG " in text or " Laptop " in text:
-        return None
-    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in text), None)
+    gpu = find_gpu(device_name)
+    return None if gpu is None else gpu.flops
 
 
 def summarise_performance(

@@ -94,6 +94,9 @@ class Record(RunState):
     num_parameters: int  # of the whole model
     dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # part -> bytes per process
+    # Before the run: peak_bytes, and by component, of the fullest process; step_time_s, None for a
+    # GPU of which nothing is known, tokens_per_s, bound_by.
+    prediction: dict[str, Any] | None = None
     batch: Batch
     data: dict[str, Any]  # numbers of samples, share of real tokens, steps an epoch
     num_steps: int  # planned

@@ -39,6 +39,8 @@ _RESULTS: dict[str, Callable[[Record], str]] = {
     "bubble": lambda r: _idle(r, (r.bubble or {}).get("idle_share")),
     "ideal bubble": lambda r: _idle(r, (r.pipeline or {}).get("ideal_bubble"), "no formula"),
     "disk a step": lambda r: _disk(r.disk),
+    "ms predicted": lambda r: _number(_predicted(r, "step_time_s"), "{:,.1f}", 1000, "-"),
+    "GiB predicted": lambda r: _number(_predicted(r, "peak_bytes"), "{:,.2f}", 1 / 2**30, "-"),
     "loss": lambda r: _last([loss for _, loss in r.loss_curve], "{:.3f}"),
     "perplexity": lambda r: _last([entry["perplexity"] for entry in r.evaluations], "{:.1f}"),
 }
@@ -73,6 +75,11 @@ def _number(value: float | None, form: str, scale: float = 1.0, missing: str = N
 def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> str:
     """A share of idle time; only pipelines have one."""
     return _number(share, PERCENT, 100, missing) if record.pipeline else "-"
+
+
+def _predicted(record: Record, name: str) -> float | None:
+    """What was said before the run."""
+    return None if record.prediction is None else record.prediction[name]
 
 
 def _by_rank(ranks: Sequence[dict[str, Any]]) -> str:

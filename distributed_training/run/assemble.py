@@ -122,7 +122,7 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
         "num_parameters": plan.size.num_parameters,
         "dtypes": None,  # known when the engine is built
         "estimated_state_bytes": asdict(plan.state),
-        "estimated_activation_bytes": plan.activation_bytes,
+        "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {
             "num_train_samples": len(data.train),

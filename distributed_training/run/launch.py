@@ -18,14 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
-from distributed_training.records.display import gib
+from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
@@ -66,10 +67,16 @@ def single_process() -> Process:
 
 
 def start(
-    config: RunConfig, script: Path, arguments: list[str], *, num_gpus: str | None, dry_run: bool
+    config: RunConfig,
+    script: Path,
+    arguments: list[str],
+    *,
+    num_gpus: str | None,
+    dry_run: bool,
+    cluster: Cluster | None = None,
 ) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
-    as many processes as `num_gpus` says. Returns the exit code."""
+    as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
     process = current_process(os.environ)
     if process is not None:
         if num_gpus not in (None, "all", str(process.world_size)):
@@ -79,11 +86,13 @@ def start(
             return _work(config, process)
         if process.rank > 0:
             return 0
-    machine = detect_machine()
-    if process is not None:
+    machine = detect_machine() if cluster is None else cluster.machine
+    if cluster is not None:
+        count, here = cluster.num_processes, cluster.processes_a_node
+    elif process is not None:
         count, here = process.world_size, process.local_world_size
     else:
-        count = here = requested_processes(num_gpus, machine, load_strategy(config).mesh)
+        count = here = requested_processes(num_gpus, machine, _asked_mesh(config))
     cut = peek_data if dry_run else cut_data
     plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
     if dry_run:
@@ -108,6 +117,11 @@ def _work(given: Plan | RunConfig, process: Process) -> int:
     from distributed_training.run import worker
 
     return worker.run(given, process)
+
+
+def _asked_mesh(config: RunConfig) -> Mapping[str, int]:
+    """The mesh as far as CONFIG says it; every number of processes has layouts of some strategy."""
+    return {} if config.strategy == AUTO else load_strategy(config).mesh
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
@@ -181,7 +195,11 @@ def spawn(plan: Plan, script: str) -> int:
 def _launcher(plan: Plan) -> list[str]:
     if plan.num_processes == 1:
         return ["python"]
-    return ["torchrun", "--standalone", f"--nproc_per_node={plan.num_processes}"]
+    nodes = plan.num_processes // plan.processes_here
+    place = ["--standalone"]
+    if nodes > 1:
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+    return ["torchrun", *place, f"--nproc_per_node={plan.processes_here}"]
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:
@@ -197,8 +215,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     lines += [
         f"  batch: {plan.batch.describe()}",
         f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
-        f"  expected per process: {gib(plan.state.on_device)} of state, "
-        f"{gib(plan.activation_bytes)} of activations",
+        f"  predicted: {describe_prediction(plan.prediction, plan.num_steps)}",
         *(f"  note: {note}" for note in plan.notes),
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",

@@ -27,7 +27,14 @@ from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
-from distributed_training.records.display import Display, gib, header_rows, short_path, summary_rows
+from distributed_training.records.display import (
+    Display,
+    describe_memory,
+    gib,
+    header_rows,
+    short_path,
+    summary_rows,
+)
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
 from distributed_training.run.checkpoint import load_checkpoint
@@ -279,7 +286,6 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
     return (
         f"out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  {peak} were in use at the peak; by estimate the state takes "
-        f"{gib(plan.state.on_device)} and activations {gib(plan.activation_bytes)}\n"
+        f"  {peak} were in use at the peak; predicted were {describe_memory(plan.prediction)}\n"
         f"  in this order, try --set {helpful}"
     )

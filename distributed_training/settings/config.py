@@ -33,15 +33,16 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last three are CONFIG's keys."""
+    """Everything that decides a run, validated. All fields but the last four are CONFIG's keys."""
 
     # fmt: off
     model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
         help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
         "gpt2-tiny without a GPU, gpt2 on a GPU below 12 GiB, else gpt2-medium")
-    strategy: Text = spread("zero2", help="where state lives and who computes what")
-    batch_size: Count = spread(4, aliases=("per_device_train_batch_size",),
-        help="sequences per GPU and accumulation step")
+    strategy: Text = spread("zero2",
+        help="where state lives and who computes what; auto: the planner's first choice")
+    batch_size: Count | Auto = spread(4, aliases=("per_device_train_batch_size",),
+        help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
     epochs: Count = work(2, aliases=("num_epochs", "num_train_epochs"),
         help="passes over the training samples, each in another order")
     max_length: Annotated[int, Field(ge=2, le=2**20)] = work(512,
@@ -137,6 +138,8 @@ class RunConfig(Options):
     # Values of the keys that the strategy's own engine adds, and which of them are work.
     engine_options: dict[str, Any] = Field(default_factory=dict)
     engine_work: tuple[str, ...] = Field(default=(), strict=False)
+    # Whether to go on where memory is predicted not to suffice.
+    force: bool = False
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
 

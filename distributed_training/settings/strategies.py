@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.engines import ALL_AXES as MESH_AXES
 from distributed_training.settings.engines import ENGINES, Traits, find_traits
 from distributed_training.settings.errors import UserError
@@ -136,11 +136,15 @@ def list_strategies() -> dict[str, Path]:
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """What a strategy gives CONFIG's open keys."""
+    if name == AUTO:  # not known yet
+        return {}
     return _find(name)[1].defaults
 
 
 def strategy_options(name: str) -> type[Options]:
     """Keys that a strategy's own engine adds to CONFIG."""
+    if name == AUTO:
+        return Options
     path, folder = _find(name)
     return find_traits(folder.engine, path.parent)[1]
 

@@ -6,6 +6,7 @@ it says has to be in its output: line for line, "..." standing for lines left ou
 marked ```text measured, whose numbers differ from run to run, only the words are compared.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -334,3 +335,14 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu-runtime.json").write_text("{")
     with pytest.raises(UserError, match="is no JSON"):
         load_records(tmp_path)
+
+
+def test_files_and_functions_stay_short() -> None:
+    """320 lines and 50: what can be read at one go."""
+    for file in (*(FOLDER / "pipedream").rglob("*.py"), *FOLDER.glob("*.py")):
+        text = file.read_text()
+        assert len(text.splitlines()) <= 320, file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 50, (file, node.name)

@@ -21,6 +21,8 @@ from distributed_training.plan.checks import (
     check_swapping,
     run_checks,
 )
+from distributed_training.plan.memory import estimate_memory
+from distributed_training.plan.rank import what_fits
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
@@ -103,26 +105,43 @@ def test_no_more_processes_than_gpus(tmp_path):
         check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
 
 
-def test_state_must_fit_the_gpu(tmp_path):
+def test_what_is_predicted_must_fit_the_gpu(tmp_path):
     """gpt2-xl: 1.5576e9 parameters at 16 bytes are 23.2 GiB; over 4 GPUs zero3 needs 5.8."""
     small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
     xl = {"model": "gpt2-xl", "precision": "bf16", "machine": small, "num_processes": 4}
-    with refused("gpt2-xl under dp needs 23.2 GiB", "Small has 16.0 GiB", "zero3, fsdp, tp or pp"):
+    with refused("gpt2-xl under dp needs", "Small has 16.0 GiB", "set strategy=", "--force"):
         check_gpu_memory(draft(tmp_path, "dp", **xl))
-    check_gpu_memory(draft(tmp_path, "zero3", **xl))
-    check_gpu_memory(draft(tmp_path, "offload", **xl))
+    for strategy in ("zero3", "offload"):
+        check_gpu_memory(draft(tmp_path, strategy, **xl))
     check_gpu_memory(draft(tmp_path, "dp", **{**xl, "machine": CPU_MACHINE}))
+    refusal = draft(tmp_path, "dp", **xl)
+    forced = refusal.config.model_copy(update={"force": True})
+    check_gpu_memory(dataclasses.replace(refusal, config=forced))
 
 
-def test_gpu_memory_boundary_is_the_estimate(tmp_path):
-    needed = 16 * SIZES["gpt2"].num_parameters
-    for room, fits in ((needed, True), (needed - 1, False)):
-        here = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=room), model="gpt2")
-        if fits:
-            check_gpu_memory(here)
-        else:
-            with refused("GiB a GPU"):
-                check_gpu_memory(here)
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp", "pp"])
+def test_what_a_refusal_suggests_fits(strategy, tmp_path):
+    """A batch too large by far, on four GPUs of 16 GiB."""
+    small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
+    words = {"machine": small, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
+    uncut = {"micro_batch_size": 64}
+    large = draft(tmp_path, strategy, **uncut, **words)
+    suggested = what_fits(large)
+    assert suggested
+    for text in suggested:
+        settings = dict(pair.split("=") for pair in text.removeprefix("set ").split())
+        other = settings.pop("strategy", strategy)
+        cut = {} if "num_microbatches" in settings or other != strategy else uncut
+        numbers = {key: int(v) if v.isdecimal() else v for key, v in settings.items()}
+        check_gpu_memory(draft(tmp_path, other, **words, **cut, **numbers))
+
+
+def test_gpu_memory_boundary_is_the_prediction(tmp_path):
+    needed = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2")).needed_bytes
+    check_gpu_memory(draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=needed), model="gpt2"))
+    with refused("GiB a GPU"):
+        here = with_gpus(gpu_memory_bytes=needed - 1)
+        check_gpu_memory(draft(tmp_path, "dp", here, model="gpt2"))
 
 
 @pytest.mark.parametrize(

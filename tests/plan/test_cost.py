@@ -1,4 +1,4 @@
-"""Estimates of memory against published figures and sums by hand."""
+"""State against published figures and sums by hand."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import dataclasses
 
 import pytest
 
-from distributed_training.models.gpt2 import gpt2_size
-from distributed_training.plan.cost import (
-    activation_share,
-    estimate_activation_bytes,
-    estimate_state_bytes,
-)
-from distributed_training.settings.config import build_config
+from distributed_training.plan.cost import activation_share, estimate_state_bytes
 from tests.plan.helpers import NAMES
 from tests.support import named_strategy
 
@@ -83,48 +77,6 @@ def test_one_process_shards_nothing_and_eight_hold_no_more(name):
     rounded = name in ("pp", "3d")  # a stage's weights, 2 bytes, while a step runs
     assert sum(one) == (18 if on_host or rounded else 16)
     assert sum(eight) < sum(one)
-
-
-SIZE = gpt2_size(vocab_size=250, num_positions=64, num_layers=4, num_heads=4, hidden_size=8)
-
-
-def activations(*, kept=1, axes=None, sequences=3, **config):
-    built = build_config({"max_length": 16, "precision": "bf16", **config})
-    return estimate_activation_bytes(built, SIZE, {**WHOLE, **(axes or {})}, sequences, kept)
-
-
-UNIT = 3 * 16 * 8  # tokens of a micro-batch x hidden size
-LOGITS = 3 * 16 * 256 * 10  # tokens x padded vocabulary x (2 + 4 + 4 bytes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, 4 * 34 * UNIT + LOGITS),
-        ({"precision": "fp32"}, 2 * 4 * 34 * UNIT + LOGITS),
-        ({"kept": 2, "axes": {"pp": 2}}, 2 * 2 * 34 * UNIT + LOGITS),
-        ({"axes": {"pp": 3}}, 2 * 34 * UNIT + LOGITS),  # 4 blocks over 3: one has 2
-        ({"axes": {"tp": 4}}, (4 * 34 * UNIT + LOGITS) / 4),
-        ({"axes": {"tp": 4}, "sequence_parallel": False}, 4 * (10 + 24 / 4) * UNIT + LOGITS / 4),
-        ({"activation_checkpointing": "full"}, (4 * 2 + 34) * UNIT + LOGITS),
-        ({"activation_checkpointing": "selective"}, (4 * 18 + 34) * UNIT + LOGITS),
-    ],
-)
-def test_activations_by_hand(changes, expected):
-    assert activations(**changes) == expected
-
-
-def test_activations_grow_and_shrink_as_they_should():
-    kept = [activations(kept=count) for count in (1, 1.5, 2, 4)]
-    assert kept == sorted(set(kept)), "more micro-batches kept, more bytes"
-    modes = [
-        activations(activation_checkpointing=mode, kept=4) for mode in ("full", "selective", "none")
-    ]
-    assert modes == sorted(set(modes))
-    sizes = [activations(sequences=size) for size in (1, 2, 3)]
-    assert sizes == [size * sizes[0] for size in (1, 2, 3)]
-    for tp in (1, 2, 4):
-        assert 2 * activations(axes={"tp": 2 * tp}) == activations(axes={"tp": tp})
 
 
 def test_share_of_a_blocks_activations():

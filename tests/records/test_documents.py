@@ -19,7 +19,9 @@ DOCUMENTS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["README.md", "TRAINING_RESULTS.md", "strategies/README.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "TRAINING_RESULTS.md", "strategies/README.md", "results/PREDICTIONS.md"]
+)
 def test_figures_equal_their_records(name):
     assert main(["--check", str(ROOT / name)]) == 0
 

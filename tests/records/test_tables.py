@@ -35,6 +35,8 @@ def test_cells_are_the_records_figures():
         "bubble": "-",
         "ideal bubble": "-",
         "disk a step": "none",
+        "ms predicted": "-",
+        "GiB predicted": "-",
         "loss": "3.062",
         "perplexity": "20.1",
         "steps": "64 of 64",

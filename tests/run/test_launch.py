@@ -110,7 +110,8 @@ def spawn(tmp_path, monkeypatch):
                 raise error
 
         monkeypatch.setattr(torchrun, "main", main)
-        plan = SimpleNamespace(run_dir=tmp_path, offload_dir=offload_dir, num_processes=2)
+        here = {"num_processes": 2, "processes_here": 2}
+        plan = SimpleNamespace(run_dir=tmp_path, offload_dir=offload_dir, **here)
         return launch.spawn(plan, "x.py")
 
     return call
@@ -205,7 +206,8 @@ def test_torchrun_itself_tells_who_was_killed(tmp_path):
     program = (
         "import sys, pathlib, types; from distributed_training.run import launch\n"
         "run_dir = pathlib.Path(sys.argv[2])\n"
-        "plan = types.SimpleNamespace(run_dir=run_dir, offload_dir=None, num_processes=2)\n"
+        "plan = types.SimpleNamespace(\n"
+        "    run_dir=run_dir, offload_dir=None, num_processes=2, processes_here=2)\n"
         "raise SystemExit(launch.spawn(plan, sys.argv[1]))"
     )
     result = run_command([sys.executable, "-c", program, script, tmp_path], timeout_s=60)

@@ -22,7 +22,7 @@ from pipedream.draw.memory import BEATEN
 from pipedream.draw.page import LINE_COLOURS, TEXT, new_figure, number
 from pipedream.draw.steps import row_of
 
-FIXED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 CURVE: dict[str, Any] = {
     "color": LINE_COLOURS[4],
     "marker": "D",

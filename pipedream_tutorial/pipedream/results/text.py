@@ -107,18 +107,6 @@ def section(name: str, record: Record) -> str:
     machine, found = record["machine"], record["calibration"]
     versions = ", ".join(f"{what} {version}" for what, version in record["versions"].items())
     gpus = f", {machine['gpus']} GPUs" if machine["gpus"] else ""
-    slept = record["emulated_ms"]
-    emulated = (
-        f"Trained: {record.get('workload', record['config']['model'])}; plain SGD. Nothing is "
-        "emulated: the times are those of the model's own computing."
-    )
-    if slept["forward"] or slept["backward"]:
-        emulated = (
-            f"The device is emulated: each forward sleeps {slept['forward']:g} ms and each "
-            f"backward {slept['backward']:g} ms on top of a small real computation. Processes, "
-            "messages, weights and gradients are real; the length of an operation is not that of "
-            "a model."
-        )
     stages = ", ".join(
         f"{forward:.2f} + {backward:.2f}"
         for forward, backward in zip(found["forward_ms"], found["backward_ms"], strict=True)
@@ -150,11 +138,27 @@ def section(name: str, record: Record) -> str:
         f"- command: `{record['command']}`",
         *(_wrapped(fact, "- ") for fact in facts),
         "",
-        _wrapped(emulated),
+        _wrapped(_emulation(record)),
         "",
         *_run_table(record["cases"]),
     ]
     return "\n".join(lines)
+
+
+def _emulation(record: Record) -> str:
+    """What the times of a record are of."""
+    slept = record["emulated_ms"]
+    if slept["forward"] or slept["backward"]:
+        return (
+            f"The device is emulated: each forward sleeps {slept['forward']:g} ms and each "
+            f"backward {slept['backward']:g} ms on top of a small real computation. Processes, "
+            "messages, weights and gradients are real; the length of an operation is not that of "
+            "a model."
+        )
+    return (
+        f"Trained: {record.get('workload', record['config']['model'])}; plain SGD. Nothing is "
+        "emulated: the times are those of the model's own computing."
+    )
 
 
 def _run_table(cases: Sequence[Mapping[str, Any]]) -> list[str]:

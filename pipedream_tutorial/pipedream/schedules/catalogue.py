@@ -28,6 +28,7 @@ SCHEDULES: dict[str, Entry] = {
     "naive": Entry(build=orders.naive, title="Naive"),
     "gpipe": Entry(build=orders.gpipe, title="GPipe"),
     "1f1b": Entry(build=orders.one_f_one_b, title="1F1B with flush"),
+    "eager-1f1b": Entry(build=orders.eager_1f1b, title="Eager 1F1B"),
     "pipedream": Entry(build=orders.one_f_one_b, policy="stash", title="PipeDream"),
     "pipedream-vertical": Entry(
         build=orders.one_f_one_b, policy="vertical", title="PipeDream, vertical sync"

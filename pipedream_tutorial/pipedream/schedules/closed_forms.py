@@ -185,6 +185,16 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         activations_text="min(m, p-r)",
         source="2104.04473",
     ),
+    "eager-1f1b": ClosedForm(
+        makespan_idle=_even_fill,
+        span_idle=_even_fill_span,
+        idle_holds=lambda c: True,
+        peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)),
+        idle_text="(p-1) (F+B)",
+        published="the same",
+        activations_text="min(m, 2 (p-r) - 1)",
+        source="2211.05322",
+    ),
     "pipedream": _asynchronous(
         lambda c, s: c.p - s,
         lambda c, s, microbatch: min(microbatch, c.p - 1 - s),

@@ -49,9 +49,19 @@ def gpipe(p: int, m: int) -> Schedule:
 
 def one_f_one_b(p: int, m: int) -> Schedule:
     """p - s forwards on stage s to fill the pipeline, then a backward for each forward."""
+    return _alternating("1f1b", p, m, [p - s for s in range(p)])
+
+
+def eager_1f1b(p: int, m: int) -> Schedule:
+    """1F1B that runs further ahead, 2 (p - s) - 1 forwards on stage s, so that messages have time
+    to arrive."""
+    return _alternating("eager-1f1b", p, m, [2 * (p - s) - 1 for s in range(p)])
+
+
+def _alternating(name: str, p: int, m: int, ahead: list[int]) -> Schedule:
     lines = []
     for s in range(p):
-        line, warmup = _Line(), min(m, p - s)
+        line, warmup = _Line(), min(m, ahead[s])
         for _ in range(warmup):
             line.add("F", s)
         for i in range(m):
@@ -59,7 +69,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
             if warmup + i < m:
                 line.add("F", s)
         lines.append(line.items)
-    return Schedule(name="1f1b", orders=as_orders(lines), chains=one_chain(p))
+    return Schedule(name=name, orders=as_orders(lines), chains=one_chain(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:

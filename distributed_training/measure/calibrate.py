@@ -1,0 +1,268 @@
+"""How fast this machine works, for the planner: a minute on GPUs, less without.
+
+    python real_model_example.py measure calibrate FILE.json
+    torchrun --nproc_per_node=4 real_model_example.py measure calibrate FILE.json
+
+Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, copies to
+the host, the disk under FILE, and every collective over each group size. Medians of several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from distributed_training.measure import harness
+from distributed_training.models import find_model
+from distributed_training.models.decoder import Decoder
+from distributed_training.records.record import timestamp, versions, write_json
+
+BUDGET_S = 0.15  # for one figure
+MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
+BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
+
+
+class Clock:
+    """Seconds of a call on a device, and of launching it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], Any], *, together: bool = False) -> float:
+        """Of one call, the mean of as many as BUDGET_S allows. `together`: the same number on all
+        ranks, which take part in it."""
+        for _ in range(3):
+            call()
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        once = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        if together:
+            dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        count = max(3, min(200, int(BUDGET_S / float(once))))
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.wait()
+        return (time.perf_counter() - start) / count
+
+    def launching(self, call: Callable[[], Any], count: int = 50) -> float:
+        """Seconds for which the host is busy with one call."""
+        for _ in range(5):
+            call()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        seconds = (time.perf_counter() - start) / count
+        self.wait()
+        return seconds
+
+
+def matrix_products(clock: Clock) -> list[dict[str, Any]]:
+    """FLOP/s of the forward products and of those for inputs' and weights' gradients."""
+    found, on_gpu = [], clock.device.type == "cuda"
+    for model in MODELS if on_gpu else ("gpt2-tiny",):
+        size = find_model(model).size
+        d = size.hidden_size
+        shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d), (d, size.padded_vocab_size))
+        for tokens, (k, n) in itertools.product(TOKENS if on_gpu else TOKENS[:1], shapes):
+            # A GPU's fp32 is slow, and the same for all shapes.
+            for dtype in (torch.bfloat16, torch.float32)[: 1 + (not on_gpu or n == 3072)]:
+                rates = _three_products(clock, tokens, k, n, dtype)
+                shape = {"tokens": tokens, "in": k, "out": n, "dtype": str(dtype)}
+                found.append({**shape, "flops_per_s": rates})
+    return found
+
+
+def _three_products(
+    clock: Clock, tokens: int, k: int, n: int, dtype: torch.dtype
+) -> dict[str, float]:
+    x = torch.randn(tokens, k, device=clock.device, dtype=dtype)
+    w = torch.randn(n, k, device=clock.device, dtype=dtype)
+    y = F.linear(x, w)
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: F.linear(x, w),
+        "inputs": lambda: y @ w,
+        "weights": lambda: y.t() @ x,
+    }
+    return {name: 2 * tokens * k * n / clock.seconds(call) for name, call in calls.items()}
+
+
+def memory_traffic(clock: Clock) -> dict[str, float]:
+    """Bytes a second of element-wise kernels, and of AdamW's 28 bytes a parameter."""
+    count = 2**28 if clock.device.type == "cuda" else 2**24
+    x = torch.randn(count, device=clock.device, dtype=torch.bfloat16)
+    found = {
+        "add": 4 * count / clock.seconds(lambda: x + x),
+        "gelu": 4 * count / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
+    }
+    parameter = torch.nn.Parameter(torch.randn(count // 4, device=clock.device))
+    parameter.grad = torch.randn_like(parameter)
+    fused = clock.device.type == "cuda"
+    optimizer = torch.optim.AdamW([parameter], fused=fused, capturable=fused)
+    found["adamw"] = 28 * (count // 4) / clock.seconds(optimizer.step)
+    return found
+
+
+def attention(clock: Clock) -> list[dict[str, Any]]:
+    """FLOP/s of causal attention, counted over the lower triangle, both ways."""
+    found = []
+    on_gpu = clock.device.type == "cuda"
+    for length in (512, 1024):
+        batch, heads = (16, 16) if on_gpu else (2, 4)
+        shape = (batch, heads, length, 64)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        q, k, v = (
+            torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        flops = 2 * batch * heads * length * length * 64
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both(forward: Any = forward, inputs: Any = (q, k, v)) -> None:
+            y = forward()
+            torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+        seconds = clock.seconds(forward), clock.seconds(both)
+        rates = {"forward": flops / seconds[0], "both": 3.5 * flops / seconds[1]}
+        found.append({"length": length, "flops_per_s": rates})
+    return found
+
+
+def launches(clock: Clock) -> dict[str, float]:
+    """Seconds: of a tiny kernel on the device and on the host, and for which the host launches one
+    block of GPT-2 forward and backward, compiled and not."""
+    x = torch.zeros(1024, device=clock.device)
+    found = {
+        "kernel": clock.seconds(lambda: x.add_(1)),
+        "launch": clock.launching(lambda: x.add_(1)),
+    }
+    for compiled in (False, True) if clock.device.type == "cuda" else (False,):
+        block = _one_block().to(clock.device)
+        forward = torch.compile(block) if compiled else block
+        hidden = torch.randn(1, 64, 768, device=clock.device, requires_grad=True)
+
+        def both(forward: Any = forward, hidden: Any = hidden) -> None:
+            forward(hidden).sum().backward()
+
+        found["compiled_block" if compiled else "eager_block"] = clock.launching(both)
+    return found
+
+
+def _one_block() -> torch.nn.Module:
+    model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
+    return model.blocks["0"]
+
+
+def copies(clock: Clock, folder: Path) -> dict[str, float]:
+    """Bytes a second to the host, from it, and to and from the disk of `folder`."""
+    found, count = {}, 2**28
+    if clock.device.type == "cuda":
+        there = torch.empty(count, dtype=torch.uint8, device=clock.device)
+        here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        found["to_host"] = count / clock.seconds(lambda: here.copy_(there, non_blocking=True))
+        found["from_host"] = count / clock.seconds(lambda: there.copy_(here, non_blocking=True))
+    path, data = folder / f".calibrate-{os.getpid()}", os.urandom(2**24) * 16
+    start = time.perf_counter()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    found["disk_write"] = len(data) / (time.perf_counter() - start)
+    path.unlink()
+    return found
+
+
+def collectives(clock: Clock, group: Any, members: int) -> list[dict[str, Any]]:
+    """Seconds of each collective by the size of its whole tensor. Collective over `group`."""
+    found = []
+    for num_bytes in BYTES if clock.device.type == "cuda" else BYTES[:5]:
+        whole = torch.zeros(num_bytes // 4, device=clock.device)
+        part = torch.zeros(num_bytes // 4 // members, device=clock.device)
+        within = whole[: part.numel() * members]
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "all_gather": partial(dist.all_gather_into_tensor, within, part, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=group),
+        }
+        seconds = {name: clock.seconds(call, together=True) for name, call in calls.items()}
+        found.append({"members": members, "bytes": num_bytes, "seconds": seconds})
+    return found
+
+
+def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """`collectives` over the first 2, 4, 8 ... processes; the others take part in counting."""
+    found: list[dict[str, Any]] = []
+    members = 2
+    while members <= world_size:
+        group = None
+        for first in range(0, world_size // members * members, members):
+            ranks = list(range(first, first + members))
+            made = dist.new_group(ranks)
+            group = made if rank in ranks else group
+        if world_size % members == 0:
+            found += collectives(clock, group, members)
+        members *= 2
+    return found
+
+
+def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """All figures of one process, and those of the groups that it is in. Collective."""
+    clock = Clock(device)
+    between = over_groups(clock, rank, world_size)
+    if rank > 0:  # the others wait, so that rank 0 is measured alone
+        dist.barrier()
+        return {}
+    found = {
+        "matrix_products": matrix_products(clock),
+        "memory_bytes_per_s": memory_traffic(clock),
+        "attention": attention(clock),
+        "seconds": launches(clock),
+        "bytes_per_s": copies(clock, folder),
+        "collectives": between,
+    }
+    dist.barrier()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Measure this machine for the planner.")
+    parser.add_argument("file", type=Path, help="where the JSON goes")
+    file = parser.parse_args(argv).file
+    with harness.open_group() as group:
+        start = time.perf_counter()
+        process = group.process
+        file.parent.mkdir(parents=True, exist_ok=True)
+        found = calibrate(group.device, file.parent, process.rank, process.world_size)
+        if process.rank == 0:
+            on_gpu = group.device.type == "cuda"
+            about = {
+                "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
+                "world_size": process.world_size,
+                "num_cpus": len(os.sched_getaffinity(0)),
+                "made_at": timestamp(),
+                "versions": versions(),
+                "took_s": time.perf_counter() - start,
+            }
+            write_json(file, {**about, **found})
+            print(f"wrote {file} after {about['took_s']:.0f} s")
+    return 0

@@ -1,0 +1,58 @@
+"""What a plan will need and how long it will take, before it runs. No torch import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from distributed_training.plan.memory import MemoryEstimate, estimate_memory
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.rates import Rates
+from distributed_training.plan.speed import StepTime, estimate_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Memory, and, for a GPU of which rates are known, time."""
+
+    memory: MemoryEstimate
+    fits: bool
+    step: StepTime | None
+    tokens_per_s: float | None
+    mfu: float | None
+
+    def as_record(self) -> dict[str, Any]:
+        """What a run's record keeps of it."""
+        return {
+            "fits": self.fits,
+            "peak_bytes": self.memory.peak_bytes,
+            "memory_bytes": self.memory.fullest,
+            "step_time_s": self.step and self.step.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "bound_by": self.step and self.step.bound_by,
+        }
+
+
+def predict(plan: Plan, rates: Rates | None, node_size: int | None = None) -> Prediction:
+    """Predict a plan's step; `node_size`: processes of a node, if not all here."""
+    memory = estimate_memory(plan)
+    step = None if rates is None else estimate_step(plan, rates, node_size=node_size)
+    tokens_per_s = mfu = None
+    if step and rates:
+        length = plan.config.max_length
+        tokens_per_s = plan.batch.global_batch_size * length / step.seconds
+        if rates.peak_flops:
+            used = tokens_per_s * plan.size.flops_per_token(length)
+            mfu = used / (rates.peak_flops * plan.num_processes)
+    return Prediction(
+        memory=memory, fits=fits(plan, memory), step=step, tokens_per_s=tokens_per_s, mfu=mfu
+    )
+
+
+def fits(plan: Plan, memory: MemoryEstimate) -> bool:
+    """Whether the fullest process has room, and the host for what it holds."""
+    machine = plan.machine
+    host = memory.host_bytes * plan.processes_here
+    if machine.num_gpus == 0:
+        return host + memory.needed_bytes * plan.processes_here <= machine.ram_bytes
+    return memory.needed_bytes <= machine.gpu_memory_bytes and host <= machine.ram_bytes

@@ -1,0 +1,205 @@
+"""Predictions held against every published run on GPUs: the tables of results/PREDICTIONS.md."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from distributed_training.plan.machine import Machine
+from distributed_training.plan.make import draft_plan
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.predict import Prediction, predict
+from distributed_training.plan.rates import from_calibration, rates_of
+from distributed_training.plan.speed import estimate_step
+from distributed_training.records.record import Record
+from distributed_training.records.tables import layout_words
+from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.gpus import GPUS, find_gpu
+from distributed_training.settings.strategies import strategy_options
+
+GIB = 2**30
+RECORDS = ROOT / "results" / "records"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One run, as predicted and as measured."""
+
+    page: str  # folder of the record
+    name: str
+    record: Record
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted by measured peak of what tensors hold on the fullest rank, minus 1."""
+        return self.prediction.memory.peak_bytes / self.record.memory["peak_allocated_bytes"] - 1
+
+    @property
+    def measured_s(self) -> float:
+        return float(self.record.performance["step_time_s"]["p50"])
+
+    @property
+    def time_error(self) -> float:
+        assert self.prediction.step is not None
+        return self.prediction.step.seconds / self.measured_s - 1
+
+
+def plan_of(record: Record) -> Plan:
+    """The plan of a run that has been, by today's code: layout and micro-batches as recorded."""
+    words = {key: value for key, value in record.config.items() if key in KEYS}
+    # Before whole steps were captured, only one process with compiled blocks launched graphs.
+    graphs = record.world_size == 1 and record.strategy["engine"] == "native"
+    machine = record.machine | {"compute_capability": tuple(record.machine["compute_capability"])}
+    config = {
+        "cuda_graphs": graphs and bool(words["compile"]),
+        **words,
+        "resume": None,
+        # Once it was sequences of a replica, now of a process.
+        "batch_size": record.batch.global_batch_size // record.world_size,
+        "grad_accum_steps": 1,
+        "micro_batch_size": record.batch.micro_batch_size,
+        "num_microbatches": record.batch.num_microbatches,
+    }
+    built = build_config(config, options=strategy_options)
+    return draft_plan(built, Machine(**machine), record.world_size, record.world_size)
+
+
+@functools.cache
+def gpu_rows(folder: Path = RECORDS) -> tuple[Row, ...]:
+    """All runs on GPUs under `folder` that were measured."""
+    return tuple(_read_rows(folder))
+
+
+def _read_rows(folder: Path) -> Iterator[Row]:
+    for path in sorted(folder.glob("*/*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(document, dict) and "schema_version" in document):
+            continue  # of another kind than a run
+        record = Record.model_validate(document)
+        if record.machine["gpu_name"] and record.performance.get("step_time_s"):
+            plan = plan_of(record)
+            gpu = find_gpu(plan.machine.gpu_name)
+            rates = None if gpu is None else rates_of(gpu)  # not what was measured here
+            yield Row(
+                page=path.parent.name,
+                name=path.stem,
+                record=record,
+                plan=plan,
+                prediction=predict(plan, rates),
+            )
+
+
+def share_within(errors: Sequence[float], limit: float) -> float:
+    """Share of the errors that are at most `limit`, either way."""
+    return sum(abs(error) <= limit for error in errors) / len(errors)
+
+
+def first_choices(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
+    """Of each set of runs that did the same work: what is predicted and what was measured to be the
+    quickest."""
+    sets = defaultdict(list)
+    for row in rows:
+        config, batch = row.record.config, row.record.batch.global_batch_size
+        work = f"{config['model']}, {batch} x {config['max_length']}, {config['precision']}"
+        sets[f"{row.page}: {work}"].append(row)
+    return {
+        name: (
+            min(members, key=lambda row: (row.measured_s * (1 + row.time_error), row.measured_s)),
+            min(members, key=lambda row: row.measured_s),
+        )
+        for name, members in sets.items()
+        if len(members) > 1
+    }
+
+
+def distribution() -> str:
+    """How many rows lie within which error."""
+    rows = gpu_rows()
+    found = []
+    for what, errors in (
+        ("peak memory", [row.memory_error for row in rows]),
+        ("step time", [row.time_error for row in rows]),
+        ("step time, calibrated", calibrated_errors()),
+    ):
+        shares = [f"{share_within(errors, limit):.0%}" for limit in (0.02, 0.05, 0.10, 0.25)]
+        low, high = min(errors), max(errors)
+        found.append([what, str(len(errors)), *shares, f"{low:+.0%}", f"{high:+.0%}"])
+    return _table(
+        found, ["", "runs", "within 2%", "5%", "10%", "25%", "most too low", "most too high"]
+    )
+
+
+def calibrated_errors() -> list[float]:
+    """Errors of step time with rates that `plan --calibrate` measured on four H200s."""
+    document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
+    rates = from_calibration(document, rates_of(GPUS["H200"]))
+    return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
+
+
+def choices() -> str:
+    """The first choice of each set of runs of the same work, against the best of them."""
+    found = []
+    for name, (first, best) in first_choices(gpu_rows()).items():
+        behind = first.measured_s / best.measured_s - 1
+        found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
+    return _table(found, ["runs of the same work", "first choice", "quickest", "behind"])
+
+
+def every_row() -> str:
+    """Every run."""
+    return _table(
+        [_cells(row) for row in gpu_rows()],
+        ["record", "layout", "GiB measured", "predicted", "error",
+         "ms measured", "predicted", "error", "bound by"],
+    )  # fmt: skip
+
+
+def worst(what: Callable[[Row], float], count: int = 5) -> str:
+    """The rows with the largest errors."""
+    rows = sorted(gpu_rows(), key=lambda row: -abs(what(row)))[:count]
+    return _table([[f"{row.page}/{row.name}", f"{what(row):+.0%}"] for row in rows],
+                  ["record", "error"])  # fmt: skip
+
+
+def worst_times() -> str:
+    return worst(lambda row: row.time_error)
+
+
+def worst_memory() -> str:
+    return worst(lambda row: row.memory_error)
+
+
+def _layout(row: Row) -> str:
+    return " ".join([row.record.strategy["name"], *layout_words(row.record)])
+
+
+def _cells(row: Row) -> list[str]:
+    step = row.prediction.step
+    assert step is not None  # the GPUs of published runs are in the table
+    measured = row.record.memory["peak_allocated_bytes"]
+    config, batch = row.record.config, row.record.batch
+    shape = f"{config['model']} {batch.micro_batch_size} x {config['max_length']}"
+    return [
+        f"{row.page}/{row.name}",
+        f"{_layout(row)}, {shape} {config['precision']}",
+        f"{measured / GIB:.2f}",
+        f"{row.prediction.memory.peak_bytes / GIB:.2f}",
+        f"{row.memory_error:+.1%}",
+        f"{1000 * row.measured_s:,.1f}",
+        f"{1000 * step.seconds:,.1f}",
+        f"{row.time_error:+.1%}",
+        step.bound_by,
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
