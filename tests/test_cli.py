@@ -257,7 +257,7 @@ def test_commands(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["reprt"], ["'reprt' is not a command", "plan, doctor, generate, report", "'report'?"]),
+        (["reprt"], ["'reprt' is not a command", "train, plan, doctor, generate", "'report'?"]),
         (["zzzz"], ["options begin with --", "see --help"]),
         (["measure"], ["measure needs a name", "layouts"]),
         (["measure", "kernals"], ["'kernals'", "there are", "traffic"]),

@@ -27,7 +27,10 @@ indexed by position; rows dealt out by token."""
 
 class Linear(nn.Linear):
     """nn.Linear in the dtype of its input: fp32 weights are rounded at use (and their gradients
-    arrive in fp32), so that every strategy has the same arithmetic."""
+    arrive in fp32), so that every strategy has the same arithmetic.
+
+    A block calls each of its own once, with [B, T, features]: parallel/zero_bubble.py counts on it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)

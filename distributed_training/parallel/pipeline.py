@@ -17,6 +17,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.private import TwoWayStage, foreach_copy_
+from distributed_training.parallel.zero_bubble import WeightGradients
+from distributed_training.plan import cost
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
@@ -56,8 +58,12 @@ class Pipeline:
         loss = torch.empty((), device="meta", requires_grad=True)
         wrapped = []
         for index, stage in stages.items():
+            later = None
+            if cost.SCHEDULES[config.pipeline_schedule].splits_backward:
+                later = WeightGradients(stage, device, token_parts=self.token_parts).take
             given, made = ids if stage.is_first else hidden, loss if stage.is_last else hidden
-            wrapped.append(TwoWayStage(stage, index, len(ranks), device, given, made, group=group))
+            shape: Any = (stage, index, len(ranks), device, given, made)
+            wrapped.append(TwoWayStage(*shape, group=group, dw_builder=later))
             wrapped[-1].other = other
         kind = SCHEDULES[config.pipeline_schedule]
         self.schedule = kind(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distributed_training.models import find_model
-from distributed_training.plan import cost
 from distributed_training.plan.machine import Machine
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -82,12 +81,10 @@ def _choose_compile(
     mesh: Mapping[str, int],
     notes: list[str],
 ) -> bool:
-    schedule, obstacle = cost.schedule_of(config, strategy, mesh["pp"]), ""
+    obstacle = ""
     # Where compiled blocks would be wrong or fail.
     if strategy.offload_device("param") != "none":
         obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
-    elif schedule.splits_backward:
-        obstacle = f"pipeline_schedule={config.pipeline_schedule!r}, which splits backward passes"
     elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
         obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"
     if config.compile is True and obstacle:

@@ -122,7 +122,7 @@ def _check_settings(
         raise UserError(what, f"its engine has {', '.join(known)}", fix)
     if schedule.splits_backward and mode != "none":
         what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
-        why = "the schedule splits a block's backward pass, and each part would recompute the block"
+        why = "the schedule keeps what would be recomputed for the second half of backward passes"
         raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
 
 

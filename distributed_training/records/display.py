@@ -123,9 +123,9 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     config, data = r.config, r.data
     length, tokens = config["max_length"], r.batch.global_batch_size * config["max_length"]
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
-    device = r.machine["gpu_name"] or f"CPU, {r.machine['num_cpus']} cores"
-    many = "process" if r.world_size == 1 else "processes"
-    axes = " x ".join(f"{axis} {size}" for axis, size in r.mesh.items() if size > 1)
+    device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
+    split = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
+    axes = f" ({' x '.join(split)})" if len(split) > 1 else ""
     sizes = {where: size for where, size in _state(r).items() if size}
     state = ", ".join(f"{gib(size)} on the {where}" for where, size in sizes.items())
     state_is_told = r.prediction is not None and len(sizes) == 1
@@ -133,8 +133,8 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{config['model']}, {_count(r.num_parameters)} parameters, "
                   f"{config['weights']} weights"),
-        ("strategy", f"{r.strategy['name']} on {r.world_size} {many} ({device})"
-                     f"{axes and ': ' + axes}; divides {r.strategy['sharding']}"),
+        ("strategy", f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
+                     f"divides {r.strategy['sharding']}"),
         ("defaults", defaults and f"the strategy sets {defaults}"),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
         ("state", "" if state_is_told else f"{state} of each process, by estimate"),
@@ -158,17 +158,16 @@ def last_part(source: str) -> str:
 
 
 def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None) -> str:
-    """Memory, time of a step and of all of them, and what they are spent on."""
+    """Memory, time of a step and of all of them, and what most of it is spent on."""
     if prediction is None:
         return ""
-    text = describe_memory(prediction)
-    seconds = prediction["step_time_s"]
+    text, seconds = f"{gib(prediction['peak_bytes'])} a process", prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown, as this GPU is not in the planner's table"
-    text += f"; {seconds:.3g} s a step, most of it {prediction['bound_by']}"
-    if num_steps is None:
-        return text
-    return f"{text}; {tqdm.format_interval(round(num_steps * seconds))} in all"
+    text += f", {seconds:.3g} s a step"
+    if num_steps is not None:
+        text += f", {tqdm.format_interval(round(num_steps * seconds))} in all"
+    return f"{text}; mostly {prediction['bound_by']}"
 
 
 def describe_memory(prediction: dict[str, Any] | None) -> str:

@@ -59,7 +59,7 @@ def typed(command: str) -> str:
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
         command = "python real_model_example.py --num_gpus 8 " + command.partition(".py ")[2]
-    starts_nothing = "--dry-run" in command or ".py plan" in command
+    starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor)\b", command)
     return command if starts_nothing else f"{command} --dry-run"
 
 
@@ -105,7 +105,12 @@ def dry_run(command: str, tmp_path: Path) -> str:
     )
     if re.search(r"^error: \d+ processes need about .* of RAM", result.stderr):
         pytest.skip(result.stderr.strip())
-    assert_ok(result)
+    if (
+        program.endswith(".py") and "doctor" in arguments
+    ):  # these GPUs are not there, and it says so
+        assert result.returncode in (0, 1), result.stderr
+    else:
+        assert_ok(result)
     return result.stdout
 
 
@@ -125,8 +130,9 @@ def test_commands_are_found():
 def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
-    expected = "quickest" if ".py plan" in command else "global"
-    assert expected in dry_run(command, tmp_path)
+    words = {"plan": "quickest", "doctor": "GPU"}
+    name = next((name for name in words if f".py {name}" in command), None)
+    assert words.get(name, "global") in dry_run(command, tmp_path)
 
 
 def test_the_first_command_trains(tmp_path):

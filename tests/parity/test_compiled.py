@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.parity.support import BASE, assert_equal_runs, cut, reference, run_cases, split
+from tests.parity.support import BASE, DEEP, assert_equal_runs, cut, reference, run_cases, split
 
 NUM_STEPS = 6
 # The kinds of parameters and hooks that a graph meets; the rest are products of these, of which
@@ -22,9 +22,18 @@ CASES = {
         "pp2-recomputed": {
             **split(pp=2), **cut(4), "activation_checkpointing": "selective",
         },
+        "pp2-zb-h1": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-h1"},
         "hybrid": {"strategy": "hybrid", **cut(4)},
     },
-    4: {"shard2-tp2": {**split(dp_shard=2, tp=2), **cut(1)}},
+    4: {
+        "shard2-tp2": {**split(dp_shard=2, tp=2), **cut(1)},
+        "tp2-pp2-zb-v": {
+            **DEEP, **split(tp=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
+        },
+        "shard2-pp2-zb-v": {
+            **DEEP, **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
+        },
+    },
 }  # fmt: skip
 NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 pytestmark = pytest.mark.skipif(
@@ -41,4 +50,6 @@ def compiled(count):
 
 @pytest.mark.parametrize(("count", "name"), NAMED, ids=[name for _, name in NAMED])
 def test_compiled_layout_equals_one_eager_process(count, name):
-    assert_equal_runs(compiled(count)[name], reference(BASE, steps=NUM_STEPS))
+    deep = CASES[count][name].get("model") == DEEP["model"]
+    expected = reference(DEEP if deep else BASE, steps=NUM_STEPS)
+    assert_equal_runs(compiled(count)[name], expected)

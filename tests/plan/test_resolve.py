@@ -175,11 +175,7 @@ def test_parameters_on_disk_are_not_compiled():
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ({"strategy": "pp", "pipeline_schedule": "zb-h1"}, "pipeline_schedule='zb-h1'"),
-        ({"strategy": "pp", "pipeline_schedule": "zb-v"}, "pipeline_schedule='zb-v'"),
-        ({"strategy": "tp", "dropout": 0.1, "sequence_parallel": False}, "dropout under tp"),
-    ],
+    [({"strategy": "tp", "dropout": 0.1, "sequence_parallel": False}, "dropout under tp")],
 )
 def test_layouts_that_cannot_be_compiled(values, words):
     values = {**values, "world_size": 2}
@@ -194,6 +190,7 @@ def test_layouts_that_cannot_be_compiled(values, words):
     "values",
     [
         {"strategy": "pp", "pipeline_schedule": "interleaved"},
+        {"strategy": "pp", "pipeline_schedule": "zb-v"},
         {"strategy": "tp", "dropout": 0.1},
         {"strategy": "tp", "sequence_parallel": False},
         {"strategy": "hybrid"},

@@ -29,9 +29,7 @@ def header(**changes):
 def test_header_says_what_runs():
     rows = header()
     assert rows["model"] == "gpt2-medium, 354.8M parameters, pretrained weights"
-    assert rows["strategy"] == (
-        "zero2 on 4 processes (NVIDIA H200): dp_shard 4; divides optimizer state, gradients"
-    )
+    assert rows["strategy"] == "zero2 x 4 on NVIDIA H200: divides optimizer state, gradients"
     precision = "bf16 arithmetic; parameters bf16, fp32 master copy; gradients bf16"
     assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens a step")
@@ -60,7 +58,7 @@ def test_header_leaves_out_state_that_is_nowhere():
 
 def test_header_of_a_machine_without_gpus():
     rows = header(machine__gpu_name=None, machine__num_cpus=2, config__compile=False)
-    assert rows["strategy"].startswith("zero2 on 4 processes (CPU, 2 cores): dp_shard 4; ")
+    assert rows["strategy"].startswith("zero2 x 4 on CPU (2 cores): divides ")
     assert "compiled" not in rows["precision"]
 
 

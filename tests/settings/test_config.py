@@ -87,8 +87,8 @@ def test_the_work_holds_the_global_batch_size():
 def test_every_field_says_whether_it_is_work():
     with pytest.raises(TypeError, match="work"):
         key(1, help="new", group="")
-    about_the_engine = {"engine_options", "engine_work", "from_defaults", "force"}
-    assert set(RunConfig.model_fields) - about_the_engine == set(KEYS)
+    no_keys = {"engine_options", "engine_work", "from_defaults", "force"}
+    assert set(RunConfig.model_fields) - no_keys == set(KEYS)
 
 
 def test_later_sources_win_and_nothing_changes_afterwards(tmp_path):

@@ -1,0 +1,137 @@
+"""A backward pass in two parts, the second of which fills a pipeline's idle time (2401.10241).
+
+The first part gives the gradients that the stage before waits for, the second those of the blocks'
+matrices. Autograd cannot stop in the middle of a compiled block. So matrices take no part in it:
+next to each product x W^T goes a tap, whose gradient is that of the product, dY. Both x and dY are
+kept until the second part computes dW = dY^T x. Together the two parts do what one does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
+
+from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.parallel.gradients import local_part
+
+Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in], dY [.., out])
+
+
+class WeightGradients:
+    """The matrices of one stage's blocks, whose gradients autograd leaves out from now on."""
+
+    def __init__(self, stage: Decoder, device: torch.device, *, token_parts: int) -> None:
+        """A block's Linears take `token_parts` times as many tokens as the block itself."""
+        self.token_parts = token_parts
+        self.pending: Products = []
+        dtype = stage.compute_dtype or torch.float32
+        self.start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        for block in stage.blocks.values():
+            linears = [module for module in block.modules() if isinstance(module, Linear)]
+            for linear in linears:
+                linear.__class__ = _TappedLinear
+            block.forward = functools.partial(self._forward, linears, block.forward)
+
+    def take(self) -> Callable[[], None]:
+        """The second part of the backward passes since the last call, to be run once."""
+        products, self.pending = self.pending, []
+        return functools.partial(_add_weight_gradients, products)
+
+    def _forward(
+        self, linears: list[Any], forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return forward(x)
+        tokens = (x.shape[0], x.shape[1] * self.token_parts)
+        shapes = [(*tokens, local_part(linear.weight).shape[0]) for linear in linears]
+        inputs: list[torch.Tensor] = []
+
+        def keep(gradients: tuple[torch.Tensor, ...]) -> None:
+            self.pending += zip(linears, inputs, gradients, strict=True)
+
+        taps = _Taps.apply(self.start, shapes, keep)
+        for linear, tap in zip(linears, taps, strict=True):
+            linear.tap = tap
+        out = forward(x)
+        for linear in linears:
+            inputs.append(linear.seen)
+            linear.tap = linear.seen = None
+        return out
+
+
+class _TappedLinear(Linear):
+    """A Linear that notes its input and gives its output's gradient to the tap, if it has one."""
+
+    tap: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tap is None:
+            return super().forward(x)
+        assert self.seen is None, "a block calls each of its Linears once"
+        self.seen = local_part(x.detach())
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = F.linear(x, self.weight.detach().to(x.dtype), bias)
+        if not isinstance(y, DTensor):
+            return _Tapped.apply(y, self.tap)
+        # The gradient of a sum is that of each of its terms.
+        of_terms = [Replicate() if place.is_partial() else place for place in y.placements]
+        tapped = _Tapped.apply(y.to_local(grad_placements=of_terms), self.tap)
+        return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
+
+
+class _Tapped(torch.autograd.Function):
+    """y as it is; its gradient is also the tap's."""
+
+    @staticmethod
+    def forward(ctx, y, tap):  # type: ignore[no-untyped-def]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, gradient
+
+
+class _Taps(torch.autograd.Function):
+    """Taps of `shapes`, which take no memory; backward hands all their gradients to `keep`."""
+
+    @staticmethod
+    def forward(ctx, start, shapes, keep):  # type: ignore[no-untyped-def]
+        ctx.keep = keep
+        return tuple(start.expand(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        ctx.keep(gradients)
+        return None, None, None
+
+
+@torch.no_grad()
+def _add_weight_gradients(products: Products) -> None:
+    for linear, x, dy in products:
+        _accumulate(linear.weight, dy.flatten(0, -2).t() @ x.flatten(0, -2))
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add this process's part of a gradient to .grad, in fp32 as autograd and FSDP do it."""
+    if parameter.grad is not None:
+        local_part(parameter.grad).add_(gradient)
+        return
+    total: Any = gradient.float()
+    if isinstance(parameter, DTensor):
+        total = DTensor.from_local(
+            total,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    parameter.grad = total

@@ -1,0 +1,96 @@
+"""A backward pass in two parts: the gradients, and the products, of one in one part."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from distributed_training.models import find_model
+from distributed_training.parallel.pipeline import RoundedWeights
+from distributed_training.parallel.zero_bubble import WeightGradients
+from distributed_training.settings.files import ROOT
+
+CPU = torch.device("cpu")
+MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/rotary")}
+TOKENS = 2 * 16  # of a micro-batch
+
+
+def build(name):
+    return find_model(MODELS[name]).build(dropout=0.0, seed=0)
+
+
+def micro_batches(count):
+    ids = torch.randint(2048, (count, 2, 17), generator=torch.Generator().manual_seed(5))
+    return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+
+
+def in_two_parts(model, batches):
+    """First parts before all second ones, as never in one pass; what the second parts are."""
+    weights, later = WeightGradients(model, CPU, token_parts=1), []
+    for inputs, targets in batches:
+        model(inputs, targets).backward()
+        later.append(weights.take())
+    for second_part in later:
+        second_part()
+
+
+def in_one_part(model, batches):
+    for inputs, targets in batches:
+        model(inputs, targets).backward()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_parts_give_the_gradients_of_one(name):
+    model, batches = build(name), micro_batches(3)
+    expected = copy.deepcopy(model)
+    in_one_part(expected, batches)
+    in_two_parts(model, batches)
+    for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), key
+
+
+def test_gradients_of_rounded_weights_are_added_up_in_fp32():
+    model, batches = build("gpt2"), micro_batches(3)
+    model.compute_dtype = torch.bfloat16
+    expected = copy.deepcopy(model)
+    with RoundedWeights(expected, torch.bfloat16):
+        in_one_part(expected, batches)
+    with RoundedWeights(model, torch.bfloat16):
+        in_two_parts(model, batches)
+    for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        assert torch.equal(ours.grad, theirs.grad), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_parts_take_the_products_of_one(name):
+    def products(function):
+        with FlopCounterMode(display=False) as counter:
+            function()
+        return counter.get_total_flops()
+
+    model, (batch,) = build(name), micro_batches(1)
+    whole = products(model(*batch).backward)
+    weights = WeightGradients(model, CPU, token_parts=1)
+    forward = products(lambda: model(*batch))
+    weights.take()
+    loss = model(*batch)
+    first = products(loss.backward)
+    second = products(weights.take())
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    assert second == 2 * TOKENS * sum(matrix.numel() for matrix in matrices)
+    assert first + second == whole
+    assert forward == products(lambda: build(name)(*batch))
+
+
+def test_an_evaluation_leaves_nothing_for_later():
+    model, (batch,) = build("gpt2"), micro_batches(1)
+    expected = model(*batch)
+    weights = WeightGradients(model, CPU, token_parts=1)
+    with torch.no_grad():
+        assert torch.equal(model(*batch), expected)
+    weights.take()()
+    assert all(p.grad is None for p in model.parameters())
