@@ -20,8 +20,10 @@ COMPONENTS = (
 # Gradients that exist at once while one block's backward pass runs: of the MLP's hidden units (4)
 # and of the residual stream (1), in values a token and unit of hidden size.
 BACKWARD_VALUES = 5
-# Kept from a backward pass for inputs to the one for weights, besides the activations: gradients
-# of every matrix's output, and of GELU's. Confirmed by one record (pp4 zb-h1 m16 of gpt2-medium).
+# Kept from a backward pass for inputs to the one for weights. Compiled, every matrix's input and
+# the gradient of its output (parallel/zero_bubble.py), together as large as the activations that
+# they replace. Eagerly, by records of when autograd cut the pass, so much more than those (pp4
+# zb-h1 m16 of gpt2-medium).
 SPLIT_VALUES = 12
 STATISTICS_BYTES = 16  # mean and deviation of two norms, fp32, a token and block
 # Bytes a logit: (kept from forward to backward, at the worst moment), for 16-bit arithmetic. The
@@ -242,7 +244,8 @@ class _Process:
         logits = self.tokens * self.size.padded_vocab_size / self.tp
         kind = "split" if self.tp > 1 else "compiled" if self.config.compile else "eager"
         kept, worst = (LOGIT_BYTES if self.width == 2 else WIDE_LOGIT_BYTES)[kind]
-        pending = SPLIT_VALUES * hidden
+        tapped = bool(self.config.compile)
+        pending, waiting = (0.0, 0) if tapped else (SPLIT_VALUES * hidden, SPLIT_LOGIT_BYTES)
         backward = BACKWARD_VALUES * hidden / self.tp
         if self.config.activation_checkpointing != "none":
             backward += self.tokens * 34 * self.size.hidden_size * self.width / 2 / self.tp
@@ -256,17 +259,15 @@ class _Process:
             if last and action in "FBI":
                 during = (held, held_logits + (worst - kept) * logits)
             most = max(most, during, key=sum)
-            if (
-                stage == 0 and action in "IW"
-            ):  # the first stage has no inputs' gradients: W does all
+            if stage == 0 and action in "IW" and not tapped:  # without inputs W does all
                 held -= blocks[stage] * each * (action == "W")
             elif action == "I":
                 held += blocks[stage] * pending
-                held_logits += (SPLIT_LOGIT_BYTES - kept) * logits * last
+                held_logits += (waiting - kept) * logits * last
             elif action == "B":
                 held -= blocks[stage] * each
                 held_logits -= kept * logits * last
             elif action == "W":
                 held -= blocks[stage] * (each + pending)
-                held_logits -= SPLIT_LOGIT_BYTES * logits * last
+                held_logits -= waiting * logits * last
         return most

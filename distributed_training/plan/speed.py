@@ -67,7 +67,7 @@ class _Step:
             costs["F", stage] = forward.times(number) + head[0].times(last)
             costs["I", stage] = inputs + head[1].times(last)
             costs["W", stage] = rest + head[2].times(last)
-            if stage == 0:  # it has no inputs' gradients: W does all
+            if stage == 0 and not self.plan.config.compile:  # without inputs W does all
                 costs["W", 0] += costs["I", 0]
                 costs["I", 0] = Cost()
             costs["B", stage] = costs["I", stage] + costs["W", stage]
@@ -146,7 +146,7 @@ class _Step:
         """Seconds to launch one block, forward and backward."""
         host, split = self.rates.host, self.plan.schedule.splits_backward and self.pp > 1
         cost = host.block if self.plan.config.compile else host.eager_block
-        cost = host.split_block if split else cost
+        cost = host.split_block if split and not self.plan.config.compile else cost
         cost += host.tensor_parallel * (self.work.tp > 1)
         if self.plan.strategy.zero_stage == 3:
             cost += host.zero3_block + host.zero3_gather * (self.work.shards > 1)
