@@ -224,7 +224,7 @@ class _Process:
     def block_bytes(self) -> float:
         """What one block keeps of one micro-batch for its backward pass."""
         split, between = 1 / self.tp, self._between
-        gathered = 1.0  # of the tokens: what qkv and mlp_in multiply
+        gathered = 1.0  # of the tokens: what both column-split layers multiply
         ratio = (self.size.block_matrix_parameters / self.size.hidden_size**2 - 4) / 2
         mode = self.config.activation_checkpointing
         values = 2 * between + 2 * gathered + (4 + 2 * ratio) * split

@@ -20,7 +20,6 @@ REFUSED = [
     ("pp", 4, "model=gpt2 batch_size=9 num_microbatches=9 pipeline_schedule=interleaved"),
     ("pp", 4, ""),
     ("pp", 4, "model=gpt2-medium pipeline_cut=6,6,6,5"),
-    ("pp", 2, "pipeline_schedule=zb-h1 compile=true"),
     ("pp", 2, "pipeline_schedule=zb-h1 activation_checkpointing=full"),
     ("hybrid", 2, "pipeline_schedule=gpipe"),
     ("zero2", 2, "tp=2"),

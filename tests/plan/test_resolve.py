@@ -190,7 +190,6 @@ def test_layouts_that_cannot_be_compiled(values, words):
     "values",
     [
         {"strategy": "pp", "pipeline_schedule": "interleaved"},
-        {"strategy": "pp", "pipeline_schedule": "zb-v"},
         {"strategy": "tp", "dropout": 0.1},
         {"strategy": "tp", "sequence_parallel": False},
         {"strategy": "hybrid"},
@@ -302,7 +301,7 @@ def test_steps_that_are_no_cuda_graph(values, words):
         {"strategy": "dp", "dropout": 0.1},
         {"strategy": "fsdp", "activation_checkpointing": "selective"},
         {"strategy": "tp"},
-        {"strategy": "pp", "pipeline_schedule": "zb-h1"},
+        {"strategy": "pp"},
     ],
 )
 def test_steps_that_are_one_cuda_graph(values):
@@ -312,3 +311,13 @@ def test_steps_that_are_one_cuda_graph(values):
     assert decide(CPU_MACHINE, world_size=2, **values)[0].config.cuda_graphs is False
     with refused("cuda_graphs=True does not work with a CPU", "auto or False"):
         decide(CPU_MACHINE, world_size=2, cuda_graphs=True, **values)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_zero_bubble_is_compiled_and_captured_where_asked(name):
+    values = {"world_size": 2, "strategy": "pp", "pipeline_schedule": name}
+    resolved, notes = decide(gpu(), **values)
+    assert (resolved.config.compile, resolved.config.cuda_graphs) == (False, False)
+    assert len([note for note in notes if f"{name}, untried" in note]) == 2
+    asked = decide(gpu(), compile=True, cuda_graphs=True, **values)[0].config
+    assert (asked.compile, asked.cuda_graphs) == (True, True)
