@@ -125,7 +125,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
     split = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
-    axes = f" ({' x '.join(split)})" if len(split) > 1 else ""
+    axes = f", {' x '.join(split)}" if len(split) > 1 else ""
     sizes = {where: size for where, size in _state(r).items() if size}
     state = ", ".join(f"{gib(size)} on the {where}" for where, size in sizes.items())
     state_is_told = r.prediction is not None and len(sizes) == 1
