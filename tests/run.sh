@@ -16,4 +16,5 @@ lint-imports
 codespell
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
+export OMP_NUM_THREADS=1 # the tests' processes share the cores
 exec python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder

@@ -4,7 +4,8 @@
     python real_model_example.py report --write TRAINING_RESULTS.md README.md
     python real_model_example.py report --check TRAINING_RESULTS.md README.md
 
-Documents hold cog blocks that call `published_table` and `published_json`; --write is `cog -r`.
+Documents hold cog blocks that call `published_table` and `published_json`; --write is `cog -r`, and
+draws the figures that they show.
 """
 
 from __future__ import annotations
@@ -147,7 +148,11 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     add("--check", action="store_true", help="fail when documents are out of date")
     arguments = parser.parse_args(argv)
     if (arguments.write or arguments.check) and arguments.paths:
+        from distributed_training.records.figures import keep_figures  # slow to import
+
         run_cog("-r" if arguments.write else "--check", arguments.paths)
+        plots = RECORDS_DIR.with_name("plots")
+        keep_figures(arguments.paths, RECORDS_DIR, plots, write=arguments.write)
         return 0
     records = find_records(arguments.paths or [output_dir] * output_dir.is_dir())
     if not records:
