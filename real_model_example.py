@@ -51,7 +51,7 @@ CONFIG = {
     # What is looked at and kept.
     "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
     "eval_samples": 200,  # validation samples used; -1: all
-    "generate": "The ",  # prompt of the samples before and after; None: none
+    "generate": "The value of",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file
     "offload_dir": None,  # where infinity keeps its files; None: output_dir/.offload
     "checkpoint_every": None,  # steps; None: each epoch's end, 0: never

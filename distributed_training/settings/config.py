@@ -113,7 +113,7 @@ class RunConfig(Options):
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
         help="steps between evaluations, besides each epoch's end; 0: none")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
-    generate: Text | None = kept("The ",
+    generate: Text | None = kept("The value of",
         help="prompt of the samples that are printed before and after training; None: none")
     output_dir: Text = kept("runs", aliases=("out_dir",),
         help="each run gets a folder in here; in CONFIG relative to the script")
