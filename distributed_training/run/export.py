@@ -15,7 +15,7 @@ from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan import resume
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.card import write_card
-from distributed_training.records.display import Display
+from distributed_training.records.display import Display, short_path
 from distributed_training.records.record import LAST, load_record
 from distributed_training.run.generate import continuation
 from distributed_training.settings.errors import UserError
@@ -73,7 +73,7 @@ def export_checkpoint(given: str, to: str | None = None) -> int:
     chat = record.data.get("form") == MESSAGES
     _write(state, plan, Tokenizer(plan.tokenizer_dir), chat, folder)
     write_card(folder, record.model_copy(update={"step": meta.step}))
-    print(f"exported {folder} (Hugging Face's format), the weights after step {meta.step}")
+    print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
     return 0
 
 
