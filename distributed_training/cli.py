@@ -5,6 +5,7 @@
     python real_model_example.py doctor
     python real_model_example.py generate RUN [--prompt TEXT]
     python real_model_example.py report [RUN ...]
+    python real_model_example.py export RUN [--to FOLDER]
     python real_model_example.py push RUN user/name
     python real_model_example.py measure NAME ...
 
@@ -222,6 +223,16 @@ def generate(argv: Sequence[str], program: Program) -> int:
     )  # fmt: skip
 
 
+def export(argv: Sequence[str], program: Program) -> int:
+    """The weights of a checkpoint, in Hugging Face's format."""
+    about = "A checkpoint's weights in Hugging Face's format; the run may have been interrupted."
+    parser = _Parser(prog=f"{program.script.name} export", description=about)
+    parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
+    parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
+    a = parser.parse_args(argv)
+    return importlib.import_module("distributed_training.run.export").export_checkpoint(a.run, a.to)
+
+
 def push(argv: Sequence[str], program: Program) -> int:
     """The model of a run, to the Hugging Face Hub."""
     parser = _Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
@@ -247,7 +258,7 @@ def measure(argv: Sequence[str], _: Program) -> int:
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
-    "push": push,
+    "export": export, "push": push,
     "measure": measure,
 }  # fmt: skip
 

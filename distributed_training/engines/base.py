@@ -6,7 +6,6 @@ import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +14,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from distributed_training.data.samples import StepBatch
+from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # its state besides the step, as torch and DeepSpeed name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,16 @@ class Engine(Protocol):
     def describe_dtypes(self) -> dict[str, str]:
         """dtype of parameters, gradients, optimizer state and reduction."""
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimizer state below `folder` (shared by all ranks)."""
+    def parts(self) -> Iterator[Part]:
+        """What this rank holds of weights and Adam's moments, "exp_avg/<name>", fp32 under the
+        model's names and shapes (the vocabulary without padding), for a checkpoint. Local."""
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote with the same strategy and world size."""
+    def counters(self) -> dict[str, float]:
+        """The rest of the state, the same on every rank: "adam_steps", and for fp16 "loss_scale"
+        and "good_steps", those since the last overflow."""
+
+    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+        """Restore what `parts` and `counters` gave under any engine and layout."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""

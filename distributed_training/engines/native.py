@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,11 +19,17 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile, apply_fsdp
-from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
+from distributed_training.parallel.gradients import (
+    global_norm,
+    local_part,
+    match_layouts,
+    sum_gradients,
+)
 from distributed_training.parallel.graphs import StepGraph
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 from distributed_training.parallel.private import foreach_mul_
 from distributed_training.parallel.tensor import apply_tp
+from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
@@ -33,8 +37,6 @@ from distributed_training.plan.topology import Topology
 INITIAL_LOSS_SCALE = 2.0**16
 NUM_EAGER_STEPS = 12  # before a step is captured; DDP arranges its buckets in the first eleven
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
-# Keys by parameter name, so that processes with different parameters can write one checkpoint.
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class NativeEngine(base.Engine):
@@ -62,18 +64,20 @@ class NativeEngine(base.Engine):
             if layout.ranks[index] == topology.pp_rank
         }
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
-        self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
+        self.stages = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
         self.module, *_ = [self._spread(part, mesh) for part in stages.values()]
-        self.parameters = list(self.parts.parameters())
+        self.parameters = list(self.stages.parameters())
+        # Now: after an evaluation these are FSDP's gathered, rounded copies.
+        self.named = [(part, list(part.named_parameters())) for part in stages.values()]
         self.pipeline: Pipeline | None = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
-                self.rounded = RoundedWeights(self.parts, self.compute_dtype)
-        groups = parameter_groups(self.parts, config.weight_decay)
+                self.rounded = RoundedWeights(self.stages, self.compute_dtype)
+        groups = parameter_groups(self.stages, config.weight_decay)
         rate = float(config.learning_rate)
         # On GPUs what changes from step to step lies in memory that a graph reads.
         self.optimizer = torch.optim.AdamW(
@@ -112,7 +116,7 @@ class NativeEngine(base.Engine):
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
         self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
-        self.parts.train()
+        self.stages.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
         loss_sum, norm = self.step(*arrays)
         skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
@@ -180,7 +184,7 @@ class NativeEngine(base.Engine):
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
-        with base.evaluating(self.parts), self.step.memory():
+        with base.evaluating(self.stages), self.step.memory():
             loss = self._forward(*base.to_device(self.topology.device, inputs, targets))
             if loss is not None and self.topology.tp_rank == 0:
                 total += loss.sum()
@@ -190,7 +194,7 @@ class NativeEngine(base.Engine):
         length = input_ids.shape[1]
         # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
-        with base.evaluating(self.parts):
+        with base.evaluating(self.stages):
             logits = self._forward(ids)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
@@ -201,7 +205,7 @@ class NativeEngine(base.Engine):
         run = self.module if self.pipeline is None else self.pipeline.relay
         output = run(*tensors)
         # A replayed step gathers parameters itself, and leaves what is gathered here out of date.
-        for module in self.parts.modules():
+        for module in self.stages.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return output
@@ -212,32 +216,43 @@ class NativeEngine(base.Engine):
         arithmetic = str(self.compute_dtype or torch.float32)
         return {**same, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 
-    def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=folder / "dcp")
+    def parts(self) -> Iterator[Part]:
+        for stage, named in self.named:
+            tables = stage.vocabulary_parameters()
+            # The last stage's copy of a tied embedding is the first one's.
+            copied = set(tables) if self.size.tied and not stage.is_first else set()
+            for number, (name, parameter) in enumerate(named):
+                rows = self.size.vocab_size if name in tables else parameter.shape[0]
+                start, place, copies = place_of(parameter, self.topology)
+                writes = name not in copied and number % copies == place
+                held = {"weight": parameter, **self.optimizer.state.get(parameter, {})}
+                for kind in ("weight", *filter(held.__contains__, base.MOMENTS)):
+                    local, shape = local_part(held[kind]), (rows, *parameter.shape[1:])
+                    yield part_of(f"{kind}/{name}", local, shape, start, writes=writes)
 
-    def load(self, folder: Path) -> None:
-        # torch creates the optimizer state to load into only where no gradient is in the way.
-        self.optimizer.zero_grad()
-        state = self._state()
-        dcp.load(state, checkpoint_id=folder / "dcp")
-        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.parts, self.optimizer, **states, options=_BY_NAME)
-        self.set_learning_rate(self.optimizer.param_groups[0]["lr"])
-        self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
-        self.step.forget(NUM_EAGER_STEPS)
-
-    def _state(self) -> dict[str, Any]:
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        super().set_learning_rate(rate)  # in a checkpoint it is a number
-        model, optimizer = get_state_dict(self.parts, self.optimizer, options=_BY_NAME)
-        self.set_learning_rate(rate)
+    def counters(self) -> dict[str, float]:
+        steps = self.optimizer.state.get(self.parameters[0], {}).get("step", 0)
         scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
-        return {"model": model, "optimizer": optimizer, **scale}
+        return {"adam_steps": float(steps), **scale}
+
+    @torch.no_grad()
+    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+        if counters["adam_steps"]:
+            on_gpu = self.topology.device_type == "cuda"
+            for parameter in self.parameters:
+                state = self.optimizer.state[parameter]
+                steps = torch.tensor(float(counters["adam_steps"]))
+                state["step"] = steps.to(parameter.device) if on_gpu else steps
+                state |= {moment: torch.zeros_like(parameter) for moment in base.MOMENTS}
+        for part in self.parts():
+            part.set(saved.read(part))
+        self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])
+        self.step.forget(NUM_EAGER_STEPS)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
         part: Any
-        for part in self.parts.values():
+        for part in self.stages.values():
             tables = part.vocabulary_parameters()
             # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
             for name, full in part.state_dict().items():

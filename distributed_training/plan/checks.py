@@ -109,11 +109,8 @@ def check_shared_memory(plan: Plan) -> None:
 def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
     config, count = plan.config, plan.size.num_parameters
-    saved = count
-    if plan.strategy.traits.takes_deepspeed_json and plan.strategy.pipelined:
-        saved += plan.size.embedding_parameters  # both ends of the pipeline save the tied one
     checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
-    output = 16 * saved * checkpoints + 4 * saved * (config.export + config.keep_best)
+    output = 12 * count * checkpoints + 4 * count * (config.export + config.keep_best)
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
         written["offload_dir"] = (plan.offload_dir, 20 * count)

@@ -28,7 +28,7 @@ from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.predict import predict
 from distributed_training.plan.rank import choose_spread
-from distributed_training.plan.resume import find_resume
+from distributed_training.plan.resume import describe_change, find_resume, read_meta
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
@@ -65,9 +65,13 @@ def make_plan(
     )
     if data := cut(plan):
         plan = fit_to_data(plan, data)
-    found = find_resume(config.resume, plan.output_dir, plan.identity)
+    # State that is kept on disk is not saved, nor restored.
+    resume = None if plan.strategy.swaps_to_disk else config.resume
+    found = find_resume(resume, plan.output_dir, plan.work)
     if found is not None:
         plan = replace(plan, run_dir=found[0], checkpoint=found[1])
+        if change := describe_change(read_meta(found[1]).spread, plan.spread):
+            plan.notes.append(change)
     return _with_deepspeed_json(plan)
 
 

@@ -65,15 +65,14 @@ class Plan:
         return schedule_of(self.config, self.strategy, self.mesh["pp"])
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What must agree between a checkpoint and the run that resumes it."""
+    def spread(self) -> dict[str, Any]:
+        """How the work is spread: where a checkpoint agrees, a run resumes bit for bit."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
             "mesh": show_axes(self.mesh),
             "stages": [[blocks.start, blocks.stop] for blocks in self.layout.stages],
             "sequence_parallel": self.config.sequence_parallel and self.mesh["tp"] > 1,
-            **self.work,
         }
 
 

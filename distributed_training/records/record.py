@@ -98,7 +98,9 @@ class Record(RunState):
     # GPU of which nothing is known, tokens_per_s, bound_by.
     prediction: dict[str, Any] | None = None
     batch: Batch
-    data: dict[str, Any]  # numbers of samples, share of real tokens, steps an epoch
+    data: dict[
+        str, Any
+    ]  # form of the texts, numbers of samples, share of real tokens, steps an epoch
     num_steps: int  # planned
     # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
     # where the run did not get so far.

@@ -74,11 +74,17 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.compute_dtype).float()
     engine = plan.strategy.traits.load()(model, plan, topology)
+    seed_dropout(plan, topology, 0)
+    return engine
+
+
+def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
+    """Start the random numbers of dropout, for a run that begins, or goes on, after `step`."""
     # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
     # outside of attention.
-    alike = 1 if config.sequence_parallel else topology.tp
-    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
-    return engine
+    alike = 1 if plan.config.sequence_parallel else topology.tp
+    first = plan.config.seed + 1000 + step * topology.world_size
+    torch.manual_seed(first + topology.rank // alike)
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
@@ -125,6 +131,7 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {
+            "form": data.form,
             "num_train_samples": len(data.train),
             "num_validation_samples": len(data.validation),
             "real_token_share": data.train.real_share,

@@ -192,8 +192,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
     )
     if plan.checkpoint is not None:
-        fingerprint = data.fingerprint
-        step = load_checkpoint(engine, plan.checkpoint, topology, data_fingerprint=fingerprint)
+        step = load_checkpoint(engine, plan, topology, data_fingerprint=data.fingerprint)
         history.cut(step)
         trainer.write_record()  # so that a kill before the next save does not lose it
         if topology.rank == 0:

@@ -172,7 +172,7 @@ def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
     writing = run_dir / "checkpoints" / ".writing-00000070"
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()  # what a kill in the middle of a save leaves
-    (writing / "rng-rank0.pt").write_bytes(b"half")
+    (writing / "rank-00000.safetensors").write_bytes(b"half")
     assert_ok(train({**values, "resume": "auto"}))
     assert run_folders(output_dir) == [run_dir]
     assert_same_run(run_dir, uninterrupted("dp"))
