@@ -1,0 +1,110 @@
+// Draws the cells of a timeline: ranks from top to bottom, time from left to right.
+
+import { shortNumber } from "../engine/fraction.mjs";
+import { rowTop, toX } from "./layout.mjs";
+import { fillOf } from "./theme.mjs";
+
+export function drawLanes(g, { layout, theme, scroll }) {
+  g.fillStyle = theme.lane;
+  const left = Math.max(layout.gutter, toX(layout, 0, scroll));
+  for (let rank = 0; rank < layout.numRanks; rank++) {
+    g.fillRect(left, rowTop(layout, rank), toX(layout, layout.longest, scroll) - left, layout.row);
+  }
+}
+
+export function drawCells(g, { layout, timeline, theme, pale, scroll }) {
+  const tick = timeline.tick.toNumber();
+  const narrowest = Math.min(
+    ...timeline.starts.flatMap((line, rank) =>
+      line.map((start, k) => timeline.ends[rank][k] - start).filter(Boolean),
+    ),
+  );
+  const letters = narrowest * tick * layout.perUnit > 26;
+  timeline.schedule.orders.forEach((order, rank) => {
+    const top = rowTop(layout, rank);
+    order.forEach((item, k) => {
+      const x = toX(layout, timeline.starts[rank][k] * tick, scroll);
+      const right = toX(layout, timeline.ends[rank][k] * tick, scroll);
+      if (right < layout.gutter || x > layout.width) return;
+      const width = right - x;
+      drawItem(g, item, { x, top, width, height: layout.row, theme, pale, letters });
+    });
+  });
+}
+
+// A pair is two halves, the forward pass on top.
+export function drawItem(g, item, { x, top, width, height, theme, pale, letters }) {
+  const each = height / item.parts.length;
+  item.parts.forEach((op, part) => {
+    const { fill, ink } = fillOf(theme, op.kind, pale.get(op.stage) ?? 0);
+    const gap = width > 5 ? 1 : width > 2.5 ? 0.5 : 0;
+    g.fillStyle = fill;
+    g.fillRect(x, top + part * each, Math.max(width - gap, 0.5), each - (part ? 0 : gap ? 0.5 : 0));
+    if (width > 11 && each > 7) {
+      const size = Math.min(13, Math.max(9, each * 0.55));
+      g.font = `${size}px ${theme.font}`;
+      const text = (letters ? op.kind : "") + op.microbatch;
+      if (g.measureText(text).width + 2 < width) {
+        g.fillStyle = ink;
+        g.textAlign = "center";
+        g.textBaseline = "middle";
+        g.fillText(text, x + (width - gap) / 2, top + (part + 0.53) * each);
+      }
+    }
+  });
+}
+
+// A measured run under the prediction: the same colours, thinner.
+export function drawMeasured(g, { layout, measured, theme, pale, scroll }) {
+  measured.schedule.orders.forEach((order, rank) => {
+    const top = rowTop(layout, rank) + layout.row + 1;
+    g.fillStyle = theme.lane;
+    g.fillRect(layout.gutter, top, layout.width, layout.measured - 2);
+    order.forEach((item, k) => {
+      const x = toX(layout, measured.starts[rank][k], scroll);
+      const width = toX(layout, measured.ends[rank][k], scroll) - x;
+      if (x + width < layout.gutter || x > layout.width) return;
+      drawItem(g, item, { x, top, width, height: layout.measured - 2, theme, pale });
+    });
+  });
+}
+
+export function drawAxis(g, { layout, theme, scroll }) {
+  const step = niceStep(70 / layout.perUnit);
+  g.font = `10px ${theme.font}`;
+  g.textBaseline = "alphabetic";
+  for (let time = 0; time <= layout.longest + 1e-9; time += step) {
+    const x = toX(layout, time, scroll);
+    if (x < layout.gutter - 1 || x > layout.width) continue;
+    g.fillStyle = theme.line;
+    g.fillRect(x, 13, 1, layout.height - 13);
+    g.fillStyle = theme.quiet;
+    g.textAlign = time === 0 ? "left" : "center";
+    g.fillText(shortNumber(time), x, 10);
+  }
+}
+
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((n) => n * power).find((step) => step >= least);
+}
+
+export function drawGutter(g, { layout, theme, labels }) {
+  g.fillStyle = theme.paper;
+  g.fillRect(0, 0, layout.gutter - 2, layout.height);
+  g.textAlign = "left";
+  for (let rank = 0; rank < layout.numRanks; rank++) {
+    const top = rowTop(layout, rank);
+    g.textBaseline = "middle";
+    g.fillStyle = theme.ink;
+    g.font = `12px ${theme.font}`;
+    g.fillText(layout.gutter > 50 ? `rank ${rank}` : `r${rank}`, 2, top + layout.row / 2);
+    g.font = `10px ${theme.font}`;
+    g.fillStyle = theme.quiet;
+    const wide = layout.gutter > 50;
+    if (layout.measured) {
+      g.fillText(wide ? "measured" : "meas.", 2, top + layout.row + layout.measured / 2);
+    }
+    labels[rank].forEach(({ y, text, short }) => g.fillText(wide ? text : short, 2, y));
+  }
+}

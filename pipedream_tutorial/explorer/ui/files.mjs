@@ -1,0 +1,67 @@
+// CSV in and out, and measured traces in.
+
+import { fromCsv, toCsv } from "../engine/csv.mjs";
+import { RuleError } from "../engine/ops.mjs";
+import { readTrace } from "../engine/trace.mjs";
+import { byId, saveFile } from "./dom.mjs";
+
+// app: {store, pane, setMeasured(measured), say(text, verdict)}
+export function attachFiles(app) {
+  byId("save-csv").onclick = () =>
+    refusable(app, () => {
+      const name = app.store.chosen.schedule;
+      saveFile(`${name}.csv`, toCsv(app.pane.run.timeline.schedule), "text/csv");
+      app.say("Saved. pipedream_simple.py and pipedream_runtime.py take it as --set schedule=" +
+        `${name}.csv`, "same");
+    });
+  for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
+    byId(id).onchange = async () => {
+      const [file] = byId(id).files;
+      if (file) refusable(app, load.bind(null, app, await file.text(), file.name));
+      byId(id).value = "";
+    };
+  }
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", async (event) => {
+    event.preventDefault();
+    const [file] = event.dataTransfer.files;
+    if (!file) return;
+    const load = file.name.endsWith(".json") ? loadTrace : loadCsv;
+    refusable(app, load.bind(null, app, await file.text(), file.name));
+  });
+}
+
+function refusable(app, act, ...rest) {
+  try {
+    act(...rest);
+  } catch (error) {
+    if (!(error instanceof RuleError)) throw error;
+    app.say(`Not loaded: ${error.message}.`, "illegal");
+  }
+}
+
+export function loadCsv(app, text, name) {
+  const schedule = fromCsv(text, "csv");
+  app.setMeasured(null);
+  app.store.change({ ...fixedBy(schedule), csv: toCsv(schedule), level: 0 });
+  app.say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
+}
+
+// The trace's own orders and mean durations are what is predicted; one unit is a millisecond.
+export function loadTrace(app, text, name) {
+  const trace = readTrace(text);
+  const { durations, schedule } = trace;
+  const [F, I, W] = [durations.F, durations.I, durations.W].map(String);
+  app.store.change({
+    ...fixedBy(schedule), csv: toCsv(schedule), F, I, W, c: "0", level: 0,
+    scale: durations.scale.every((f) => f === 1) ? [] : durations.scale.map(String),
+  });
+  app.setMeasured(trace);
+  app.say(`${name}: the ${trace.group} run lies under the prediction. Durations are its means, in ms.`, "same");
+}
+
+function fixedBy(schedule) {
+  const [p, m] = [schedule.numRanks, schedule.numMicrobatches];
+  if (p > 16 || m > 64) throw new RuleError(`it has ${p} ranks and ${m} microbatches; 16 and 64 are the most`);
+  return { schedule: "csv", p, m, n: 1, cut: false, moves: [] };
+}
