@@ -22,7 +22,7 @@ def find_browser():
 
 
 class Browser:
-    """One page. `errors` holds its uncaught exceptions and what it wrote to the console as errors."""
+    """One page. `errors` holds uncaught exceptions and what it wrote to the console as errors."""
 
     def __init__(self, profile):
         to_browser, ours = os.pipe()
@@ -98,10 +98,13 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, expression, limit_s=15):
+    def wait(self, expression):
+        self.until(lambda: self.js(expression), expression)
+
+    def until(self, holds, what="", limit_s=20):
         end = time.monotonic() + limit_s
-        while not self.js(expression):
-            assert time.monotonic() < end, f"never true: {expression}"
+        while not holds():
+            assert time.monotonic() < end, f"never true: {what}"
             time.sleep(0.02)
 
     def mouse(self, kind, x, y, button="none"):

@@ -255,7 +255,11 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     for rank, line in enumerate(timeline.events):
         assert found["starts"][rank] == pytest.approx([float(e.start) for e in line])
         assert found["ends"][rank] == pytest.approx([float(e.end) for e in line])
-    assert found["durations"] == {"F": 1, "I": 1, "W": 1, "scale": [1, 1]}
+    assert found["durations"] == {"F": 1, "I": 1, "W": 1, "c": 0.5, "scale": [1, 1]}
+    write_trace(tmp_path / "trace.json", predicted=timeline, unit_s=1e-3)
+    (found,) = ask([{"ask": "trace", "text": (tmp_path / "trace.json").read_text()}])
+    assert found["group"] == "predicted"
+    assert found["durations"] == {"F": 1, "I": 1, "W": 1, "c": 0.5, "scale": [1, 1]}
     assert "error" in ask([{"ask": "trace", "text": "{}"}])[0]
 
 

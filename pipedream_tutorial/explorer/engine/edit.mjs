@@ -53,7 +53,7 @@ function ownNeeds(schedule, rank) {
 
 export function circleText(circle) {
   const steps = circle.map(({ rank, op, need }) => `Rank ${rank} is at ${op.text} and needs ${need}`);
-  return steps.join("; ") + ".";
+  return steps.join(". ") + ".";
 }
 
 function costText(before, after, item) {

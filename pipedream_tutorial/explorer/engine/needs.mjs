@@ -52,13 +52,14 @@ export class Needs {
 
 // Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage.
 export function checkOnceAndWhole(schedule) {
-  const there = new Set();
-  for (const op of schedule.ops()) {
+  const [ops, there] = [schedule.ops(), new Set()];
+  for (const op of ops) {
     if (there.has(op.text)) throw new RuleError(`${op.text} is in the orders twice`);
     there.add(op.text);
   }
-  const backward = schedule.ops().some((op) => op.kind !== "F");
-  for (const { stage, microbatch } of backward ? schedule.ops() : []) {
+  const backward = ops.some((op) => op.kind !== "F");
+  for (const { kind: own, stage, microbatch } of backward ? ops : []) {
+    if (own === "F" && there.has(keyOf("B", stage, microbatch))) continue; // looked at with B
     const [whole, first, second] = [..."BIW"].map((kind) => keyOf(kind, stage, microbatch));
     const halves = Number(there.has(first)) + Number(there.has(second));
     if (halves !== (there.has(whole) ? 0 : 2)) {

@@ -11,7 +11,7 @@ import { buildCosts, simulate } from "./simulator.mjs";
 
 export const OWN = {
   search: "Search within the memory limit",
-  csv: "Your CSV",
+  csv: "From your file",
 };
 
 export function titleOf(name) {

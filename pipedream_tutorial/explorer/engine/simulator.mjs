@@ -34,6 +34,7 @@ function exactDuration(item, costs, position) {
 }
 
 function withoutMicrobatch(item) {
+  if (item.parts.length === 1) return item.kind + item.stage;
   return item.parts.map((op) => op.kind + op.stage).join("|");
 }
 

@@ -1,5 +1,7 @@
 // Measured runs from a Chrome trace that the tutorial wrote (simulate/trace.py).
 
+import { placesOf } from "./measures.mjs";
+import { Needs } from "./needs.mjs";
 import { Op, Pair, RuleError, Schedule, oneChain } from "./ops.mjs";
 
 const FIRST_PID = { predicted: 1000, measured: 2000 };
@@ -26,13 +28,11 @@ export function readTrace(text) {
   const orders = lines.map((line) => line.map(itemOf));
   const stages = new Set(orders.flat(1).flatMap((item) => item.parts.map((op) => op.stage)));
   const perRank = Math.max(1, Math.floor(stages.size / numRanks));
-  return {
-    group,
-    schedule: new Schedule(group, orders, oneChain(stages.size), perRank),
-    starts: lines.map((line) => line.map((e) => (e.ts - first) / 1000)),
-    ends: lines.map((line) => line.map((e) => (e.ts + e.dur - first) / 1000)),
-    durations: meanDurations(own, lines, perRank),
-  };
+  const schedule = new Schedule(group, orders, oneChain(stages.size), perRank);
+  const starts = lines.map((line) => line.map((e) => (e.ts - first) / 1000));
+  const ends = lines.map((line) => line.map((e) => (e.ts + e.dur - first) / 1000));
+  const c = sendingTime(schedule, starts, ends);
+  return { group, schedule, starts, ends, durations: { ...meanDurations(own, lines, perRank), c } };
 }
 
 function isOf(event, group) {
@@ -64,4 +64,25 @@ function meanDurations(events, lines, perRank) {
     W: rounded(mean("W") ?? half),
     scale: busy.map((b) => rounded(b / average)),
   };
+}
+
+// Median time, in ms, from the end of an operation to the start of the one on another rank that
+// takes its result in, over those that had nothing else to do (runtime/prediction.py).
+function sendingTime(schedule, starts, ends) {
+  const [places, wanted] = [placesOf(schedule), new Needs(schedule)];
+  const gaps = [];
+  schedule.orders.forEach((order, rank) =>
+    order.forEach((item, index) => {
+      for (const need of wanted.ofItem(item)) {
+        const from = places.get(need);
+        const sent = ends[from.rank][from.index];
+        const idle = index === 0 || ends[rank][index - 1] <= sent;
+        if (from.rank !== rank && idle) gaps.push(starts[rank][index] - sent);
+      }
+    }),
+  );
+  gaps.sort((a, b) => a - b);
+  const middle = gaps.length / 2;
+  const median = (gaps[Math.ceil(middle) - 1] + gaps[Math.floor(middle)]) / 2;
+  return gaps.length ? Math.max(0, Math.round(100 * median) / 100) : 0;
 }

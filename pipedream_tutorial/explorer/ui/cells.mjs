@@ -20,6 +20,8 @@ export function drawCells(g, { layout, timeline, theme, pale, scroll }) {
     ),
   );
   const letters = narrowest * tick * layout.perUnit > 26;
+  // As wide as the widest label, so that a row has all of its numbers or none.
+  const widest = "8".repeat(String(timeline.schedule.numMicrobatches - 1).length);
   timeline.schedule.orders.forEach((order, rank) => {
     const top = rowTop(layout, rank);
     order.forEach((item, k) => {
@@ -27,13 +29,13 @@ export function drawCells(g, { layout, timeline, theme, pale, scroll }) {
       const right = toX(layout, timeline.ends[rank][k] * tick, scroll);
       if (right < layout.gutter || x > layout.width) return;
       const width = right - x;
-      drawItem(g, item, { x, top, width, height: layout.row, theme, pale, letters });
+      drawItem(g, item, { x, top, width, height: layout.row, theme, pale, letters, widest });
     });
   });
 }
 
 // A pair is two halves, the forward pass on top.
-export function drawItem(g, item, { x, top, width, height, theme, pale, letters }) {
+export function drawItem(g, item, { x, top, width, height, theme, pale, letters, widest }) {
   const each = height / item.parts.length;
   item.parts.forEach((op, part) => {
     const { fill, ink } = fillOf(theme, op.kind, pale.get(op.stage) ?? 0);
@@ -44,7 +46,7 @@ export function drawItem(g, item, { x, top, width, height, theme, pale, letters 
       const size = Math.min(13, Math.max(9, each * 0.55));
       g.font = `${size}px ${theme.font}`;
       const text = (letters ? op.kind : "") + op.microbatch;
-      if (g.measureText(text).width + 2 < width) {
+      if (g.measureText(widest ?? text).width + 2 < width) {
         g.fillStyle = ink;
         g.textAlign = "center";
         g.textBaseline = "middle";
@@ -56,6 +58,7 @@ export function drawItem(g, item, { x, top, width, height, theme, pale, letters 
 
 // A measured run under the prediction: the same colours, thinner.
 export function drawMeasured(g, { layout, measured, theme, pale, scroll }) {
+  const widest = "8".repeat(20); // no labels: those of the prediction stand above
   measured.schedule.orders.forEach((order, rank) => {
     const top = rowTop(layout, rank) + layout.row + 1;
     g.fillStyle = theme.lane;
@@ -64,7 +67,7 @@ export function drawMeasured(g, { layout, measured, theme, pale, scroll }) {
       const x = toX(layout, measured.starts[rank][k], scroll);
       const width = toX(layout, measured.ends[rank][k], scroll) - x;
       if (x + width < layout.gutter || x > layout.width) return;
-      drawItem(g, item, { x, top, width, height: layout.measured - 2, theme, pale });
+      drawItem(g, item, { x, top, width, height: layout.measured - 2, theme, pale, widest });
     });
   });
 }

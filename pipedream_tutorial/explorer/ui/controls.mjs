@@ -27,7 +27,7 @@ const SWITCHES = [
 
 export function buildControls(store) {
   const menus = byId("menus");
-  for (const [key, text] of [["schedule", "Schedule"], ["other", "Beside it"]]) {
+  for (const [key, text] of [["schedule", "Schedule"], ["other", "Compare with"]]) {
     const select = el("select", { id: key, onchange: () => store.change({ [key]: select.value }) });
     menus.append(el("label", {}, text, select));
   }
@@ -101,12 +101,13 @@ export function showControls(chosen, level) {
   }
   for (const [key] of SWITCHES) {
     byId(key).checked = chosen[key];
-    byId(key).disabled = key === "cut" && Boolean(level) && !level.controls.includes("cut");
   }
+  byId("cut").parentElement.hidden = Boolean(level) && !level.controls.includes("cut");
   byId("zoom").value = chosen.zoom;
 }
 
 function isOfUse(key, { schedule, other }) {
+  if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
   const needs = { v: "interleaved", saving: "dualpipe-v" }[key];
   return !needs || schedule === needs || other === needs;
 }

@@ -51,13 +51,13 @@ export function loadCsv(app, text, name) {
 export function loadTrace(app, text, name) {
   const trace = readTrace(text);
   const { durations, schedule } = trace;
-  const [F, I, W] = [durations.F, durations.I, durations.W].map(String);
+  const [F, I, W, c] = [..."FIWc"].map((key) => String(durations[key]));
   app.store.change({
-    ...fixedBy(schedule), csv: toCsv(schedule), F, I, W, c: "0", level: 0,
+    ...fixedBy(schedule), csv: toCsv(schedule), F, I, W, c, level: 0,
     scale: durations.scale.every((f) => f === 1) ? [] : durations.scale.map(String),
   });
   app.setMeasured(trace);
-  app.say(`${name}: the ${trace.group} run lies under the prediction. Durations are its means, in ms.`, "same");
+  app.say(`${name}: the ${trace.group} run lies under the prediction. Durations are its own, in ms.`, "same");
 }
 
 function fixedBy(schedule) {

@@ -19,7 +19,7 @@ export function attachHands(pane, app, { editable }) {
   };
 
   canvas.addEventListener("pointermove", (event) => {
-    if (pressed) {
+    if (pressed && !app.busy()) {
       const [x] = pointAt(event);
       if (!pane.drag && Math.abs(x - pressed.x) < 5) return;
       const to = placeFor(pane.layout, pane.run.timeline, pressed.place, x, pane.scroller.scrollLeft);
@@ -98,7 +98,7 @@ function onKey(pane, app, event, editable) {
     pane.focus = { ...pane.focus, index };
   } else if (key === "ArrowUp" || key === "ArrowDown") {
     pane.focus = neighbour(pane.run.timeline, pane.focus, key === "ArrowUp" ? -1 : 1);
-  } else if (key === "Enter" && editable) {
+  } else if (key === "Enter" && editable && !app.busy()) {
     const { rank, index } = pane.focus;
     pane.drag = { rank, from: index, to: index, verdict: "same" };
     app.say("Picked up. Left and right move it, Enter puts it down, Escape leaves it.", "same");

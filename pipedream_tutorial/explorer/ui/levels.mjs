@@ -62,7 +62,7 @@ export const LEVELS = [
   {
     title: "Stash or be wrong",
     text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights after every backward pass, and here into the same memory: forward and backward passes see different weights. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
-    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true, rate: "0.1" },
+    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true },
     schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
     controls: [],
     goals: [
@@ -75,13 +75,13 @@ export const LEVELS = [
   },
   {
     title: "Beat the search",
-    text: "Room for 3 microbatches, messages as long as a forward pass. The search was stopped after a few tries and came to 29. One dragged operation after the other, get to 28.",
+    text: "Room for 3 microbatches, messages as long as a forward pass. The search was stopped after a few tries and came to 29. Drag operations, and get to 28: OR-Tools has proved that no order takes less.",
     start: { ...EVEN, schedule: "search", p: 3, m: 6, c: "1", K: 3, tries: 30, held: true },
     schedules: ["search"],
     controls: [],
     goals: [timeAtMost(28), heldAtMost(3)],
     hint: "Switch the critical path on. Moves that cost nothing are worth making too: they open room for others.",
-    learned: "A search does the same: it moves single operations, and keeps what is not longer.",
+    learned: "A search does what you did: it moves single operations and keeps what is not longer, some thousand times a second. Under Free play choose it for other sizes.",
   },
 ];
 

@@ -48,8 +48,9 @@ const searcher = new Searcher((improved) => (improved ? refresh() : showSearch()
 // What the engine says of a schedule, or {error}.
 function attempt(name, chosen, moves) {
   try {
-    const words = name === "search" ? searcher.best(chosen).words : undefined;
-    return run(name, chosen, { words, moves });
+    if (name !== "search") return run(name, chosen, { moves });
+    const { words } = searcher.best(chosen);
+    return run(name, chosen, { words, moves: searcher.busy ? [] : moves });
   } catch (error) {
     if (!(error instanceof RuleError)) throw error;
     return { error: `These sizes do not go: ${error.message}.` };
@@ -143,13 +144,18 @@ function showFocus(pane) {
 function move(by) {
   const { rank, index } = main.focus;
   const to = index + by;
-  if (to < 0 || to >= main.run.timeline.schedule.orders[rank].length) return;
+  if (hands.busy() || to < 0 || to >= main.run.timeline.schedule.orders[rank].length) return;
   aim(main, hands, { rank, from: index, to });
   drop(main, hands);
 }
 
 const hands = {
   say,
+  busy() {
+    const busy = store.chosen.schedule === "search" && searcher.busy;
+    if (busy) say("Wait until the search has ended.", "illegal");
+    return busy;
+  },
   onFocus: showFocus,
   onMove({ rank, from, to }, text, verdict) {
     store.change({ moves: [...store.chosen.moves, { rank, from, to }] });
@@ -169,7 +175,7 @@ function attachButtons() {
   byId("later").onclick = () => move(1);
   byId("share").onclick = async () => {
     await navigator.clipboard?.writeText(location.href);
-    say("The address of this page holds everything that you see; it is in the clipboard now.", "same");
+    say("The address of this page holds all that you see but a trace; it is in the clipboard now.", "same");
   };
   byId("again").onclick = () => startLevel(store, store.chosen.level);
   byId("rate").onchange = () => {
@@ -201,3 +207,4 @@ function start() {
 }
 
 start();
+window.explorer = { store, main, beside, player, searcher }; // for the console, and the tests

@@ -30,37 +30,40 @@ function boxOf(view, { rank, index }) {
   return { x, right, top: rowTop(layout, rank), height: layout.row };
 }
 
-// From the end of the operation that sends to the arrival at the one that receives.
-function arrow(g, view, from, to, head) {
+// Arrows from the end of operations that send to the arrival at those on other ranks that receive:
+// all lines in one path and all heads in another, as there may be thousands.
+function drawArrows(g, view, pairs, head) {
   const { layout, timeline, scroll, links } = view;
-  const [sender, receiver] = [links.places.get(from), links.places.get(to)];
   const tick = timeline.tick.toNumber();
-  const sent = timeline.ends[sender.rank][sender.index];
-  const arrives = sender.rank === receiver.rank ? sent : sent + timeline.communication;
-  const down = receiver.rank > sender.rank;
-  const [x0, x1] = [toX(layout, sent * tick, scroll), toX(layout, arrives * tick, scroll)];
-  if (Math.max(x0, x1) < layout.gutter || Math.min(x0, x1) > layout.width) return;
-  const y0 = rowTop(layout, sender.rank) + layout.row * (down ? 0.8 : 0.2);
-  const y1 = rowTop(layout, receiver.rank) + layout.row * (down ? 0.2 : 0.8);
+  const heads = new Path2D();
   g.beginPath();
-  g.moveTo(x0, y0);
-  g.lineTo(x1, y1);
-  g.stroke();
-  const angle = Math.atan2(y1 - y0, x1 - x0);
-  g.beginPath();
-  g.moveTo(x1, y1);
-  for (const side of [-0.45, 0.45]) {
-    g.lineTo(x1 - head * Math.cos(angle + side), y1 - head * Math.sin(angle + side));
+  for (const [from, to] of pairs) {
+    const [sender, receiver] = [links.places.get(from), links.places.get(to)];
+    if (sender.rank === receiver.rank) continue;
+    const sent = timeline.ends[sender.rank][sender.index];
+    const x0 = toX(layout, sent * tick, scroll);
+    const x1 = toX(layout, (sent + timeline.communication) * tick, scroll);
+    if (x1 < layout.gutter || x0 > layout.width) continue;
+    const down = receiver.rank > sender.rank;
+    const y0 = rowTop(layout, sender.rank) + layout.row * (down ? 0.8 : 0.2);
+    const y1 = rowTop(layout, receiver.rank) + layout.row * (down ? 0.2 : 0.8);
+    g.moveTo(x0, y0);
+    g.lineTo(x1, y1);
+    const angle = Math.atan2(y1 - y0, x1 - x0);
+    heads.moveTo(x1, y1);
+    for (const side of [-0.45, 0.45]) {
+      heads.lineTo(x1 - head * Math.cos(angle + side), y1 - head * Math.sin(angle + side));
+    }
   }
-  g.fill();
+  g.stroke();
+  g.fill(heads);
 }
 
 export function drawMessages(g, view) {
   g.strokeStyle = g.fillStyle = view.theme.ink;
   g.globalAlpha = 0.55;
   g.lineWidth = 1;
-  const head = view.layout.perUnit > 6 ? 6 : 3;
-  for (const [from, to] of view.links.messages) arrow(g, view, from, to, head);
+  drawArrows(g, view, view.links.messages, view.layout.perUnit > 6 ? 6 : 3);
   g.globalAlpha = 1;
 }
 
@@ -87,16 +90,14 @@ export function drawFocus(g, view, place) {
   const { theme, links, timeline } = view;
   const item = timeline.schedule.orders[place.rank][place.index];
   g.strokeStyle = g.fillStyle = theme.accent;
-  g.lineWidth = 2;
-  for (const op of item.parts) {
-    for (const need of timeline.wanted.of(op)) {
-      outline(g, boxOf(view, links.places.get(need)), 2);
-      arrow(g, view, need, op.text, 8);
-    }
-    g.setLineDash([4, 3]);
-    for (const receiver of links.receivers.get(op.text) ?? []) arrow(g, view, op.text, receiver, 8);
-    g.setLineDash([]);
-  }
+  const texts = item.parts.map((op) => op.text);
+  const needed = item.parts.flatMap((op) => timeline.wanted.of(op).map((need) => [need, op.text]));
+  for (const [need] of needed) outline(g, boxOf(view, links.places.get(need)), 2);
+  drawArrows(g, view, needed, 8);
+  g.setLineDash([4, 3]);
+  const given = texts.flatMap((text) => (links.receivers.get(text) ?? []).map((to) => [text, to]));
+  drawArrows(g, view, given, 8);
+  g.setLineDash([]);
   g.strokeStyle = theme.ink;
   outline(g, boxOf(view, place), 3);
 }

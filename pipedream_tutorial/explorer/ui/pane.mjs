@@ -71,8 +71,8 @@ export class Pane {
     if (this.measured) {
       const took = Math.max(...this.measured.ends.map((line) => line.at(-1) ?? 0));
       const predicted = timeline.last * timeline.tick.toNumber();
-      pairs.push(["measured", `${shortNumber(took)} ms`]);
-      pairs.push(["off by", percent(took / predicted - 1)]);
+      const off = took / predicted - 1;
+      pairs.push(["measured", `${took.toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
     }
     this.numbers.replaceChildren(
       ...pairs.map(([term, value]) =>

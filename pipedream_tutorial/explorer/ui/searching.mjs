@@ -29,6 +29,10 @@ export class Searcher {
     return this.found;
   }
 
+  get busy() {
+    return this.found !== null && this.found.tried < this.found.tries;
+  }
+
   go(steps, key) {
     const frame = () => {
       if (this.key !== key) return;

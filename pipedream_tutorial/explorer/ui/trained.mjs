@@ -28,10 +28,10 @@ export function showTrained(trained, chosen) {
   }
   const { whole, newest, perStage, losses } = trained;
   byId("trained-text").textContent = verdict(whole, newest) + lossText(losses);
-  const bars = perStage.map((error, stage) => bar(`stage ${stage}`, error));
-  byId("trained-table").replaceChildren(
-    bar("all stages", whole), ...bars, bar("against the newest weights", newest),
-  );
+  const errors = perStage.map((error, stage) => [`stage ${stage}`, error]);
+  const rows = [["all stages", whole], ...errors, ["all, against the newest", newest]];
+  const most = Math.max(...rows.map(([, error]) => (Number.isFinite(error) ? error : 0)), 1e-9);
+  byId("trained-table").replaceChildren(...rows.map(([name, error]) => bar(name, error, most)));
 }
 
 function verdict(whole, newest) {
@@ -46,8 +46,8 @@ function lossText(losses) {
   return `Loss ${mean(losses.slice(0, few))} at first, ${mean(losses.slice(-few))} in the end.`;
 }
 
-function bar(name, error) {
-  const shown = Number.isFinite(error) ? error : 1;
+function bar(name, error, most) {
+  const shown = Number.isFinite(error) ? error / most : 1;
   const filled = el("span", { className: "filled" });
   filled.style.width = `${Math.min(100, 100 * shown)}%`;
   const value = error === 0 ? "0" : Number.isFinite(error) ? percent(error) : "diverged";
