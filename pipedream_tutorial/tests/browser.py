@@ -1,4 +1,7 @@
-"""A headless Chromium that tests drive through a pipe, in the DevTools protocol."""
+"""A headless Chromium that tests drive through a pipe, in the DevTools protocol.
+
+python tests/browser.py figures/explorer.png   takes the README's picture of explorer.html
+"""
 
 import base64
 import fcntl
@@ -6,7 +9,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -14,6 +20,9 @@ FLAGS = [
     "--remote-debugging-pipe", "--hide-scrollbars", "--disable-dev-shm-usage",
 ]  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
 
 
 def find_browser():
@@ -119,7 +128,10 @@ class Browser:
 
     def screenshot(self, path):
         """The whole page, as long as it is."""
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True)
+        page = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        shot = self.send(
+            "Page.captureScreenshot", captureBeyondViewport=True, clip={**page, "scale": 1}
+        )
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self):
@@ -127,3 +139,19 @@ class Browser:
         self.process.wait()
         self.out.close()
         self.back.close()
+
+
+def main():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(profile)
+        browser.open(Path(__file__).resolve().parent.parent / "explorer.html", SHOWN)
+        browser.wait("!explorer.searcher.busy")
+        browser.js("explorer.main.focus = explorer.main.links.places.get('1I3')")
+        browser.js("explorer.store.change({})")
+        browser.js("document.querySelector('footer').remove()")
+        browser.screenshot(Path(sys.argv[1]))
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
