@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import Browser, find_browser
 from matplotlib.image import imread
@@ -108,6 +110,40 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(browser, tmp_path, width,
     assert {tuple(bytes.fromhex(name[1:])) for name in names} <= colours
 
 
+# Machado, Oliveira and Fernandes (2009): linear RGB as seen without one kind of cone.
+BLINDNESS = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+               [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+               [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+               [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(linear):
+    """CIELAB of linear RGB, in which equal distances look about equally large."""
+    xyz = np.clip(TO_XYZ @ linear / (TO_XYZ @ np.ones(3)), 0, 1)
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_of_kinds_differ_for_the_colour_blind(browser, dark):
+    """By 20 and more, where 2.3 is a difference that one just sees."""
+    browser.open(PAGE, dark=dark)
+    theme = browser.js("Object.fromEntries(Object.entries(explorer.main.theme).slice(0, 6))")
+    seen = {}
+    for name in ("F", "B", "I", "W", "lane"):
+        srgb = np.frombuffer(bytes.fromhex(theme[name][1:]), np.uint8) / 255
+        seen[name] = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    for kind, matrix in BLINDNESS.items():
+        for one, other in combinations(seen, 2):
+            a, b = (lab(np.clip(matrix @ seen[name], 0, 1)) for name in (one, other))
+            assert np.linalg.norm(a - b) > 20, (kind, one, other)
+
+
 def test_a_slider_changes_the_timeline_and_the_address(browser):
     browser.open(PAGE)
     assert numbers(browser)["time"] == "33"
@@ -119,8 +155,8 @@ def test_a_slider_changes_the_timeline_and_the_address(browser):
     schedule = build_schedule("1f1b", 4, 9)
     wanted = simulate(schedule, build_costs(schedule, communication="1/3")).makespan
     assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
+    browser.wait("location.hash.includes('m=9')")
     hash_ = browser.js("location.hash")
-    assert "m=9" in hash_
     browser.open(PAGE, hash_)
     assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
 
@@ -253,12 +289,24 @@ def test_csv_goes_out_and_comes_in(browser, tmp_path):
     browser.open(PAGE)
     upload(browser, "load-csv", tmp_path / "wanted.csv")
     assert numbers(browser)["time"] == "25.5"
-    hash_ = browser.js("location.hash")
-    browser.open(PAGE, hash_)
+    browser.wait("location.hash.includes('csv=')")
+    browser.open(PAGE, browser.js("location.hash"))
     assert numbers(browser)["time"] == "25.5"
     (tmp_path / "broken.csv").write_text("0F0,1B0\n1F0,0B0\n")
     upload(browser, "load-csv", tmp_path / "broken.csv")
     assert "stage 1 is on ranks 0 and 1" in text(browser, "said")
+
+
+def test_a_csv_cannot_say_everything(browser):
+    browser.open(PAGE)
+    for choice, reason in (
+        ("{ schedule: 'pipedream' }", "does not flush"),
+        ("{ schedule: 'chimera' }", "two copies of the model"),
+        ("{ schedule: '1f1b', n: 2 }", "one batch"),
+    ):
+        browser.js(f"explorer.store.change({choice})")
+        browser.js("document.getElementById('save-csv').click()")
+        assert reason in text(browser, "said")
 
 
 def test_a_measured_trace_lies_under_its_prediction(browser, tmp_path):

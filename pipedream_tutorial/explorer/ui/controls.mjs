@@ -127,7 +127,7 @@ export function showScales(store, level) {
           store.change({ scale: now.every((f) => f === "1") ? [] : now });
         };
         const shown = el("output");
-        return el("label", {}, `rank ${rank}`, range, shown);
+        return el("label", {}, `part ${rank}`, range, shown);
       }),
     );
   }

@@ -9,10 +9,8 @@ import { byId, saveFile } from "./dom.mjs";
 export function attachFiles(app) {
   byId("save-csv").onclick = () =>
     refusable(app, () => {
-      const name = app.store.chosen.schedule;
-      saveFile(`${name}.csv`, toCsv(app.pane.run.timeline.schedule), "text/csv");
-      app.say("Saved. pipedream_simple.py and pipedream_runtime.py take it as --set schedule=" +
-        `${name}.csv`, "same");
+      const name = save(app);
+      app.say(`Saved. Run it: python pipedream_simple.py --set schedule=${name}`, "same");
     });
   for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
     byId(id).onchange = async () => {
@@ -31,12 +29,25 @@ export function attachFiles(app) {
   });
 }
 
+// The file's name; RuleError for what a CSV cannot say.
+function save({ store, pane }) {
+  const { schedule, n } = store.chosen;
+  if (!pane.run) throw new RuleError("there is no order");
+  if (!pane.run.policy.flushes) {
+    throw new RuleError("it does not flush, and a CSV has no operation that updates weights");
+  }
+  if (n > 1) throw new RuleError("a CSV is one batch; set batches to 1");
+  const name = `${schedule === "csv" ? "order" : schedule}.csv`;
+  saveFile(name, toCsv(pane.run.timeline.schedule), "text/csv");
+  return name;
+}
+
 function refusable(app, act, ...rest) {
   try {
     act(...rest);
   } catch (error) {
     if (!(error instanceof RuleError)) throw error;
-    app.say(`Not loaded: ${error.message}.`, "illegal");
+    app.say(`Not possible: ${error.message}.`, "illegal");
   }
 }
 

@@ -32,8 +32,12 @@ const store = {
   },
   set(chosen) {
     store.chosen = chosen;
-    history.replaceState(null, "", toHash(chosen));
+    clearTimeout(store.writing); // browsers allow few changes of the address a second
+    store.writing = setTimeout(store.write, 150);
     refresh();
+  },
+  write() {
+    history.replaceState(null, "", toHash(store.chosen));
   },
 };
 
@@ -174,6 +178,7 @@ function attachButtons() {
   byId("earlier").onclick = () => move(-1);
   byId("later").onclick = () => move(1);
   byId("share").onclick = async () => {
+    store.write();
     await navigator.clipboard?.writeText(location.href);
     say("The address of this page holds all that you see but a trace; it is in the clipboard now.", "same");
   };

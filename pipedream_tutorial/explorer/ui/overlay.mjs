@@ -69,7 +69,7 @@ export function drawMessages(g, view) {
 
 export function drawPath(g, view, path) {
   g.strokeStyle = view.theme.path;
-  g.lineWidth = 3;
+  g.lineWidth = view.layout.perUnit < 12 ? 1.5 : 3;
   let before = null;
   for (const place of path) {
     const box = boxOf(view, place);
