@@ -1,5 +1,6 @@
 """explorer.html as a reader has it: what the build makes, and at work in a headless browser."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import MeasuredEvent, write_trace
+from test_explorer_engine import grid, python_or_error
 
 TUTORIAL = Path(__file__).resolve().parent.parent
 PAGE, SOURCES = TUTORIAL / "explorer.html", TUTORIAL / "explorer"
@@ -161,6 +163,27 @@ def test_a_slider_changes_the_timeline_and_the_address(browser):
     assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
 
 
+def test_every_cell_in_the_browser_is_the_python_simulators(browser):
+    browser.open(PAGE)
+    cases = grid()
+    answers = browser.js(
+        f"""{json.dumps(cases)}.map(([name, chosen]) => {{
+            try {{
+                const {{ timeline }} = explorer.run(name, chosen);
+                return {{
+                    tick: timeline.tick.toString(), starts: timeline.starts, ends: timeline.ends,
+                    cells: timeline.schedule.orders.map((order) => order.map((i) => i.text).join()),
+                }};
+            }} catch (error) {{
+                return {{ error: error.message }};
+            }}
+        }})"""
+    )
+    for case, answer in zip(cases, answers, strict=True):
+        wanted = python_or_error(*case)
+        assert answer == {key: wanted[key] for key in answer}, case
+
+
 def test_every_schedule_is_drawn_or_says_why_not(browser):
     browser.open(PAGE)
     for name in SCHEDULES:
@@ -174,6 +197,10 @@ def test_every_schedule_is_drawn_or_says_why_not(browser):
 def test_an_address_that_makes_no_sense_is_left_out(browser):
     browser.open(PAGE, "#p=99&m=x&F=-1&schedule=nonsense&moves=1.2&csv=%&scale=1,0&rate=0&zz=1")
     assert numbers(browser)["time"] == str(3 * (15 + 8))
+    browser.open(PAGE, "#moves=9.9.9")
+    assert "a move names a place that is not there" in browser.js("explorer.main.error.textContent")
+    browser.open(PAGE, "#schedule=csv&csv=0B0%2C0F0")
+    assert "0B0" in browser.js("explorer.main.error.textContent")
 
 
 def test_pointing_at_an_operation_says_what_it_waits_for(browser):

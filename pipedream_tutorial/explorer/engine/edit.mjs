@@ -3,9 +3,12 @@
 import { shortNumber } from "./fraction.mjs";
 import { activationSteps } from "./measures.mjs";
 import { DeadlockError, Needs } from "./needs.mjs";
+import { RuleError } from "./ops.mjs";
 import { makespan, simulate } from "./simulator.mjs";
 
 export function moved(schedule, { rank, from, to }) {
+  const length = schedule.orders[rank]?.length ?? 0;
+  if (from >= length || to >= length) throw new RuleError("a move names a place that is not there");
   const orders = [...schedule.orders];
   orders[rank] = [...orders[rank]];
   const [item] = orders[rank].splice(from, 1);
@@ -21,8 +24,9 @@ export function judge(timeline, costs, move, memory = Infinity) {
   const illegal = (text) => ({ verdict: "illegal", text: `Not possible: ${text}` });
   const broken = ownNeeds(changed, move.rank);
   if (broken) return illegal(`${broken.op} needs ${broken.need}, which this rank would run later.`);
-  const held = Math.max(...activationSteps(changed)[move.rank].map((step) => step.held));
-  if (held > memory * schedule.stagesPerRank) {
+  const most = (one) => Math.max(...activationSteps(one)[move.rank].map((step) => step.held));
+  const held = most(changed);
+  if (held > memory * schedule.stagesPerRank && held > most(schedule)) {
     const [shown, limit] = [held / schedule.stagesPerRank, memory];
     return illegal(
       `rank ${move.rank} would hold ${shortNumber(shown)} microbatches, and the limit is ${limit}.`,
@@ -61,7 +65,8 @@ function costText(before, after, item) {
   const [was, is] = [shortNumber(old.toNumber()), shortNumber(now.toNumber())];
   const change = now.compare(old);
   const by = shortNumber(Math.abs(now.minus(old).toNumber()));
-  if (change === 0) return { verdict: "same", text: `Free: ${item.text} may move, time stays ${is}.` };
+  const name = item.parts.map((op) => op.text).join(" | ");
+  if (change === 0) return { verdict: "same", text: `Free: ${name} may move, time stays ${is}.` };
   if (change < 0) return { verdict: "shorter", text: `Gains ${by}: time falls from ${was} to ${is}.` };
   return { verdict: "longer", text: `Costs ${by}: time rises from ${was} to ${is}.` };
 }

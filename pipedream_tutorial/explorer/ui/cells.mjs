@@ -2,7 +2,7 @@
 
 import { shortNumber } from "../engine/fraction.mjs";
 import { rowTop, toX } from "./layout.mjs";
-import { fillOf } from "./theme.mjs";
+import { inkOf } from "./theme.mjs";
 
 export function drawLanes(g, { layout, theme, scroll }) {
   g.fillStyle = theme.lane;
@@ -12,7 +12,7 @@ export function drawLanes(g, { layout, theme, scroll }) {
   }
 }
 
-export function drawCells(g, { layout, timeline, theme, pale, scroll }) {
+export function drawCells(g, { layout, timeline, theme, pale, scroll, versions }) {
   const tick = timeline.tick.toNumber();
   const narrowest = Math.min(
     ...timeline.starts.flatMap((line, rank) =>
@@ -21,7 +21,8 @@ export function drawCells(g, { layout, timeline, theme, pale, scroll }) {
   );
   const letters = narrowest * tick * layout.perUnit > 26;
   // As wide as the widest label, so that a row has all of its numbers or none.
-  const widest = "8".repeat(String(timeline.schedule.numMicrobatches - 1).length);
+  const labels = versions ? [...versions.values()] : [timeline.schedule.numMicrobatches - 1];
+  const widest = "8".repeat(String(labels.reduce((a, b) => Math.max(a, b), 0)).length);
   timeline.schedule.orders.forEach((order, rank) => {
     const top = rowTop(layout, rank);
     order.forEach((item, k) => {
@@ -29,23 +30,24 @@ export function drawCells(g, { layout, timeline, theme, pale, scroll }) {
       const right = toX(layout, timeline.ends[rank][k] * tick, scroll);
       if (right < layout.gutter || x > layout.width) return;
       const width = right - x;
-      drawItem(g, item, { x, top, width, height: layout.row, theme, pale, letters, widest });
+      drawItem(g, item, { x, top, width, height: layout.row, theme, pale, versions, letters, widest });
     });
   });
 }
 
 // A pair is two halves, the forward pass on top.
-export function drawItem(g, item, { x, top, width, height, theme, pale, letters, widest }) {
+export function drawItem(g, item, { x, top, width, height, theme, pale, versions, letters, widest }) {
   const each = height / item.parts.length;
   item.parts.forEach((op, part) => {
-    const { fill, ink } = fillOf(theme, op.kind, pale.get(op.stage) ?? 0);
+    const { fill, ink } = inkOf(theme, op, pale, versions);
     const gap = width > 5 ? 1 : width > 2.5 ? 0.5 : 0;
     g.fillStyle = fill;
     g.fillRect(x, top + part * each, Math.max(width - gap, 0.5), each - (part ? 0 : gap ? 0.5 : 0));
     if (width > 11 && each > 7) {
       const size = Math.min(13, Math.max(9, each * 0.55));
       g.font = `${size}px ${theme.font}`;
-      const text = (letters ? op.kind : "") + op.microbatch;
+      const number = versions ? versions.get(op.text) ?? "" : op.microbatch;
+      const text = (letters && !versions ? op.kind : "") + number;
       if (g.measureText(widest ?? text).width + 2 < width) {
         g.fillStyle = ink;
         g.textAlign = "center";

@@ -21,7 +21,8 @@ const SLIDERS = [
 const RANGES = { F: [0.25, 4], I: [0.25, 4], W: [0, 4], c: [0, 4], saving: [0, 1] };
 const SWITCHES = [
   ["path", "critical path"], ["arrows", "messages"], ["held", "memory"],
-  ["versions", "weight versions"], ["stale", "staleness"], ["gradients", "gradient error"],
+  ["versions", "weight versions"], ["stale", "staleness"],
+  ["byVersion", "cells by weight version"], ["gradients", "gradient error"],
   ["cut", "cut every B into I and W"],
 ];
 

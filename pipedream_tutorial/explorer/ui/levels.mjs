@@ -62,7 +62,7 @@ export const LEVELS = [
   {
     title: "Stash or be wrong",
     text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights after every backward pass, and here into the same memory: forward and backward passes see different weights. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
-    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true },
+    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, byVersion: true, gradients: true },
     schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
     controls: [],
     goals: [

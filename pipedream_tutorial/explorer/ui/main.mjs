@@ -41,6 +41,8 @@ const store = {
   },
 };
 
+const MOST_CELLS = 30000;
+
 let measured = null;
 let theme = readTheme();
 const main = new Pane(byId("panes"), "Timeline. Arrow keys choose an operation, Enter picks it up.");
@@ -52,12 +54,21 @@ const searcher = new Searcher((improved) => (improved ? refresh() : showSearch()
 // What the engine says of a schedule, or {error}.
 function attempt(name, chosen, moves) {
   try {
+    checkSize(name, chosen);
     if (name !== "search") return run(name, chosen, { moves });
     const { words } = searcher.best(chosen);
     return run(name, chosen, { words, moves: searcher.busy ? [] : moves });
   } catch (error) {
     if (!(error instanceof RuleError)) throw error;
-    return { error: `These sizes do not go: ${error.message}.` };
+    return { error: `This cannot run: ${error.message}.` };
+  }
+}
+
+// Python has no such limit; a page should answer at once.
+function checkSize(name, { p, m, n, v }) {
+  const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
+  if (count > MOST_CELLS) {
+    throw new RuleError(`about ${count} operations are too many for a page; take fewer batches`);
   }
 }
 
@@ -117,6 +128,11 @@ function showLimit(result) {
 function showLegend() {
   const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
   const ops = panes.flatMap((pane) => pane.run?.timeline.schedule.ops() ?? []);
+  if (store.chosen.byVersion) {
+    const text = "number and colour: the version of the weights that a pass runs with; W reads none";
+    byId("legend").replaceChildren(el("span", {}, text));
+    return;
+  }
   const kinds = Object.keys(names).filter((kind) => ops.some((op) => op.kind === kind));
   const swatches = kinds.map((kind) => {
     const box = el("span", { className: "swatch" });
@@ -212,4 +228,4 @@ function start() {
 }
 
 start();
-window.explorer = { store, main, beside, player, searcher }; // for the console, and the tests
+window.explorer = { store, main, beside, player, searcher, run }; // for the console, and the tests

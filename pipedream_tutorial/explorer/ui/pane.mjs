@@ -11,7 +11,7 @@ import {
   buildLinks, drawClock, drawDrag, drawFocus, drawMessages, drawPath,
 } from "./overlay.mjs";
 import { buildStrips, drawStrips, stripLabels } from "./strips.mjs";
-import { paleness } from "./theme.mjs";
+import { paleness, versionsOf } from "./theme.mjs";
 
 export class Pane {
   constructor(parent, label) {
@@ -120,7 +120,8 @@ export class Pane {
     g.fillRect(0, 0, this.layout.width, this.layout.height);
     drawLanes(g, view);
     drawAxis(g, view);
-    drawCells(g, view);
+    const versions = this.chosen.byVersion ? versionsOf(this.run.use) : null;
+    drawCells(g, { ...view, versions });
     drawStrips(g, { ...view, strips: this.strips, limit: this.chosen.K });
     if (this.measured) drawMeasured(g, { ...view, measured: this.measured });
     if (this.chosen.arrows) drawMessages(g, view);

@@ -8,7 +8,7 @@ export const START = {
   schedule: "1f1b", other: "", p: 4, m: 8, v: 2, n: 1,
   F: "1", I: "1", W: "1", c: "0", saving: "0", scale: [], K: 0, tries: 0,
   cut: false, moves: [], csv: "", path: false, arrows: false,
-  held: true, versions: false, stale: false, gradients: false, rate: "0.5",
+  held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "0.5",
   zoom: 1, level: 0, solved: [],
 };
 

@@ -36,6 +36,31 @@ export function fillOf(theme, kind, pale) {
   return theme.fills.get(key);
 }
 
+// Colours for weight versions, in turn: neighbours differ in lightness too.
+const VERSION_COLOURS = ["#56b4e9", "#d55e00", "#f0e442", "#00664a", "#cc79a7", "#0072b2", "#e69f00"];
+
+// The colour of a cell: of its kind, or of the version of the weights that it runs with.
+export function inkOf(theme, op, pale, versions) {
+  if (!versions) return fillOf(theme, op.kind, pale.get(op.stage) ?? 0);
+  const version = versions.get(op.text);
+  if (version === undefined) return { fill: theme.line, ink: theme.ink }; // W reads no weights
+  const name = `version ${version % VERSION_COLOURS.length}`;
+  theme[name] = VERSION_COLOURS[version % VERSION_COLOURS.length];
+  return fillOf(theme, name, 0);
+}
+
+// operation -> the version of its stage's weights that it runs with; none for W.
+export function versionsOf(use) {
+  const found = new Map();
+  for (const [stage, { forward, backward, live }] of use) {
+    for (const { op } of live) {
+      const own = { F: forward, B: backward, I: backward }[op.kind];
+      if (own) found.set(`${stage}${op.kind}${op.microbatch}`, own.get(op.microbatch));
+    }
+  }
+  return found;
+}
+
 // stage -> how pale: 0 for a rank's first stage (or the first copy of the model).
 export function paleness(schedule) {
   const position = schedule.position();
