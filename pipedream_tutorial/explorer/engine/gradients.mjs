@@ -240,6 +240,6 @@ function relativeError(found, exact) {
 }
 
 function middle(values) {
-  const sorted = values.toSorted((a, b) => a - b);
+  const sorted = [...values].sort((a, b) => a - b);
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : 0;
 }

@@ -42,7 +42,12 @@ export function drawItem(g, item, { x, top, width, height, theme, pale, versions
     const { fill, ink } = inkOf(theme, op, pale, versions);
     const gap = width > 5 ? 1 : width > 2.5 ? 0.5 : 0;
     g.fillStyle = fill;
-    g.fillRect(x, top + part * each, Math.max(width - gap, 0.5), each - (part ? 0 : gap ? 0.5 : 0));
+    const [y, wide] = [top + part * each, Math.max(width - gap, 0.5)];
+    g.fillRect(x, y, wide, each - (part ? 0 : gap ? 0.5 : 0));
+    if (versions) { // the kind as a foot
+      g.fillStyle = theme[op.kind];
+      g.fillRect(x, y + 0.8 * each, wide, 0.2 * each);
+    }
     if (width > 11 && each > 7) {
       const size = Math.min(13, Math.max(9, each * 0.55));
       g.font = `${size}px ${theme.font}`;
@@ -52,7 +57,7 @@ export function drawItem(g, item, { x, top, width, height, theme, pale, versions
         g.fillStyle = ink;
         g.textAlign = "center";
         g.textBaseline = "middle";
-        g.fillText(text, x + (width - gap) / 2, top + (part + 0.53) * each);
+        g.fillText(text, x + (width - gap) / 2, top + (part + (versions ? 0.43 : 0.53)) * each);
       }
     }
   });

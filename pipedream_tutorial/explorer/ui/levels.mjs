@@ -61,8 +61,8 @@ export const LEVELS = [
   },
   {
     title: "Stash or be wrong",
-    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights after every backward pass, and here into the same memory: forward and backward passes see different weights. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
-    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, byVersion: true, gradients: true },
+    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights after every backward pass, and here into the same memory: forward and backward passes see different weights. Point at a backward pass to read which. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
+    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true },
     schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
     controls: [],
     goals: [
@@ -80,7 +80,7 @@ export const LEVELS = [
     schedules: ["search"],
     controls: [],
     goals: [timeAtMost(28), heldAtMost(3)],
-    hint: "Switch the critical path on. Moves that cost nothing are worth making too: they open room for others.",
+    hint: "Moves that cost nothing are worth making too: they open room for others. On rank 0 put F3 before I1, which is free; then W1 and F4 before I2.",
     learned: "A search does what you did: it moves single operations and keeps what is not longer, some thousand times a second. Under Free play choose it for other sizes.",
   },
 ];

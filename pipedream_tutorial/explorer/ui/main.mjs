@@ -128,11 +128,6 @@ function showLimit(result) {
 function showLegend() {
   const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
   const ops = panes.flatMap((pane) => pane.run?.timeline.schedule.ops() ?? []);
-  if (store.chosen.byVersion) {
-    const text = "number and colour: the version of the weights that a pass runs with; W reads none";
-    byId("legend").replaceChildren(el("span", {}, text));
-    return;
-  }
   const kinds = Object.keys(names).filter((kind) => ops.some((op) => op.kind === kind));
   const swatches = kinds.map((kind) => {
     const box = el("span", { className: "swatch" });
@@ -141,6 +136,10 @@ function showLegend() {
   });
   const several = panes.some((pane) => pane.pale && pane.run && [...pane.pale.values()].some(Boolean));
   if (several) swatches.push(el("span", {}, "paler: a rank's later stages, or the second copy"));
+  if (store.chosen.byVersion) {
+    const text = "at the foot; above it the version of the weights that a pass runs with (W reads none)";
+    swatches.push(el("span", {}, text));
+  }
   byId("legend").replaceChildren(...swatches);
 }
 
