@@ -4,6 +4,7 @@ import { fromCsv, toCsv } from "../engine/csv.mjs";
 import { RuleError } from "../engine/ops.mjs";
 import { readTrace } from "../engine/trace.mjs";
 import { byId, saveFile } from "./dom.mjs";
+import { WHOLE } from "./state.mjs";
 
 // app: {store, pane, setMeasured(measured), say(text, verdict)}
 export function attachFiles(app) {
@@ -73,6 +74,8 @@ export function loadTrace(app, text, name) {
 
 function fixedBy(schedule) {
   const [p, m] = [schedule.numRanks, schedule.numMicrobatches];
-  if (p > 16 || m > 64) throw new RuleError(`it has ${p} ranks and ${m} microbatches; 16 and 64 are the most`);
+  if (p > WHOLE.p[1] || m > WHOLE.m[1]) {
+    throw new RuleError(`it has ${p} ranks and ${m} microbatches; 16 and 64 are the most`);
+  }
   return { schedule: "csv", p, m, n: 1, cut: false, moves: [] };
 }

@@ -3,10 +3,11 @@
 import { judge } from "../engine/edit.mjs";
 import { itemAt, placeFor } from "./layout.mjs";
 
-// app: {timelineOf, onFocus(pane), onMove(move), say(text, verdict), onKey(event)}
+// app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), busy(), onKey(event)}
 export function attachHands(pane, app, { editable }) {
   const { canvas } = pane;
   let pressed = null;
+  attachKeys(pane, app, editable);
 
   const pointAt = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -50,10 +51,12 @@ export function attachHands(pane, app, { editable }) {
     pressed = pane.drag = null;
     pane.draw();
   });
-  canvas.addEventListener("keydown", (event) => {
-    if (pane.run && !event.ctrlKey && !event.metaKey && onKey(pane, app, event, editable)) {
-      event.preventDefault();
-    }
+}
+
+function attachKeys(pane, app, editable) {
+  pane.canvas.addEventListener("keydown", (event) => {
+    const plain = !event.ctrlKey && !event.metaKey && !event.altKey;
+    if (pane.run && plain && onKey(pane, app, event, editable)) event.preventDefault();
   });
 }
 

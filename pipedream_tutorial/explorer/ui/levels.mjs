@@ -47,7 +47,7 @@ export const LEVELS = [
     controls: ["cut"],
     goals: [timeAtMost(15), heldAtMost(3)],
     hint: "Switch on \"cut every B into I and W\": that alone brings 18 down to 16. Then drag 2W0, the first W of the last rank, to the end of its line: the I behind it starts earlier.",
-    learned: "Filling and draining cost (p-1)(F+I) now, and W fills part of that. ZB-H1 does it on every rank: 14. Put it beside yours.",
+    learned: "Filling and draining cost (p-1)(F+I) now, and W fills part of that. ZB-H1 does it on every rank: 14. Compare it with yours.",
   },
   {
     title: "Live with c > 0",

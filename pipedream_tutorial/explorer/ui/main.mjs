@@ -2,7 +2,7 @@
 
 import { shortNumber } from "../engine/fraction.mjs";
 import { RuleError } from "../engine/ops.mjs";
-import { run } from "../engine/run.mjs";
+import { run, titleOf } from "../engine/run.mjs";
 import { buildControls, showControls, showScales } from "./controls.mjs";
 import { describe } from "./detail.mjs";
 import { byId, el } from "./dom.mjs";
@@ -76,9 +76,10 @@ function refresh() {
   const { chosen } = store;
   const level = LEVELS[chosen.level - 1];
   const result = attempt(chosen.schedule, chosen, chosen.moves);
-  main.show(chosen.schedule, result, chosen.schedule === "csv" ? measured : null);
+  const title = titleOf(chosen.schedule) + (chosen.moves.length ? ", changed by you" : "");
+  main.show(title, result, chosen.schedule === "csv" ? measured : null);
   beside.box.hidden = !chosen.other;
-  if (chosen.other) beside.show(chosen.other, attempt(chosen.other, chosen, []), null);
+  if (chosen.other) beside.show(titleOf(chosen.other), attempt(chosen.other, chosen, []), null);
   else beside.run = null;
   showControls(chosen, level);
   showScales(store, level);

@@ -3,7 +3,6 @@
 
 import { criticalPath, largest } from "../engine/measures.mjs";
 import { percent, shortNumber } from "../engine/fraction.mjs";
-import { titleOf } from "../engine/run.mjs";
 import { drawAxis, drawCells, drawGutter, drawLanes, drawMeasured } from "./cells.mjs";
 import { el } from "./dom.mjs";
 import { buildLayout } from "./layout.mjs";
@@ -32,8 +31,8 @@ export class Pane {
   }
 
   // result: what engine/run.mjs gives, or {error}; measured: from a trace, or null.
-  show(name, result, measured) {
-    this.title.textContent = titleOf(name);
+  show(title, result, measured) {
+    this.title.textContent = title;
     this.error.textContent = result.error ?? "";
     this.error.hidden = !result.error;
     this.scroller.hidden = this.numbers.hidden = Boolean(result.error);

@@ -45,10 +45,12 @@ export function drawStrips(g, { layout, timeline, strips, theme, scroll, limit }
         const next = k + 1 < line.length ? line[k + 1][0] : timeline.last;
         const right = toX(layout, next * tick, scroll);
         if (right < layout.gutter || x > layout.width || !value) return;
-        const over = strip.name === "held" && limit && value > limit;
-        g.fillStyle = over ? theme.bad : theme[strip.name];
         const height = (STRIP_HEIGHT * value) / most;
+        g.fillStyle = theme[strip.name];
         g.fillRect(x, floor - height, right - x, height);
+        if (strip.name !== "held" || !limit || value <= limit) return;
+        g.fillStyle = theme.bad;
+        g.fillRect(x, floor - height, right - x, (STRIP_HEIGHT * (value - limit)) / most);
       });
       g.fillStyle = theme.line;
       g.fillRect(layout.gutter, floor, layout.width, 1);
