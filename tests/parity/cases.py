@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
+from distributed_training.measure import traffic
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
@@ -141,6 +142,11 @@ def _resume(run: Run) -> dict[str, Any]:
     run.engine.load(path)
     take(second_half)
     return {"straight": straight, "resumed": run.engine.full_state()}
+
+
+def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What every rank sent in a step on average, and what the formulas say."""
+    return _all_cases(arguments, lambda run: assemble.gather(traffic.count_step(run)))
 
 
 DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
