@@ -31,6 +31,9 @@ CONFIG = {
     "weight_decay": 0.01,  # AdamW's, on matrices only
     "max_grad_norm": 1.0,  # clip the global gradient norm; None: never
     "dropout": 0.0,  # on embeddings, attention and residuals
+    "gradient_compression": "none",  # with dp: bf16, powersgd, topk-int8
+    "compression_rank": 4,  # with powersgd
+    "compression_k": 0.01,  # with topk-int8: share of the gradient that is sent exactly
     "pack": True,  # True: full blocks of running text; False: one padded line a sample
     "max_steps": -1,  # stop after so many optimizer steps; -1: whole epochs
     # How it runs. One optimizer step sees batch_size x grad_accum_steps x processes sequences under

@@ -7,6 +7,7 @@
     python real_model_example.py report [RUN ...]
     python real_model_example.py export RUN [--to FOLDER]
     python real_model_example.py push RUN user/name
+    python real_model_example.py links [--num_gpus N]
     python real_model_example.py measure NAME ...
 
 A command is an entry of COMMANDS. No torch import before training begins.
@@ -243,6 +244,13 @@ def push(argv: Sequence[str], program: Program) -> int:
     return importlib.import_module("distributed_training.run.push").push(a.run, a.name, best=a.best)
 
 
+def links(argv: Sequence[str], program: Program) -> int:
+    """How fast this machine's processes talk to each other."""
+    parser = _Parser(prog=f"{program.script.name} links", description=links.__doc__)
+    module = importlib.import_module("distributed_training.measure.links")
+    return module.start(argv, program.script, output_dir_of(program)[1], parser)
+
+
 def measure(argv: Sequence[str], _: Program) -> int:
     """One of the programs of distributed_training/measure/."""
     files = Path(__file__).with_name("measure").glob("*.py")
@@ -258,7 +266,7 @@ def measure(argv: Sequence[str], _: Program) -> int:
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
-    "export": export, "push": push,
+    "export": export, "push": push, "links": links,
     "measure": measure,
 }  # fmt: skip
 

@@ -67,6 +67,13 @@ class Engine(Protocol):
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         """Restore what `parts` and `counters` gave under any engine and layout."""
 
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """fp32 tensors that no other rank has, for going on exactly under the same layout."""
+        return {}
+
+    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `own_state` gave on this rank; after `load`."""
+
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""
 

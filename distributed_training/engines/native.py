@@ -19,6 +19,13 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile, apply_fsdp
+from distributed_training.parallel.compression import (
+    apply_compression,
+    ddp_options,
+    forget,
+    restore,
+    state_of,
+)
 from distributed_training.parallel.gradients import (
     global_norm,
     local_part,
@@ -67,6 +74,7 @@ class NativeEngine(base.Engine):
         self.stages = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
+        self.remembered: Any = None  # what compressing gradients has lost so far
         self.module, *_ = [self._spread(part, mesh) for part in stages.values()]
         self.parameters = list(self.stages.parameters())
         # Now: after an evaluation these are FSDP's gathered, rounded copies.
@@ -88,6 +96,8 @@ class NativeEngine(base.Engine):
         self.set_learning_rate(rate)
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
+        if self.remembered is not None:
+            self._arrange_buckets(plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
         """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
@@ -100,15 +110,31 @@ class NativeEngine(base.Engine):
         if config.compile:
             apply_compile(part, ends=topology.tp == 1)
         if self.copies_only and topology.world_size > 1:
-            # Backward all-reduces gradients: their mean over all ranks, in fp32 buckets.
-            options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-            return DistributedDataParallel(part, **options)
+            return self._replicate(part)
         if topology.dp_size > 1:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
+
+    def _replicate(self, part: Decoder) -> nn.Module:
+        """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        options |= ddp_options(self.config, self.topology.device_type)
+        module = DistributedDataParallel(part, **options)
+        self.remembered = apply_compression(module, self.config)
+        return module
+
+    def _arrange_buckets(self, size: int) -> None:
+        """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
+        first, and what compression loses is kept by bucket, in a resumed run, too."""
+        ids = torch.zeros((size, self.config.max_length), dtype=torch.int64)
+        ids = ids.to(self.topology.device)
+        self.stages.train()
+        self.module(ids, ids).backward()
+        self.optimizer.zero_grad()
+        forget(self.remembered)
 
     def set_learning_rate(self, rate: float) -> None:
         super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
@@ -248,6 +274,13 @@ class NativeEngine(base.Engine):
             part.set(saved.read(part))
         self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])
         self.step.forget(NUM_EAGER_STEPS)
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        return {} if self.remembered is None else state_of(self.remembered)
+
+    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+        if self.remembered is not None:
+            restore(self.remembered, state, self.topology.device)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}

@@ -30,11 +30,21 @@ def match_layouts(parameters: list[Any]) -> None:
 @torch.no_grad()
 def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Replace this process's part of each gradient by the sum over `group`, in one all-reduce."""
-    parts = [local_part(parameter.grad) for parameter in parameters]
-    flat = torch.cat([part.flatten() for part in parts])
+    _all_reduce([local_part(parameter.grad) for parameter in parameters], group, 1)
+
+
+@torch.no_grad()
+def average(tensors: list[torch.Tensor]) -> None:
+    """Replace each tensor by its mean over all processes, in one all-reduce."""
+    _all_reduce(tensors, None, dist.get_world_size())
+
+
+def _all_reduce(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(total.view(part.shape))
+    flat /= divisor
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view(tensor.shape))
 
 
 def global_norm(

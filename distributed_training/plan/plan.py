@@ -19,7 +19,8 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.strategies import Strategy
+from distributed_training.settings.keys import Options
+from distributed_training.settings.strategies import Strategy, own_options
 
 PLAN_FILE = "plan.json"
 
@@ -59,6 +60,11 @@ class Plan:
     @property
     def size(self) -> ModelSize:
         return self.model.size
+
+    @property
+    def options(self) -> Options:
+        """What the strategy's own engine adds to CONFIG."""
+        return own_options(self.config)
 
     @property
     def schedule(self) -> Schedule:

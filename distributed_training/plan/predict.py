@@ -9,6 +9,7 @@ from distributed_training.plan.memory import MemoryEstimate, estimate_memory
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import Rates
 from distributed_training.plan.speed import StepTime, estimate_step
+from distributed_training.plan.traffic import fullest_sent_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,7 @@ class Prediction:
     step: StepTime | None
     tokens_per_s: float | None
     mfu: float | None
+    sent_bytes: float  # in a step, by the process that sends most
 
     def as_record(self) -> dict[str, Any]:
         """What a run's record keeps of it."""
@@ -31,6 +33,7 @@ class Prediction:
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
+            "sent_bytes": self.sent_bytes,
         }
 
 
@@ -46,8 +49,9 @@ def predict(plan: Plan, rates: Rates | None, node_size: int | None = None) -> Pr
             used = tokens_per_s * plan.size.flops_per_token(length)
             mfu = used / (rates.peak_flops * plan.num_processes)
     return Prediction(
-        memory=memory, fits=fits(plan, memory), step=step, tokens_per_s=tokens_per_s, mfu=mfu
-    )
+        memory=memory, fits=fits(plan, memory), step=step, tokens_per_s=tokens_per_s, mfu=mfu,
+        sent_bytes=fullest_sent_bytes(plan),
+    )  # fmt: skip
 
 
 def fits(plan: Plan, memory: MemoryEstimate) -> bool:

@@ -135,6 +135,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
                   f"{config['weights']} weights"),
         ("strategy", f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
                      f"divides {r.strategy['sharding']}"),
+        ("options", _options(r)),
         ("defaults", defaults and f"the strategy sets {defaults}"),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
         ("state", "" if state_is_told else f"{state} of each process, by estimate"),
@@ -150,6 +151,18 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("run", short_path(r.run_dir)),
     ]  # fmt: skip
     return [row for row in rows if row[1]]
+
+
+def _options(r: Record) -> str:
+    """What an algorithm or compression does to the exchange between processes."""
+    kind = r.config.get("gradient_compression", "none")
+    keys = {"powersgd": ["compression_rank"], "topk-int8": ["compression_k"]}.get(kind, [])
+    words = [f"{kind} gradients"] * (kind != "none") + [f"{key} {r.config[key]}" for key in keys]
+    words += [f"{name} {value}" for name, value in r.engine_options.items()]
+    sent = (r.prediction or {}).get("sent_bytes")
+    if words and sent is not None:
+        words.append(f"{gib(sent)} a step sent by a process")
+    return ", ".join(words)
 
 
 def last_part(source: str) -> str:

@@ -82,6 +82,7 @@ class Record(RunState):
 
     run_dir: str  # empty where the run left no folder
     config: dict[str, Any]  # CONFIG as resolved: no "auto" left
+    engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds
     from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy decided
     strategy: dict[str, Any]  # name, as in CONFIG; sharding: what it divides, in words
     work: dict[str, Any]  # equal for runs that can be compared
@@ -95,7 +96,7 @@ class Record(RunState):
     dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # part -> bytes per process
     # Before the run: peak_bytes, and by component, of the fullest process; step_time_s, None for a
-    # GPU of which nothing is known, tokens_per_s, bound_by.
+    # GPU of which nothing is known, tokens_per_s, bound_by, sent_bytes of a process.
     prediction: dict[str, Any] | None = None
     batch: Batch
     data: dict[

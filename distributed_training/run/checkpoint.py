@@ -48,7 +48,9 @@ def save_checkpoint(
         writing.mkdir(parents=True)
     dist.barrier()
     name = f"rank-{topology.rank:05d}{SUFFIX}"
-    written = write_parts(writing / name, [*engine.parts(), *_random_numbers(topology)])
+    written = write_parts(
+        writing / name, [*engine.parts(), *own_parts(engine, topology), *_random_numbers(topology)]
+    )
     files = dict(assemble.gather((name, written)))
     if topology.rank == 0:
         meta = resume.Meta(
@@ -94,12 +96,26 @@ def load_checkpoint(
         if meta.spread == plan.spread:
             for part in _random_numbers(topology):
                 part.set(saved.read(part))
+            load_own(engine, saved, topology)
         else:  # other ranks draw other masks; never those of the run's first steps again
             assemble.seed_dropout(plan, topology, meta.step)
     except Exception as error:  # each library raises its own
         what, first_line = f"checkpoint {folder} cannot be loaded", str(error).partition("\n")[0]
         raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
     return meta.step
+
+
+def own_parts(engine: Engine, topology: Topology) -> Iterator[Part]:
+    """This rank's own state."""
+    for name, tensor in engine.own_state().items():
+        yield part_of(f"own/{topology.rank}/{name}", tensor, tensor.shape, (0,) * tensor.dim())
+
+
+def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
+    """Restore this rank's own state."""
+    own = f"own/{topology.rank}/"
+    names = [name for name in saved.stored if name.startswith(own)]
+    engine.load_own({name.removeprefix(own): saved.whole(name) for name in names})
 
 
 def _random_numbers(topology: Topology) -> Iterator[Part]:

@@ -85,6 +85,12 @@ class RunConfig(Options):
         help="scale the gradient of all parameters together down to this norm; None: never")
     dropout: Annotated[float, Field(ge=0, le=0.99)] = work(0.0,
         help="on embeddings, attention and residuals")
+    gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = work("none",
+        help="under dp: what is sent instead of fp32 gradients")
+    compression_rank: Count = work(4,
+        help="with powersgd: rank of the two factors that stand for a matrix's gradient")
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = work(0.01,
+        help="with topk-int8: share of the values that is sent as it is; the rest in 8 bits")
     pack: bool = work(True,
         help="True: full blocks of running text; False: one padded line a sample")
     max_steps: Count | Literal[-1] = work(-1,

@@ -15,13 +15,19 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
+from distributed_training.measure import traffic
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.records.record import start_record
 from distributed_training.run import assemble
-from distributed_training.run.checkpoint import load_checkpoint, save_checkpoint
+from distributed_training.run.checkpoint import (
+    load_checkpoint,
+    load_own,
+    own_parts,
+    save_checkpoint,
+)
 from distributed_training.run.loop import learning_rate
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four
@@ -139,14 +145,17 @@ def _resume(run: Run) -> dict[str, Any]:
 
     second_half = range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     take(range(STEPS_BEFORE))
-    write_parts(path / f"rank-{dist.get_rank():05d}", run.engine.parts())
+    parts = [*run.engine.parts(), *own_parts(run.engine, run.topology)]
+    write_parts(path / f"rank-{dist.get_rank():05d}", parts)
     counters = run.engine.counters()
     dist.barrier()
     take(second_half)
     straight = run.engine.full_state()
     run.engine.close()
     run.engine = assemble.build_engine(run.plan, run.topology)
-    run.engine.load(TensorFiles(sorted(path.iterdir())), counters)
+    saved = TensorFiles(sorted(path.iterdir()))
+    run.engine.load(saved, counters)
+    load_own(run.engine, saved, run.topology)
     take(second_half)
     return {"straight": straight, "resumed": run.engine.full_state()}
 
@@ -187,6 +196,11 @@ def _losses(run: Run, steps: range, num_steps: int) -> list[float]:
         batch = run.batch(step)
         losses.append(_mean_loss([run.engine.train_step(batch).loss_sum], batch))
     return losses
+
+
+def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What every rank sent in a step on average, and what the formulas say."""
+    return _all_cases(arguments, lambda run: assemble.gather(traffic.count_step(run)))
 
 
 DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}

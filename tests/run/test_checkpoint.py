@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distributed_training.engines.base import Engine
 from distributed_training.parallel.tensor_files import part_of
 from distributed_training.plan.resume import (
     FORMAT,
@@ -37,7 +38,7 @@ TOPOLOGY = Topology(
 RANK_0 = "rank-00000.safetensors"
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Holds one number; `saving` lets a test look at, or break, the moment of saving."""
 
     def __init__(self, value=0, saving=None):
