@@ -97,11 +97,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_resume(
-    resume: str | None, output_dir: Path, work: Mapping[str, Any], strategy: str
+    resume: str | None, output_dir: Path, work: Mapping[str, Any], spread: Mapping[str, Any]
 ) -> tuple[Path, Path] | None:
     """(run folder, checkpoint) to continue from, or None to start afresh.
 
-    "auto" takes the newest unfinished run of the same work (before all, of the same `strategy`), at
+    "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
     its newest checkpoint that can be read, and warns of what it passes over. A path names a run
     (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
     its run's record, or of another work. Strategy and processes may be others: `describe_change`.
@@ -132,9 +132,10 @@ def find_resume(
             if state.status != "ok" and not is_alive(state):
                 meta = read_meta(checkpoint)
                 if not _differences(meta, work):
-                    candidates.append((meta.spread.get("strategy") != strategy, checkpoint, meta))
-    # One of the same strategy first: runs that are compared go on each for itself.
-    for _, checkpoint, meta in sorted(candidates, key=lambda found: found[0]):
+                    candidates.append((checkpoint, meta))
+    # Those of the same strategy first: runs that are compared go on each for itself.
+    candidates.sort(key=lambda found: found[1].spread.get("strategy") != spread["strategy"])
+    for checkpoint, meta in candidates:
         with _passing_over(checkpoint):
             check_files(checkpoint, meta)
             return checkpoint.parents[1], checkpoint

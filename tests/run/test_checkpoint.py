@@ -89,7 +89,7 @@ def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
 
 
 def find_resume(given, output_dir, work, strategy="zero2"):
-    return resume.find_resume(given, output_dir, work, strategy)
+    return resume.find_resume(given, output_dir, work, {**SPREAD, "strategy": strategy})
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
