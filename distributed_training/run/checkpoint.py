@@ -48,7 +48,7 @@ def save_checkpoint(
         writing.mkdir(parents=True)
     dist.barrier()
     name = f"rank-{topology.rank:05d}{SUFFIX}"
-    written = write_parts(writing / name, [*engine.parts(), *_random_numbers(topology)])
+    written = write_parts(writing / name, [*engine.state_parts(), *_random_numbers(topology)])
     files = dict(assemble.gather((name, written)))
     if topology.rank == 0:
         meta = resume.Meta(

@@ -139,7 +139,7 @@ def _resume(run: Run) -> dict[str, Any]:
 
     second_half = range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     take(range(STEPS_BEFORE))
-    write_parts(path / f"rank-{dist.get_rank():05d}", run.engine.parts())
+    write_parts(path / f"rank-{dist.get_rank():05d}", run.engine.state_parts())
     counters = run.engine.counters()
     dist.barrier()
     take(second_half)

@@ -30,6 +30,7 @@ SPREAD = {
     "mesh": "dp_shard 1",
     "stages": [[0, 2]],
     "sequence_parallel": False,
+    "device": "cpu",
 }
 TOPOLOGY = Topology(
     world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
@@ -49,7 +50,7 @@ class FakeEngine:
         (value,) = self.state.unique().tolist()
         return value
 
-    def parts(self):
+    def state_parts(self):
         yield replace(part_of("weight/w", self.state, (10, 4), (0, 0)), get=self.get)
 
     def get(self):
@@ -60,7 +61,7 @@ class FakeEngine:
         return {"adam_steps": self.value}
 
     def load(self, saved, counters):
-        for part in self.parts():
+        for part in self.state_parts():
             part.set(saved.read(part))
         assert counters == self.counters()
 
@@ -197,7 +198,7 @@ def test_another_layout_draws_random_numbers_of_its_own(tmp_path):
 def test_one_flipped_bit_is_found(rows, tmp_path):
     engine = FakeEngine()
     engine.state = torch.ones(rows, 4)
-    engine.parts = lambda: [part_of("weight/w", engine.state, (rows, 4), (0, 0))]
+    engine.state_parts = lambda: [part_of("weight/w", engine.state, (rows, 4), (0, 0))]
     engine.counters = dict
     folder = save(tmp_path, 1, engine=engine)
     with open(folder / RANK_0, "r+b") as file:
