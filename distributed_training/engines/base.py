@@ -56,7 +56,7 @@ class Engine(Protocol):
     def describe_dtypes(self) -> dict[str, str]:
         """dtype of parameters, gradients, optimizer state and reduction."""
 
-    def parts(self) -> Iterator[Part]:
+    def state_parts(self) -> Iterator[Part]:
         """What this rank holds of weights and Adam's moments, "exp_avg/<name>", fp32 under the
         model's names and shapes (the vocabulary without padding), for a checkpoint. Local."""
 
@@ -65,7 +65,7 @@ class Engine(Protocol):
         and "good_steps", those since the last overflow."""
 
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Restore what `parts` and `counters` gave under any engine and layout."""
+        """Restore what `state_parts` and `counters` gave under any engine and layout."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """fp32 tensors that no other rank has, for going on exactly under the same layout."""

@@ -115,7 +115,7 @@ class DeepSpeedEngine(base.Engine):
             "reduction": str(self.engine.communication_data_type),
         }
 
-    def parts(self) -> Iterator[Part]:
+    def state_parts(self) -> Iterator[Part]:
         for name, parameter in self.named.items():
             # The last stage's copy of a tied embedding is the first one's.
             copied = name in self.copied and self.topology.pp_rank > 0
@@ -140,7 +140,7 @@ class DeepSpeedEngine(base.Engine):
             for flat in private.zero_partitions(self.optimizer):
                 adam.state[flat] = {moment: torch.zeros_like(flat) for moment in base.MOMENTS}
                 adam.state[flat]["step"] = self._adam_steps(int(counters["adam_steps"]), flat)
-        for part in self.parts():
+        for part in self.state_parts():
             part.set(saved.read(part))
         private.refresh_zero_weights(self.optimizer)
         if scaler.dynamic:

@@ -71,12 +71,12 @@ class NativeEngine(base.Engine):
             if layout.ranks[index] == topology.pp_rank
         }
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
-        self.stages = nn.ModuleDict({str(index): part for index, part in stages.items()})
+        self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
         self.remembered: Any = None  # what compressing gradients has lost so far
         self.module, *_ = [self._spread(part, mesh) for part in stages.values()]
-        self.parameters = list(self.stages.parameters())
+        self.parameters = list(self.parts.parameters())
         # Now: after an evaluation these are FSDP's gathered, rounded copies.
         self.named = [(part, list(part.named_parameters())) for part in stages.values()]
         self.pipeline: Pipeline | None = None
@@ -84,8 +84,8 @@ class NativeEngine(base.Engine):
         if topology.pp > 1:
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
-                self.rounded = RoundedWeights(self.stages, self.compute_dtype)
-        groups = parameter_groups(self.stages, config.weight_decay)
+                self.rounded = RoundedWeights(self.parts, self.compute_dtype)
+        groups = parameter_groups(self.parts, config.weight_decay)
         rate = float(config.learning_rate)
         # On GPUs what changes from step to step lies in memory that a graph reads.
         self.optimizer = torch.optim.AdamW(
@@ -142,7 +142,7 @@ class NativeEngine(base.Engine):
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
         self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
-        self.stages.train()
+        self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
         loss_sum, norm = self.step(*arrays)
         skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
@@ -210,7 +210,7 @@ class NativeEngine(base.Engine):
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
-        with base.evaluating(self.stages), self.step.memory():
+        with base.evaluating(self.parts), self.step.memory():
             loss = self._forward(*base.to_device(self.topology.device, inputs, targets))
             if loss is not None and self.topology.tp_rank == 0:
                 total += loss.sum()
@@ -220,7 +220,7 @@ class NativeEngine(base.Engine):
         length = input_ids.shape[1]
         # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
-        with base.evaluating(self.stages):
+        with base.evaluating(self.parts):
             logits = self._forward(ids)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
@@ -231,7 +231,7 @@ class NativeEngine(base.Engine):
         run = self.module if self.pipeline is None else self.pipeline.relay
         output = run(*tensors)
         # A replayed step gathers parameters itself, and leaves what is gathered here out of date.
-        for module in self.stages.modules():
+        for module in self.parts.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return output
@@ -242,7 +242,7 @@ class NativeEngine(base.Engine):
         arithmetic = str(self.compute_dtype or torch.float32)
         return {**same, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 
-    def parts(self) -> Iterator[Part]:
+    def state_parts(self) -> Iterator[Part]:
         for stage, named in self.named:
             tables = stage.vocabulary_parameters()
             # The last stage's copy of a tied embedding is the first one's.
@@ -270,7 +270,7 @@ class NativeEngine(base.Engine):
                 steps = torch.tensor(float(counters["adam_steps"]))
                 state["step"] = steps.to(parameter.device) if on_gpu else steps
                 state |= {moment: torch.zeros_like(parameter) for moment in base.MOMENTS}
-        for part in self.parts():
+        for part in self.state_parts():
             part.set(saved.read(part))
         self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])
         self.step.forget(NUM_EAGER_STEPS)
@@ -285,7 +285,7 @@ class NativeEngine(base.Engine):
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
         part: Any
-        for part in self.stages.values():
+        for part in self.parts.values():
             tables = part.vocabulary_parameters()
             # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
             for name, full in part.state_dict().items():

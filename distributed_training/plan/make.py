@@ -67,7 +67,7 @@ def make_plan(
         plan = fit_to_data(plan, data)
     # State that is kept on disk is not saved, nor restored.
     resume = None if plan.strategy.swaps_to_disk else config.resume
-    found = find_resume(resume, plan.output_dir, plan.work)
+    found = find_resume(resume, plan.output_dir, plan.work, plan.spread)
     if found is not None:
         plan = replace(plan, run_dir=found[0], checkpoint=found[1])
         if change := describe_change(read_meta(found[1]).spread, plan.spread):

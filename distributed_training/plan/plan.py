@@ -79,6 +79,7 @@ class Plan:
             "mesh": show_axes(self.mesh),
             "stages": [[blocks.start, blocks.stop] for blocks in self.layout.stages],
             "sequence_parallel": self.config.sequence_parallel and self.mesh["tp"] > 1,
+            "device": "cuda" if self.machine.num_gpus else "cpu",
         }
 
 

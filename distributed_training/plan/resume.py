@@ -5,11 +5,12 @@ A checkpoint's files are described in run/checkpoint.py, which writes them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_resume(
-    resume: str | None, output_dir: Path, work: Mapping[str, Any]
+    resume: str | None, output_dir: Path, work: Mapping[str, Any], spread: Mapping[str, Any]
 ) -> tuple[Path, Path] | None:
     """(run folder, checkpoint) to continue from, or None to start afresh.
 
-    "auto" takes the newest unfinished run of the same work, at its newest checkpoint that can be
-    read, and warns of what it passes over. A path names a run (its newest checkpoint) or a
-    checkpoint; raises UserError when it is missing, damaged, without its run's record, or of
-    another work. Strategy and processes may be others: see `describe_change`.
+    "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
+    its newest checkpoint that can be read, and warns of what it passes over. A path names a run
+    (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
+    its run's record, or of another work. Strategy and processes may be others: `describe_change`.
     """
     if resume is None:
         return None
@@ -122,21 +123,32 @@ def find_resume(
         check_files(checkpoint, meta)
         load_state(checkpoint.parents[1])  # the run goes on with its record
         return checkpoint.parents[1], checkpoint
+    candidates = []
     for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         if checkpoint.parents[1].is_symlink():  # latest
             continue
-        try:
+        with _passing_over(checkpoint):
             state = load_state(checkpoint.parents[1])
-            unfinished = state.status != "ok" and not is_alive(state)
-            if not unfinished:
-                continue
-            meta = read_meta(checkpoint)
-            if not _differences(meta, work):
-                check_files(checkpoint, meta)
-                return checkpoint.parents[1], checkpoint
-        except (UserError, OSError) as error:
-            logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
+            if state.status != "ok" and not is_alive(state):
+                meta = read_meta(checkpoint)
+                if not _differences(meta, work):
+                    candidates.append((checkpoint, meta))
+    # Those of the same strategy first: runs that are compared go on each for itself.
+    candidates.sort(key=lambda found: found[1].spread.get("strategy") != spread["strategy"])
+    for checkpoint, meta in candidates:
+        with _passing_over(checkpoint):
+            check_files(checkpoint, meta)
+            return checkpoint.parents[1], checkpoint
     return None
+
+
+@contextlib.contextmanager
+def _passing_over(checkpoint: Path) -> Iterator[None]:
+    """Warn of a checkpoint that cannot be read, and go on."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
 
 
 def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -48,9 +48,8 @@ def save_checkpoint(
         writing.mkdir(parents=True)
     dist.barrier()
     name = f"rank-{topology.rank:05d}{SUFFIX}"
-    written = write_parts(
-        writing / name, [*engine.parts(), *own_parts(engine, topology), *_random_numbers(topology)]
-    )
+    parts = [*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology)]
+    written = write_parts(writing / name, parts)
     files = dict(assemble.gather((name, written)))
     if topology.rank == 0:
         meta = resume.Meta(

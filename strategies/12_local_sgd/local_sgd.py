@@ -93,9 +93,9 @@ class LocalSGD(NativeEngine):
             parameter.copy_(own)
         self.own = None
 
-    def parts(self) -> Iterator[Part]:
+    def state_parts(self) -> Iterator[Part]:
         self._take_mean()
-        return super().parts()
+        return super().state_parts()
 
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         self.since, self.own = 0, None

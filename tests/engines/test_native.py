@@ -42,7 +42,7 @@ def train(engine, *seeds):
 def test_resuming_restores_adams_moments(plan, tmp_path):
     engine, resumed = build_engine(plan), build_engine(plan)
     train(engine, 0, 1)
-    write_parts(tmp_path / "state", engine.parts())
+    write_parts(tmp_path / "state", engine.state_parts())
     resumed.load(TensorFiles([tmp_path / "state"]), engine.counters())
     train(engine, 2)
     train(resumed, 2)

@@ -145,7 +145,7 @@ def _resume(run: Run) -> dict[str, Any]:
 
     second_half = range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     take(range(STEPS_BEFORE))
-    parts = [*run.engine.parts(), *own_parts(run.engine, run.topology)]
+    parts = [*run.engine.state_parts(), *own_parts(run.engine, run.topology)]
     write_parts(path / f"rank-{dist.get_rank():05d}", parts)
     counters = run.engine.counters()
     dist.barrier()

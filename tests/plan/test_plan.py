@@ -91,7 +91,7 @@ def test_a_plan_holds_what_follows_from_config(name, tmp_path):
     assert plan.work["seed"] == 9
     mesh = "dp_replicate 4" if name == "dp" else "dp_shard 4"
     layout = {"num_processes": 4, "mesh": mesh, "stages": [[0, 2]], "sequence_parallel": False}
-    assert plan.spread == {"strategy": name, **layout}
+    assert plan.spread == {"strategy": name, **layout, "device": "cpu"}
     assert plan.size == SIZES["gpt2-tiny"]
     assert plan.run_dir.parent == tmp_path / "runs"
     assert plan.run_dir.name.endswith(f"-{name}-gpt2-tiny-x4")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.tensor_files import part_of
+from distributed_training.plan import resume
 from distributed_training.plan.resume import (
     FORMAT,
     check_files,
     describe_change,
-    find_resume,
     list_checkpoints,
     read_meta,
 )
@@ -31,6 +31,7 @@ SPREAD = {
     "mesh": "dp_shard 1",
     "stages": [[0, 2]],
     "sequence_parallel": False,
+    "device": "cpu",
 }
 TOPOLOGY = Topology(
     world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
@@ -50,7 +51,7 @@ class FakeEngine(Engine):
         (value,) = self.state.unique().tolist()
         return value
 
-    def parts(self):
+    def state_parts(self):
         yield replace(part_of("weight/w", self.state, (10, 4), (0, 0)), get=self.get)
 
     def get(self):
@@ -61,7 +62,7 @@ class FakeEngine(Engine):
         return {"adam_steps": self.value}
 
     def load(self, saved, counters):
-        for part in self.parts():
+        for part in self.state_parts():
             part.set(saved.read(part))
         assert counters == self.counters()
 
@@ -87,6 +88,10 @@ def save(run_dir, step, *, engine=None, **plan):
 def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
     plan = plan_of(None, checkpoint=folder, spread=spread)
     return load_checkpoint(engine or FakeEngine(), plan, TOPOLOGY, data_fingerprint=tokens)
+
+
+def find_resume(given, output_dir, work, strategy="zero2"):
+    return resume.find_resume(given, output_dir, work, {**SPREAD, "strategy": strategy})
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
@@ -194,7 +199,7 @@ def test_another_layout_draws_random_numbers_of_its_own(tmp_path):
 def test_one_flipped_bit_is_found(rows, tmp_path):
     engine = FakeEngine()
     engine.state = torch.ones(rows, 4)
-    engine.parts = lambda: [part_of("weight/w", engine.state, (rows, 4), (0, 0))]
+    engine.state_parts = lambda: [part_of("weight/w", engine.state, (rows, 4), (0, 0))]
     engine.counters = dict
     folder = save(tmp_path, 1, engine=engine)
     with open(folder / RANK_0, "r+b") as file:
@@ -286,6 +291,16 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work(tmp_path):
     assert found == (wanted, wanted / "checkpoints" / "step-00000004")
 
 
+def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
+    """Otherwise of two strategies that are compared one would go on with the other's run."""
+    own = make_run(tmp_path, "20260101-a", 1)
+    other = make_run(tmp_path, "20260102-b", 2)
+    edit_meta(list_checkpoints(other)[0], spread={**SPREAD, "strategy": "dp"})
+    assert find_resume("auto", tmp_path, WORK)[0] == own
+    assert find_resume("auto", tmp_path, WORK, "dp")[0] == other
+    assert find_resume("auto", tmp_path, WORK, "fsdp")[0] == other
+
+
 def test_auto_leaves_a_run_that_is_going_on_alone(tmp_path, caplog):
     older = make_run(tmp_path, "20260101-a", 1)
     going = make_run(tmp_path, "20260102-b", 5, status="running")  # of this very process
@@ -316,8 +331,8 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     assert find_resume("auto", tmp_path, WORK) == (run_dir, first)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
-    assert f"{third} is damaged; {RANK_0} is missing" in told[0]
-    assert f"{second} is not a checkpoint" in told[1]
+    assert f"{second} is not a checkpoint" in told[0]
+    assert f"{third} is damaged; {RANK_0} is missing" in told[1]
 
 
 def test_auto_falls_back_to_an_older_run_and_says_so(tmp_path, caplog):
