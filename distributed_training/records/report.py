@@ -77,6 +77,27 @@ def published_json(file: str, key: str, columns: str) -> str:
     return f"\n{tabulate(rows, ['', *words], **MARKDOWN)}\n"
 
 
+def published_operations(file: str) -> str:
+    """A document's table of who uses which operation between processes: KiB that the process which
+    sends most sends in the counted step, of the first case of each strategy."""
+    cases = load_json(RECORDS_DIR / file, "record")["cases"]
+    found: dict[str, dict[str, float]] = {}
+    for name, case in cases.items():
+        strategy, most = name.split()[0], dict[str, float]()
+        for rank in case["ranks"]:
+            for key, counts in rank["counted"].items():
+                kind = key.split()[-1].replace("_", "-")
+                most[kind] = max(most.get(kind, 0.0), counts["sent_bytes"])
+        found.setdefault(strategy, most)
+    kinds = sorted({kind for most in found.values() for kind in most})
+    rows = [
+        [kind, ", ".join(f"{name} {most[kind] / 2**10:,.0f}" for name, most in found.items()
+                         if most.get(kind, 0) >= 2**10)]
+        for kind in kinds
+    ]  # fmt: skip
+    return f"\n{tabulate(rows, ['operation', 'sent a step, KiB'], **MARKDOWN)}\n"
+
+
 def _figure(value: float) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
