@@ -211,5 +211,5 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
-        rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients overflowed"))
+        rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients not finite"))
     return [*rows, ("record", f"{short_path(r.run_dir)}/record.json")]

@@ -72,7 +72,7 @@ class RunState(BaseModel):
     loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
     evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
     epochs: list[dict[str, Any]] = []  # mean and validation loss of each
-    skipped_steps: list[int] = []  # not applied, because fp16 gradients overflowed
+    skipped_steps: list[int] = []  # not applied, because gradients were not finite
     best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 

@@ -37,7 +37,6 @@ from distributed_training.records.display import (
 )
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
-from distributed_training.run.checkpoint import load_checkpoint
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process, threads_per_process
 from distributed_training.run.loop import History, Trainer
@@ -192,14 +191,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
     )
     if plan.checkpoint is not None:
-        fingerprint = data.fingerprint
-        step = load_checkpoint(engine, plan.checkpoint, topology, data_fingerprint=fingerprint)
-        history.cut(step)
-        trainer.write_record()  # so that a kill before the next save does not lose it
-        if topology.rank == 0:
-            records.truncate_metrics(plan.run_dir, trainer.step)
-            if history.best is None:  # or of a step that is done again
-                shutil.rmtree(plan.run_dir / BEST, ignore_errors=True)
+        trainer.restore(plan.checkpoint)
         display.say(f"resumed from {plan.checkpoint}")
     return trainer
 

@@ -30,6 +30,7 @@ class Traits:
     axes: tuple[str, ...] = ALL_AXES  # axes of the mesh that may be larger than 1
     schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
     package: str | None = None  # what it needs besides torch
+    leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
     takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
     # Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
@@ -55,6 +56,7 @@ ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
         schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+        leaves_out_updates=True,
         replays_steps=True,
     ),
     "deepspeed": _DEEPSPEED,

@@ -1,0 +1,70 @@
+"""What processes of the fault tests run: the script, with something that goes wrong on the way.
+
+tests.pool calls these on every rank; each returns the script's exit code to rank 0's caller.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch
+
+from distributed_training.engines import deepspeed, native
+from distributed_training.parallel.gradients import local_part
+from distributed_training.run.loop import Trainer
+from tests.pool import SCRIPT
+
+
+def run_script(arguments: list[str]) -> int:
+    """The script's exit code; where it ends the process itself, that is the job's."""
+    sys.argv = [str(SCRIPT), *arguments]
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(end.code))
+    return 0
+
+
+def with_bad_gradient(job: dict[str, Any]) -> int:
+    """On rank 1, in each of `steps`, a gradient (of `name`, native engines) or the loss (DeepSpeed)
+    becomes NaN; on all ranks where DDP has made their gradients equal."""
+    rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine._update
+
+    def bad(everywhere: bool = False) -> bool:
+        calls.append(None)
+        return (everywhere or rank == 1) and len(calls) in job["steps"]
+
+    def bad_update(self: Any) -> Any:
+        if bad(self.copies_only):
+            parameter = self.parameters[self.gradient_names.index(job["name"])]
+            local_part(parameter.grad).fill_(float("nan"))
+        return update(self)
+
+    native.NativeEngine._update = bad_update
+    for engine in (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedPipelineEngine):
+        run = engine._run
+
+        def bad_run(self: Any, batch: Any, scale: float, run: Any = run) -> torch.Tensor:
+            factor = float("nan") if bad() else 1.0
+            return run(self, batch, scale * factor) * factor
+
+        engine._run = bad_run
+    return run_script(job["arguments"])
+
+
+def without_step(job: dict[str, Any]) -> int:
+    """The batch of step `step` is left out."""
+    right = Trainer.__post_init__
+
+    def init(self: Trainer) -> None:
+        right(self)
+        self._passed_over = job["step"]
+
+    Trainer.__post_init__ = init
+    return run_script(job["arguments"])
