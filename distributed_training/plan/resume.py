@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from distributed_training.plan import claims
 from distributed_training.records.record import is_alive, load_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown, user_path
@@ -74,7 +75,7 @@ def find_resume(
     "auto" takes the newest unfinished run of the same identity, at its newest checkpoint that can
     be read, and warns of what it passes over. A path names a run (its newest checkpoint) or a
     checkpoint; raises UserError when it is missing, damaged, without its run's record, or of
-    another strategy, world size or work.
+    another strategy, world size or work. Either way raises UserError for a run that is going on.
     """
     if resume is None:
         return None
@@ -88,17 +89,22 @@ def find_resume(
             fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
             raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
         load_state(checkpoint.parents[1])  # the run goes on with its record
+        claims.refuse_held(checkpoint.parents[1])
         return checkpoint.parents[1], checkpoint
+    claims.refuse_doubling(output_dir, identity)
     for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         if checkpoint.parents[1].is_symlink():  # latest
             continue
         try:
             state = load_state(checkpoint.parents[1])
-            unfinished = state.status != "ok" and not is_alive(state)
-            if unfinished and not _differences(checkpoint, identity):
-                return checkpoint.parents[1], checkpoint
+            if state.status == "ok" or _differences(checkpoint, identity):
+                continue
         except (UserError, OSError) as error:
             logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
+            continue
+        if is_alive(state):  # as for some seconds after its launcher was killed
+            raise claims.going_on(checkpoint.parents[1], state.pid, state.hostname)
+        return checkpoint.parents[1], checkpoint
     return None
 
 

@@ -160,10 +160,16 @@ def is_alive(state: RunState) -> bool:
     """Whether a record says "running" and the process that wrote it still runs, on this host."""
     if state.status != "running" or state.hostname != platform.node() or state.pid is None:
         return False
+    return process_lives(state.pid, datetime.fromisoformat(state.started_at).timestamp())
+
+
+def process_lives(pid: int, began_before: float) -> bool:
+    """Whether that process of this host still runs: it has not ended, reaped or not, and the number
+    is not another's, who began after `began_before` (seconds since 1970)."""
     try:
-        process = psutil.Process(state.pid)
-        # A process that began after the record did only reuses the number.
-        return process.create_time() <= datetime.fromisoformat(state.started_at).timestamp() + 1
+        process = psutil.Process(pid)
+        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return not ended and process.create_time() <= began_before + 1
     except psutil.Error:
         return False
 

@@ -24,7 +24,7 @@ from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
-from distributed_training.records.display import describe_prediction
+from distributed_training.records.display import LastingStream, describe_prediction
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -135,13 +135,19 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 
 def prepare_environment(processes_here: int) -> None:
-    """Settings that libraries read from the environment, for this process and its children."""
+    """Settings that libraries read from the environment, for this process and its children; and
+    output that may lose its reader."""
     # Extensions are built with ninja, which lies beside this Python even if not activated.
     folder, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), LastingStream):
+            setattr(sys, name, LastingStream(getattr(sys, name)))
 
 
 def threads_per_process(processes_here: int) -> int:

@@ -26,20 +26,11 @@ from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import checkpoint, nonfinite
 from distributed_training.run.assemble import from_rank_0
 from distributed_training.run.history import History
-from distributed_training.settings.config import RunConfig
+from distributed_training.run.schedule import learning_rate
 
 FLUSH_EVERY_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
-
-
-def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
-    """Rate of step `step` (0-based) of `num_steps`: linear warm-up, then the schedule."""
-    peak, warmup = float(config.learning_rate), config.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
 
 
 @dataclass
@@ -60,6 +51,7 @@ class Trainer:
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
     save_best: Callable[[], None] = lambda: None  # collective
+    at: Callable[..., None] = lambda place, limited=False: None  # told where training is
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
@@ -68,6 +60,7 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._signum, self._signalled_at = 0, 0.0
+        self._warm = False
         self._passed_over = 0  # a step whose batch is left out, after a rollback
 
     @property
@@ -80,7 +73,8 @@ class Trainer:
         Collective.
         """
         self.disk_before, stop = disk_bytes(), 0
-        signals = (signal.SIGINT, signal.SIGTERM)
+        # One that is ignored, as a hang-up is under nohup, stays so.
+        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in signals}
         try:
             if self.step == 0:
@@ -127,6 +121,7 @@ class Trainer:
 
     def _update(self) -> None:
         """One optimizer step; what came of it is still on the device."""
+        self.at(f"step {self.step + 1}", limited=self._warm)  # the first one compiles
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
@@ -134,6 +129,7 @@ class Trainer:
         row["num_tokens"] = batch.num_tokens
         result = self.engine.train_step(batch)
         self.timer.mark()
+        self._warm = True
         self.history.step += 1
         self._pending.append(({"step": self.step, **row}, result))
 
@@ -245,6 +241,7 @@ class Trainer:
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
+            self.at(f"the evaluation after step {self.step}", limited=True)
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         num_targets = int(samples.num_targets.sum())
@@ -281,6 +278,7 @@ class Trainer:
             self.record.update(**vars(self.history))
 
     def _save(self) -> None:
+        self.at(f"saving step {self.step}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         folder = checkpoint.save_checkpoint(
             self.engine, self.plan, self.topology,

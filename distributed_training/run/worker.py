@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
+from distributed_training.plan import claims
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
@@ -41,6 +42,7 @@ from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process, threads_per_process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.push import push_folder
+from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
@@ -56,7 +58,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
-    device = prepare(num_gpus, process)
+    device, watch = prepare(num_gpus, process), Watch()
     with process_group(device):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
@@ -64,8 +66,9 @@ def run(given: Plan | RunConfig, process: Process) -> int:
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
+        watch.begin(given.run_dir, topology, given.config.hang_timeout_s)
         try:
-            return _train(given, topology)
+            return _train(given, topology, watch)
         except BaseException as error:  # others may wait in a collective that never completes
             end_failed(given, topology, error)
 
@@ -113,7 +116,7 @@ def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     return answer
 
 
-def _train(plan: Plan, topology: Topology) -> int:
+def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
     """From data to the finished record; the exit code. Collective."""
     display = Display(enabled=topology.rank == 0)
     for note in plan.notes:
@@ -125,8 +128,9 @@ def _train(plan: Plan, topology: Topology) -> int:
     model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")
-    trainer.save_best = partial(export, *model, plan.run_dir / BEST)
+    trainer.save_best, trainer.at = partial(export, *model, plan.run_dir / BEST), watch.at
     signum = trainer.run()
+    watch.at("the end")
     results = collect_results(trainer)
     if not signum:
         results["sample"] = generate_sample(*model, display, "after")
@@ -148,6 +152,9 @@ def _train(plan: Plan, topology: Topology) -> int:
         display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
     trainer.engine.close()
     dist.barrier()
+    watch.end()
+    if topology.rank == 0:
+        claims.release(plan.run_dir)
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if plan.config.push is not None and topology.rank == 0 and not signum:

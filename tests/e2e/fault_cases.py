@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
+import time
 from typing import Any
 
 import torch
 
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
+from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
 from tests.pool import SCRIPT
 
@@ -67,4 +70,22 @@ def without_step(job: dict[str, Any]) -> int:
         self._passed_over = job["step"]
 
     Trainer.__post_init__ = init
+    return run_script(job["arguments"])
+
+
+def with_rank_1_stopped(job: dict[str, Any]) -> int:
+    """In step 5 of rank 1 something stops; limits are short."""
+    watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 4.0, 1.0
+    right, calls = native.NativeEngine.train_step, []
+
+    def train_step(self: Any, batch: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 5 and os.environ["RANK"] == "1":
+            time.sleep(2)  # for a sign of life from here
+            if job["how"] == "frozen":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+        return right(self, batch)
+
+    native.NativeEngine.train_step = train_step
     return run_script(job["arguments"])
