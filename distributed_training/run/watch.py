@@ -154,9 +154,7 @@ class Watch:
             place = other.get("place", "starting")
             if other and other["host"] == platform.node():
                 psutil.Process(other["pid"]).kill()  # frozen, it would not end with the others
-            self._fail(
-                f"lost {at}, last seen in {place}: it {silent} (frozen, or the network is cut)"
-            )
+            self._fail(f"lost {at}, last seen in {place}: it {silent}, is frozen or cut off")
         elif self.rank == 0 and self._limited and self._others:
             self._look_at_progress(self._clock - self._since)
 
