@@ -194,7 +194,12 @@ def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = 
     replaces = LOST in (values["error"] or "") and not consequence
     if values["status"] == "running" or replaces:
         values.update(status=status, error=error, finished_at=timestamp())
-        write_json(file, values)
+        try:
+            write_json(file, values)
+        except OSError:  # no room for another file; without indentation it is shorter than it was
+            with open(file, "r+b") as same:
+                same.write(to_json(values, inf_nan_mode="null") + b"\n")
+                same.truncate()
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -225,8 +230,12 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old one or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) -> Path:

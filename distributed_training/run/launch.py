@@ -168,6 +168,9 @@ def spawn(plan: Plan, script: str) -> int:
 
     for part in ("agent.server.api", "multiprocessing.api"):  # every signal that is passed on
         logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.ERROR)
+    # That this process has nobody to pass an error on to.
+    errors = "torch.distributed.elastic.multiprocessing.errors.error_handler"
+    logging.getLogger(errors).setLevel(logging.CRITICAL)
 
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
@@ -187,6 +190,8 @@ def spawn(plan: Plan, script: str) -> int:
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
+        if status == "failed" and reason:
+            print(f"failed: {reason}, before training began", file=sys.stderr)
         return code
     said = reason or "a process ended without a message"
     mark_stopped(plan.run_dir, status, said, consequence=not reason)
@@ -194,6 +199,10 @@ def spawn(plan: Plan, script: str) -> int:
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1
+    # Nothing was left to do, unless it was being sent to the Hub.
+    if (state.status, status) == ("ok", "failed") and reason and plan.config.push is None:
+        print(f"note: {reason}, after the run had finished", file=sys.stderr)
+        return 0
     interrupted = state.status == "interrupted" and code < 128  # only the processes were told to
     return 128 + signal.SIGINT if interrupted else code
 

@@ -8,6 +8,7 @@ takes. Time in which this process did not run itself, as after Ctrl-Z, does not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -148,13 +149,18 @@ class Watch:
         silent = f"shows no sign of life for {LOST_S:.0f} s"
         if self._clock - self._answered > LOST_S:
             host = self.address[0]
-            self._fail(f"rank {self.rank} on {platform.node()} lost rank 0 on {host}: it {silent}")
+            self._report(
+                f"rank {self.rank} on {platform.node()} lost rank 0 on {host}: it {silent}"
+            )
+            os._exit(1)
         elif self._clock - self._heard > LOST_S:
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"
             place = other.get("place", "starting")
+            self._report(f"lost {at}, last seen in {place}: it {silent}, is frozen or cut off")
             if other and other["host"] == platform.node():
-                psutil.Process(other["pid"]).kill()  # frozen, it would not end with the others
-            self._fail(f"lost {at}, last seen in {place}: it {silent}, is frozen or cut off")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other["pid"], signal.SIGKILL)  # frozen, it would not hear SIGTERM
+            os._exit(1)
         elif self.rank == 0 and self._limited and self._others:
             self._look_at_progress(self._clock - self._since)
 
@@ -166,14 +172,15 @@ class Watch:
             said = f"{self._place} has taken {seconds:.0f} s: {who_is_late(states)}{told}"
             print(f"note: {said}", file=sys.stderr, flush=True)
         if self.limit_s and seconds > self.limit_s:
-            self._fail(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}")
+            self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}")
+            os._exit(1)
 
-    def _fail(self, reason: str) -> None:
-        """End this process; its launcher then ends the others."""
-        mark_stopped(self.run_dir, "failed", reason)
+    def _report(self, reason: str) -> None:
+        """Before this process ends, after which its launcher ends the others."""
         print(f"error: {reason}", file=sys.stderr, flush=True)
-        get_error_handler().record_exception(RunError(reason))
-        os._exit(1)
+        with contextlib.suppress(OSError):  # a full disk
+            mark_stopped(self.run_dir, "failed", reason)
+            get_error_handler().record_exception(RunError(reason))
 
 
 def find_launchers() -> list[psutil.Process]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
-import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
@@ -23,21 +20,14 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
-from distributed_training.records.display import (
-    Display,
-    describe_memory,
-    gib,
-    header_rows,
-    short_path,
-    summary_rows,
-)
+from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
+from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process, threads_per_process
 from distributed_training.run.loop import History, Trainer
@@ -45,11 +35,6 @@ from distributed_training.run.push import push_folder
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-
-# gloo's words and NCCL's where the process at the other end is gone.
-SIGNS_OF_LOSS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
-)  # fmt: skip
 
 
 def run(given: Plan | RunConfig, process: Process) -> int:
@@ -232,59 +217,3 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
     }
-
-
-def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
-    """Print and record what went wrong, then leave at once."""
-    first_line, rank = str(error).strip().partition("\n")[0], f"rank {topology.rank}"
-    status, reason = "failed", f"{rank}: {type(error).__name__}: {first_line}"
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
-    if lost:
-        reason = f"{rank} {records.LOST}: {first_line}"
-        print(reason, file=sys.stderr)
-    elif isinstance(error, UserError):
-        reason = str(error)
-        if records.claim_failure(plan.run_dir):
-            print(f"error: {error}", file=sys.stderr)
-    elif isinstance(error, torch.cuda.OutOfMemoryError):
-        status = "oom"
-        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):  # while it starts or ends: training itself saves
-        status = "interrupted"
-        if topology.rank == 0:
-            saved = list_checkpoints(plan.run_dir)
-            then = "go on with --resume auto" if saved else "nothing was trained"
-            print(f"interrupted; {then}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    sys.stderr.flush()
-    try:
-        records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
-        if lost:  # so that the launcher sees the other's end first
-            time.sleep(2)
-        elif status == "failed" and not isinstance(error, UserError):
-            get_error_handler().record_exception(error)  # torchrun prints it last
-        if plan.offload_dir is not None and topology.local_rank == 0:
-            shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    finally:  # even where the disk is full
-        os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
-
-
-def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
-    """Where the memory went and what helps, most effective first."""
-    config, micro = plan.config, plan.batch.micro_batch_size
-    peak = gib(torch.cuda.max_memory_allocated(topology.device))
-    fixes = {
-        f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
-        "activation_checkpointing=full": config.activation_checkpointing != "full",
-        f"max_length={config.max_length // 2}": config.max_length > 128,
-        "strategy=zero3 or fsdp (they divide the state; activations stay)":
-            not plan.strategy.divides_parameters and topology.world_size > 1,
-        "strategy=offload": not plan.strategy.steps_on_host,
-    }  # fmt: skip
-    helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
-    return (
-        f"out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  {peak} were in use at the peak; predicted were {describe_memory(plan.prediction)}\n"
-        f"  in this order, try --set {helpful}"
-    )

@@ -6,17 +6,19 @@ tests.pool calls these on every rank; each returns the script's exit code to ran
 from __future__ import annotations
 
 import os
+import resource
 import runpy
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
-from distributed_training.run import watch
+from distributed_training.run import checkpoint, watch
 from distributed_training.run.loop import Trainer
 from tests.pool import SCRIPT
 
@@ -88,4 +90,22 @@ def with_rank_1_stopped(job: dict[str, Any]) -> int:
         return right(self, batch)
 
     native.NativeEngine.train_step = train_step
+    return run_script(job["arguments"])
+
+
+def with_full_disk(job: dict[str, Any]) -> int:
+    """The second checkpoint finds no room: on the disk itself, or by a limit of this process."""
+    right, calls = checkpoint.save_checkpoint, []
+
+    def save(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2 and job["how"] == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        elif len(calls) == 2 and os.environ["RANK"] == "0":
+            with open(job["disk"] + "/filled", "wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+        return right(*arguments, **options)
+
+    checkpoint.save_checkpoint = save
     return run_script(job["arguments"])
