@@ -47,6 +47,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     with process_group(device):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
+            assemble.check_shared_disk(given.run_dir)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
