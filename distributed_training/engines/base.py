@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,13 +30,17 @@ class StepResult:
     loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
     num_targets: int  # real ones of the global batch, all ranks
     grad_norm: torch.Tensor | float | None  # before clipping; None where the step was skipped
-    skipped: bool  # because fp16 gradients overflowed
+    skipped: bool  # because gradients overflowed, and the update was left out
+    # Norms of what this rank holds of each parameter's gradient, [len(Engine.gradient_names)], on
+    # the device; None where the engine does not know them.
+    gradients: torch.Tensor | None = None
 
 
 class Engine(Protocol):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
     optimizer: torch.optim.Optimizer
+    gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Forward, backward and one update over *all* micro-batches of the step. The gradient is

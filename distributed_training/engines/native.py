@@ -79,6 +79,7 @@ class NativeEngine(base.Engine):
         self.parameters = list(self.parts.parameters())
         # Now: after an evaluation these are FSDP's gathered, rounded copies.
         self.named = [(part, list(part.named_parameters())) for part in stages.values()]
+        self.gradient_names = [name for _, named in self.named for name, _ in named]
         self.pipeline: Pipeline | None = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
@@ -131,7 +132,7 @@ class NativeEngine(base.Engine):
         first, and what compression loses is kept by bucket, in a resumed run, too."""
         ids = torch.zeros((size, self.config.max_length), dtype=torch.int64)
         ids = ids.to(self.topology.device)
-        self.stages.train()
+        self.parts.train()
         self.module(ids, ids).backward()
         self.optimizer.zero_grad()
         forget(self.remembered)
@@ -144,14 +145,14 @@ class NativeEngine(base.Engine):
         self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
         self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
-        loss_sum, norm = self.step(*arrays)
+        loss_sum, norm, each = self.step(*arrays)
         skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
-        return base.StepResult(loss_sum, batch.num_targets, None if skipped else norm, skipped)
+        norm = None if skipped else norm
+        return base.StepResult(loss_sum, batch.num_targets, norm, skipped, each)
 
-    def _step(
-        self, inputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this rank's summed loss, gradient norm) of one optimizer step, [m, B, T] each."""
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This rank's summed loss, and the norms that `global_norm` finds, of one optimizer step
+        over inputs and targets, [m, B, T] each."""
         if self.pipeline is None:
             loss_sum = self._accumulate(inputs, targets)
         else:
@@ -166,7 +167,7 @@ class NativeEngine(base.Engine):
             self.pipeline.add_tied_gradients()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return own_sum, self._update()
+        return own_sum, *self._update()
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
@@ -184,19 +185,28 @@ class NativeEngine(base.Engine):
             loss_sum += loss.detach()
         return loss_sum
 
-    def _update(self) -> torch.Tensor:
-        """Unscale, clip, step (not where fp16 gradients overflowed); the norm before clipping."""
+    def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unscale, clip, step (not where fp16 gradients overflowed or, with on_nonfinite=skip, are
+        not finite); the norms before clipping."""
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             foreach_mul_(gradients, 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
-        norm = global_norm(self.parameters, self.topology, twice)
-        if self.compute_dtype is not torch.float16 or bool(norm.isfinite()):
+        norm, each = global_norm(self.parameters, self.topology, twice)
+        step = True
+        if self.compute_dtype is torch.float16:
+            step = bool(norm.isfinite())
+        elif self.config.on_nonfinite == "skip":
+            if self.rate is None:
+                step = bool(norm.isfinite())
+            else:  # the fused AdamW decides on the GPU, so that nothing waits for it
+                self.optimizer.found_inf = norm.isfinite().logical_not().float()
+        if step:
             if self.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return norm, each
 
     def _scale_loss(self, norm: torch.Tensor) -> bool:
         """Set the loss scale for the next step; whether this one was skipped."""

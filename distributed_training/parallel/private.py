@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 # Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 # What scaled_dot_product_attention dispatches to.
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,

@@ -33,6 +33,7 @@ def run_checks(plan: Plan) -> None:
     """Run every check, cheapest first."""
     check_packages(plan)
     check_hub(plan)
+    check_skipping(plan)
     check_gpus(plan)
     check_swapping(plan)
     check_gpu_memory(plan)
@@ -62,6 +63,14 @@ def check_hub(plan: Plan) -> None:
         if not plan.config.export:
             raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
         check_push(plan.config.push)
+
+
+def check_skipping(plan: Plan) -> None:
+    """The engine can leave an update out once it knows the gradients."""
+    if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
+        what = f"on_nonfinite='skip' does not work with strategy={plan.strategy.name!r}"
+        why = "its engine updates before the norm of the gradients is known here"
+        raise UserError(what, why, "set on_nonfinite to rollback or stop")
 
 
 def check_gpus(plan: Plan) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from distributed_training.plan import claims
 from distributed_training.records.record import is_alive, load_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown, user_path
@@ -105,6 +106,7 @@ def find_resume(
     its newest checkpoint that can be read, and warns of what it passes over. A path names a run
     (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
     its run's record, or of another work. Strategy and processes may be others: `describe_change`.
+    Either way raises UserError for a run that is going on.
     """
     if resume is None:
         return None
@@ -122,20 +124,26 @@ def find_resume(
             raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
         check_files(checkpoint, meta)
         load_state(checkpoint.parents[1])  # the run goes on with its record
+        claims.refuse_held(checkpoint.parents[1])
         return checkpoint.parents[1], checkpoint
+    claims.refuse_doubling(output_dir, identity(work, spread))
     candidates = []
     for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         if checkpoint.parents[1].is_symlink():  # latest
             continue
+        alive = alike = False
         with _passing_over(checkpoint):
             state = load_state(checkpoint.parents[1])
-            if state.status != "ok" and not is_alive(state):
-                meta = read_meta(checkpoint)
-                if not _differences(meta, work):
-                    candidates.append((checkpoint, meta))
+            if state.status == "ok" or _differences(meta := read_meta(checkpoint), work):
+                continue
+            alike = meta.spread.get("strategy") == spread["strategy"]
+            alive = is_alive(state)  # as for some seconds after its launcher was killed
+            if not alive:
+                candidates.append((not alike, checkpoint, meta))
+        if alive and alike:
+            raise claims.going_on(checkpoint.parents[1], state.pid, state.hostname)
     # Those of the same strategy first: runs that are compared go on each for itself.
-    candidates.sort(key=lambda found: found[1].spread.get("strategy") != spread["strategy"])
-    for checkpoint, meta in candidates:
+    for _, checkpoint, meta in sorted(candidates, key=lambda found: found[0]):
         with _passing_over(checkpoint):
             check_files(checkpoint, meta)
             return checkpoint.parents[1], checkpoint
@@ -149,6 +157,11 @@ def _passing_over(checkpoint: Path) -> Iterator[None]:
         yield
     except (UserError, OSError) as error:
         logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
+
+
+def identity(work: Mapping[str, Any], spread: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs have in common that must not go on at a time under `resume=auto`."""
+    return {**work, "strategy": spread["strategy"]}
 
 
 def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -131,6 +131,12 @@ class RunConfig(Options):
         help="older ones are deleted")
     keep_best: bool = kept(False,
         help="write best/, in Hugging Face's format, at each evaluation that beats those before")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
+        help="when a loss or gradient is not finite: stop; skip: leave the update out; rollback: "
+        "go back to the last checkpoint, once, and pass the batch over")
+    hang_timeout_s: CountOrZero = kept(600,
+        help="seconds after which a step of several processes counts as hung and ends the run; "
+        "0: never")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
     push: Text | None = kept(None, aliases=("hub_model_id",),
         help="user/name on the Hugging Face Hub that hf/ is sent to at the end")

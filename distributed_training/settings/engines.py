@@ -30,6 +30,7 @@ class Traits:
     axes: tuple[str, ...] = ALL_AXES  # axes of the mesh that may be larger than 1
     schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
     package: str | None = None  # what it needs besides torch
+    leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
     compresses_gradients: bool = False  # whether DDP averages gradients where there are copies only
     takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
@@ -56,6 +57,7 @@ ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
         schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+        leaves_out_updates=True,
         replays_steps=True,
         compresses_gradients=True,
     ),

@@ -264,6 +264,8 @@ OPTIONS = {
     "keep_checkpoints": st.integers(1, 1000),
     "export": st.booleans(),
     "keep_best": st.booleans(),
+    "on_nonfinite": st.sampled_from(["stop", "skip", "rollback"]),
+    "hang_timeout_s": st.integers(0, 10000),
     "push": st.sampled_from([None, None, None, "user/name", "a/b/c"]),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),

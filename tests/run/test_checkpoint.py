@@ -301,11 +301,11 @@ def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
     assert find_resume("auto", tmp_path, WORK, "fsdp")[0] == other
 
 
-def test_auto_leaves_a_run_that_is_going_on_alone(tmp_path, caplog):
-    older = make_run(tmp_path, "20260101-a", 1)
+def test_auto_names_a_run_that_is_going_on(tmp_path):
+    make_run(tmp_path, "20260101-a", 1)
     going = make_run(tmp_path, "20260102-b", 5, status="running")  # of this very process
-    assert find_resume("auto", tmp_path, WORK)[0] == older
-    assert caplog.records == []  # nothing is wrong with it
+    with refused("20260102-b", "is going on", f"process {os.getpid()} on"):
+        find_resume("auto", tmp_path, WORK)
     record = json.loads((going / "record.json").read_text())
     (going / "record.json").write_text(json.dumps({**record, "hostname": "another-host"}))
     assert find_resume("auto", tmp_path, WORK)[0] == going  # killed, or so it must be taken
