@@ -2,6 +2,7 @@
 
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
+    python real_model_example.py compare --strategies dp,fsdp,zero2 --seeds 3
     python real_model_example.py doctor
     python real_model_example.py generate RUN [--prompt TEXT]
     python real_model_example.py report [RUN ...]
@@ -160,9 +161,29 @@ def plan(argv: Sequence[str], program: Program) -> int:
     return module.run(arguments, build, program.script)
 
 
+def compare(argv: Sequence[str], program: Program) -> int:
+    """The same work under several strategies, one after the other, on one page."""
+    module = importlib.import_module("distributed_training.measure.compare")
+    arguments = parse(argv, program, module.add_options)
+
+    def build(texts: Sequence[str]) -> RunConfig:
+        given = {**vars(arguments), "overrides": list(texts)}
+        return configure(argparse.Namespace(**given), program)
+
+    return module.run(arguments, build, program.script)
+
+
 def doctor(argv: Sequence[str], program: Program) -> int:
-    """What this machine has and lacks for training."""
-    _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__).parse_args(argv)
+    """What this machine has and lacks for training; --nodes: the links between processes."""
+    parser = _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__)
+    add = parser.add_argument
+    add("--nodes", action="store_true", help="measure the links between processes instead")
+    add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
+    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
+    arguments = parser.parse_args(argv)
+    if arguments.nodes:
+        nodes = importlib.import_module("distributed_training.measure.nodes")
+        return nodes.run(arguments.num_gpus, program.script)
     module = importlib.import_module("distributed_training.run.doctor")
     return module.main(program.script.parent / str(program.config.get("output_dir", "runs")))
 
@@ -246,9 +267,8 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
-    "push": push,
-    "measure": measure,
+    "train": train, "plan": plan, "compare": compare, "doctor": doctor, "generate": generate,
+    "report": report, "push": push, "measure": measure,
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from distributed_training.plan.memory import MemoryEstimate, estimate_memory
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import Rates
 from distributed_training.plan.speed import StepTime, estimate_step
+from distributed_training.plan.topology import Topology
+from distributed_training.plan.traffic import Formulas, sent_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +22,7 @@ class Prediction:
     step: StepTime | None
     tokens_per_s: float | None
     mfu: float | None
+    sent_bytes: dict[str, float]  # axis -> bytes a step, of the process that sends most
 
     def as_record(self) -> dict[str, Any]:
         """What a run's record keeps of it."""
@@ -31,6 +34,7 @@ class Prediction:
             "step_time_s": self.step and self.step.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
+            "sent_bytes": self.sent_bytes,
         }
 
 
@@ -46,8 +50,30 @@ def predict(plan: Plan, rates: Rates | None, node_size: int | None = None) -> Pr
             used = tokens_per_s * plan.size.flops_per_token(length)
             mfu = used / (rates.peak_flops * plan.num_processes)
     return Prediction(
-        memory=memory, fits=fits(plan, memory), step=step, tokens_per_s=tokens_per_s, mfu=mfu
+        memory=memory,
+        fits=fits(plan, memory),
+        step=step,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
+        sent_bytes=sent_by_axis(plan),
     )
+
+
+def sent_by_axis(plan: Plan) -> dict[str, float]:
+    """Axis -> bytes that a process sends in a step, where collectives run as rings; of the process
+    along pp that sends most."""
+    found, per_stage = [], plan.num_processes // plan.mesh["pp"]
+    for place in range(plan.mesh["pp"]):
+        topology = Topology(
+            world_size=plan.num_processes, rank=place * per_stage, local_rank=0,
+            device_type="cpu", **plan.mesh,
+        )  # fmt: skip
+        sent: dict[str, float] = {}
+        for (axis, kind), size in Formulas(plan, topology).total().items():
+            members = 2 if axis == "pp" else plan.mesh[axis]
+            sent[axis] = sent.get(axis, 0.0) + sent_bytes(kind, size, members)
+        found.append(sent)
+    return max(found, key=lambda sent: sum(sent.values()))
 
 
 def fits(plan: Plan, memory: MemoryEstimate) -> bool:
