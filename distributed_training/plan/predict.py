@@ -78,6 +78,11 @@ def sent_by_axis(plan: Plan) -> dict[str, float]:
 
 def fits(plan: Plan, memory: MemoryEstimate) -> bool:
     """Whether the fullest process has room, and the host for what it holds."""
+    on_host = memory.host_bytes * plan.processes_here <= plan.machine.ram_bytes
+    return on_host and fits_gpu(plan, memory)
+
+
+def fits_gpu(plan: Plan, memory: MemoryEstimate) -> bool:
+    """Whether the fullest GPU has room; without GPUs there is none to be filled."""
     machine = plan.machine
-    on_gpu = machine.num_gpus == 0 or memory.needed_bytes <= machine.gpu_memory_bytes
-    return on_gpu and memory.host_bytes * plan.processes_here <= machine.ram_bytes
+    return machine.num_gpus == 0 or memory.needed_bytes <= machine.gpu_memory_bytes
