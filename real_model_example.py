@@ -12,7 +12,7 @@ Change CONFIG, or put single keys over it: --batch_size 8. --help lists them all
 CONFIG = {
     # The work: the same under every strategy.
     "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by machine
-    "strategy": "zero2",  # dp, zero1, zero2, zero3, offload, infinity, fsdp, tp, pp, 3d, hybrid
+    "strategy": "auto",  # dp, zero1, zero2, zero3, offload, infinity, fsdp, tp, pp, 3d, hybrid
     "batch_size": 4,  # sequences per GPU and accumulation step
     "epochs": 2,  # passes over the training samples
     "max_length": 512,  # tokens per sample

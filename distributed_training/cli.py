@@ -2,13 +2,10 @@
 
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
-    python real_model_example.py doctor
-    python real_model_example.py generate RUN [--prompt TEXT]
+    python real_model_example.py compare --strategies dp,fsdp,zero2 --seeds 3
+    python real_model_example.py doctor, or links [--num_gpus N], or measure NAME ...
     python real_model_example.py report [RUN ...]
-    python real_model_example.py export RUN [--to FOLDER]
-    python real_model_example.py push RUN user/name
-    python real_model_example.py links [--num_gpus N]
-    python real_model_example.py measure NAME ...
+    python real_model_example.py generate RUN, or export RUN, or push RUN user/name
 
 A command is an entry of COMMANDS. No torch import before training begins.
 """
@@ -162,9 +159,29 @@ def plan(argv: Sequence[str], program: Program) -> int:
     return module.run(arguments, build, program.script)
 
 
+def compare(argv: Sequence[str], program: Program) -> int:
+    """The same work under several strategies, one after the other, on one page."""
+    module = importlib.import_module("distributed_training.measure.compare")
+    arguments = parse(argv, program, module.add_options)
+
+    def build(texts: Sequence[str]) -> RunConfig:
+        given = {**vars(arguments), "overrides": list(texts)}
+        return configure(argparse.Namespace(**given), program)
+
+    return module.run(arguments, build, program.script)
+
+
 def doctor(argv: Sequence[str], program: Program) -> int:
-    """What this machine has and lacks for training."""
-    _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__).parse_args(argv)
+    """What this machine has and lacks for training; --nodes: the links between processes."""
+    parser = _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__)
+    add = parser.add_argument
+    add("--nodes", action="store_true", help="measure the links between processes instead")
+    add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
+    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
+    arguments = parser.parse_args(argv)
+    if arguments.nodes:
+        nodes = importlib.import_module("distributed_training.measure.nodes")
+        return nodes.run(arguments.num_gpus, program.script)
     module = importlib.import_module("distributed_training.run.doctor")
     return module.main(program.script.parent / str(program.config.get("output_dir", "runs")))
 
@@ -265,9 +282,8 @@ def measure(argv: Sequence[str], _: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "doctor": doctor, "generate": generate, "report": report,
-    "export": export, "push": push, "links": links,
-    "measure": measure,
+    "train": train, "plan": plan, "compare": compare, "doctor": doctor, "generate": generate,
+    "report": report, "export": export, "push": push, "links": links, "measure": measure,
 }  # fmt: skip
 
 

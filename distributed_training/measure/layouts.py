@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=4 real_model_example.py measure layouts PLAN.json FOLDER
 
-Plan and folder are those of `measure runs`, but all runs share the processes, as starting them
-takes longer than the steps that are timed. Each run leaves a record as a training does, with the
+The plan is one of `compare`'s, but all runs share the processes, as starting them takes longer than
+the steps that are timed. Each run leaves a record as a training does, with the
 idle share of the pipeline's ranks in "bubble": what is left of a step's forward and backward phase
 (phase_s, the median of the timed steps) when the time in which a rank computes is taken out. On
 GPUs that is the time of the kernels in one more step under the profiler, which makes launching

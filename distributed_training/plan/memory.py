@@ -88,6 +88,11 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     )
 
 
+def block_bytes(plan: Plan) -> float:
+    """What one block keeps of one micro-batch for its backward pass, in the first process."""
+    return _Process(plan, 0).block_bytes()
+
+
 class _Process:
     """The process at one place along pp."""
 

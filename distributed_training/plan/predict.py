@@ -9,7 +9,8 @@ from distributed_training.plan.memory import MemoryEstimate, estimate_memory
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import Rates
 from distributed_training.plan.speed import StepTime, estimate_step
-from distributed_training.plan.traffic import fullest_sent_bytes
+from distributed_training.plan.topology import Topology
+from distributed_training.plan.traffic import Formulas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,7 @@ class Prediction:
     step: StepTime | None
     tokens_per_s: float | None
     mfu: float | None
-    sent_bytes: float  # in a step, by the process that sends most
+    sent_bytes: dict[str, float]  # axis -> bytes a step, of the process that sends most
 
     def as_record(self) -> dict[str, Any]:
         """What a run's record keeps of it."""
@@ -49,13 +50,39 @@ def predict(plan: Plan, rates: Rates | None, node_size: int | None = None) -> Pr
             used = tokens_per_s * plan.size.flops_per_token(length)
             mfu = used / (rates.peak_flops * plan.num_processes)
     return Prediction(
-        memory=memory, fits=fits(plan, memory), step=step, tokens_per_s=tokens_per_s, mfu=mfu,
-        sent_bytes=fullest_sent_bytes(plan),
-    )  # fmt: skip
+        memory=memory,
+        fits=fits(plan, memory),
+        step=step,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
+        sent_bytes=sent_by_axis(plan),
+    )
+
+
+def sent_by_axis(plan: Plan) -> dict[str, float]:
+    """Axis -> bytes that a process sends in a step, where collectives run as rings; of the process
+    along pp that sends most."""
+    found, per_stage = [], plan.num_processes // plan.mesh["pp"]
+    for place in range(plan.mesh["pp"]):
+        topology = Topology(
+            world_size=plan.num_processes, rank=place * per_stage, local_rank=0,
+            device_type="cpu", **plan.mesh,
+        )  # fmt: skip
+        sent: dict[str, float] = {}
+        for name, size in Formulas(plan, topology).sent().items():
+            axis, _, _kind = name.partition(" ")
+            sent[axis] = sent.get(axis, 0.0) + size
+        found.append(sent)
+    return max(found, key=lambda sent: sum(sent.values()))
 
 
 def fits(plan: Plan, memory: MemoryEstimate) -> bool:
     """Whether the fullest process has room, and the host for what it holds."""
+    on_host = memory.host_bytes * plan.processes_here <= plan.machine.ram_bytes
+    return on_host and fits_gpu(plan, memory)
+
+
+def fits_gpu(plan: Plan, memory: MemoryEstimate) -> bool:
+    """Whether the fullest GPU has room; without GPUs there is none to be filled."""
     machine = plan.machine
-    on_gpu = machine.num_gpus == 0 or memory.needed_bytes <= machine.gpu_memory_bytes
-    return on_gpu and memory.host_bytes * plan.processes_here <= machine.ram_bytes
+    return machine.num_gpus == 0 or memory.needed_bytes <= machine.gpu_memory_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.mesh import all_meshes, divides, fill_mesh, show_settings
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.predict import Prediction, fits, predict
+from distributed_training.plan.predict import Prediction, fits, fits_gpu, predict
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
@@ -30,7 +31,8 @@ from distributed_training.settings.strategies import (
     strategy_options,
 )
 
-ALIKE = 0.03  # difference in time below which the simpler layout is taken
+# Difference in time below which the simpler layout is taken: about what predictions are off by.
+ALIKE, ALIKE_ON_CPU = 0.03, 0.2
 BUSY, MOST_BATCH = 0.95, 8  # share of the best tokens/s that is enough; power of two
 MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline schedule
 
@@ -80,7 +82,10 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
     strategy, machine = load_strategy(config), cluster.machine
     config = choose_model(config, machine, [])
     size = find_model(config.model).size
+    asked = {axis: getattr(config, axis) for axis in MESH_AXES}
     for mesh in all_meshes(strategy, cluster.num_processes):
+        if any(size not in (None, -1, mesh[axis]) for axis, size in asked.items()):
+            continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
             schedules = list(strategy.traits.schedules)
@@ -165,18 +170,23 @@ def what_fits(plan: Plan) -> list[str]:
         if fits(plan, estimate_memory(replace(plan, config=again))):
             found.append("set activation_checkpointing=full")
     decided = {"model": plan.config.model, "batch_size": plan.config.batch_size}
-    work = with_values(plan.requested, **decided)
+    work = functools.partial(under_strategy, with_values(plan.requested, **decided))
     best = best_layout(work, plan.machine, plan.num_processes, plan.processes_here)
-    if best is not None and best.plan.strategy.name != plan.strategy.name:
+    if best and best.prediction.fits and best.plan.strategy.name != plan.strategy.name:
         settings = {"strategy": best.plan.strategy.name, **settings_of(best.plan)}
         found.append(f"set {show_settings(settings)}")
     return found
 
 
 def best_layout(
-    config: RunConfig, machine: Machine, num_processes: int, processes_here: int
+    build: Callable[[str], RunConfig],
+    machine: Machine,
+    num_processes: int,
+    processes_here: int,
+    below_bytes: int | None = None,
 ) -> Choice | None:
-    """The simplest of the quickest layouts of this work that fit these processes; None without."""
+    """The simplest of the quickest layouts that fit these processes, and that need less of a GPU
+    than `below_bytes`; None without. `build` as for `rank_layouts`."""
     cluster = Cluster(
         nodes=num_processes // processes_here,
         processes_a_node=processes_here,
@@ -184,11 +194,18 @@ def best_layout(
         rates=machine_rates(machine, processes_here),
         name="",
     )
-    choices = rank_layouts(functools.partial(under_strategy, config), cluster)
-    if not choices or not choices[0].prediction.fits:
+    least = below_bytes or sys.maxsize
+    choices = [
+        choice for choice in rank_layouts(build, cluster)
+        if fits_gpu(choice.plan, choice.prediction.memory)
+        and choice.prediction.memory.needed_bytes < least
+    ]  # fmt: skip
+    # What the host lacks is for the run's own checks to say.
+    choices = [choice for choice in choices if choice.prediction.fits] or choices
+    if not choices:
         return None
-    most = choices[0].order[1] * (1 + ALIKE)
-    alike = [choice for choice in choices if choice.prediction.fits and choice.order[1] <= most]
+    most = choices[0].order[1] * (1 + (ALIKE if machine.num_gpus else ALIKE_ON_CPU))
+    alike = [choice for choice in choices if choice.order[1] <= most]
     names = list(list_strategies())
     return min(alike, key=lambda c: (len(settings_of(c.plan)), names.index(c.plan.strategy.name)))
 
@@ -202,21 +219,50 @@ def choose_spread(
     places = machine, num_processes, processes_here
     if config.strategy == AUTO:
         few = 8 if config.batch_size == AUTO else config.batch_size
-        best = best_layout(with_values(config, batch_size=few), *places)
+        build = functools.partial(as_chosen, with_values(config, batch_size=few))
+        best = best_layout(build, *places, config.below_bytes)
         if best is None:
-            what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
-            raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
+            own_axes = [axis for axis in ("pp", "tp") if getattr(config, axis) not in (None, 1)]
+            plainest = "zero2" if config.deepspeed_config else "3d" if own_axes else "dp"
+            raise _none_found(build(plainest), *places)
         name, settings = best.plan.strategy.name, settings_of(best.plan)
         said = f"strategy is {show_settings({'strategy': name, **settings}).partition('=')[2]}"
         step = best.prediction.step
         why = "the first that fits" if step is None else f"predicted {step.seconds:.3g} s a step"
         notes.append(f"{said}, the planner's choice: {why}")
-        config = with_values(under_strategy(config, name), **settings)
+        config = with_values(as_chosen(config, name), **settings)
     if config.batch_size == AUTO:
         size = _busy_batch(config, *places)
         notes.append(f"batch_size is {size}: the fewest sequences that keep a GPU busy, predicted")
         config = with_values(config, batch_size=size)
     return config
+
+
+def as_chosen(config: RunConfig, name: str) -> RunConfig:
+    """CONFIG under a strategy that "auto" may become: what is set stays, whether or not the
+    strategy takes it. Raises UserError for one whose engine has options of its own.
+    """
+    if strategy_options(name).model_fields:
+        raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
+    given = dict(config)
+    defaults = {
+        key: value for key, value in strategy_defaults(name).items() if given[key] in (None, AUTO)
+    }
+    return with_values(config, strategy=name, from_defaults=tuple(defaults), **defaults)
+
+
+def _none_found(
+    config: RunConfig, machine: Machine, num_processes: int, processes_here: int
+) -> UserError:
+    """Why "auto" finds no strategy; `config` is under the one whose refusal says most."""
+    strategy = load_strategy(config)
+    mesh = fill_mesh(strategy, num_processes, config)
+    own = choose_settings(config, machine, strategy, mesh, [])
+    lay_out(own, strategy, mesh, machine, processes_here)
+    what = (
+        f"strategy='auto' finds none that fits {config.model} with batch_size={config.batch_size}"
+    )
+    return UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
 
 
 def _busy_batch(
@@ -232,7 +278,8 @@ def _busy_batch(
             tried = with_values(own, batch_size=size)
             plan = lay_out(tried, strategy, mesh, machine, processes_here)
             found = predict(plan, machine_rates(machine, processes_here))
-            if found.fits:
+            least = config.below_bytes or sys.maxsize
+            if found.fits and found.memory.needed_bytes < least:
                 speeds[size] = found.tokens_per_s or size
     best = max(speeds.values(), default=0.0)
     return next((size for size, speed in speeds.items() if speed >= BUSY * best), 1)

@@ -122,7 +122,7 @@ def _front_matter(r: Record) -> str:
 
 def _command(r: Record) -> str:
     """What starts the same run: each key that is not at its default."""
-    asked = (r.model_extra or {}).get("config_requested", r.config)
+    asked = r.config_requested or r.config
     words = [f"--num_gpus={r.world_size}"] * (r.world_size > 1)
     for name, value in asked.items():
         if name not in KEYS or (value != KEYS[name].default and name not in _OWN_BUSINESS):

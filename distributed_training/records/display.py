@@ -190,7 +190,7 @@ def _options(r: Record) -> str:
     words += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
     if words and sent is not None:
-        words.append(f"{gib(sent)} a step sent by a process")
+        words.append(f"{gib(sum(sent.values()))} a step sent by a process")
     return ", ".join(words)
 
 

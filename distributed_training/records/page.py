@@ -14,7 +14,7 @@ _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Training runs</title>
+<title>{title}</title>
 <style>
 :root { color-scheme: light dark }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 75rem; margin: auto; padding: 1rem }
@@ -30,13 +30,32 @@ svg { width: 29rem; max-width: 100%; height: auto }
 
 def build_page(heading: str, works: Sequence[Work], note: str) -> str:
     """The page of all `works`; `heading` says of which runs, `note` what is left out."""
-    parts = [_HEAD, "<h1>Training runs</h1>", f"<p>{escape(heading)}</p>"]
+    parts = [f"<p>{escape(heading)}</p>"]
     for work in works:
         columns = work.columns()
-        align = ["right" if name in MEASURED else "left" for name in columns]
-        rows = zip(*columns.values(), strict=True)
-        table = tabulate(rows, list(columns), "html", disable_numparse=True, colalign=align)
-        parts += [f"<h2>{escape(work.title)}</h2>", f'<div class="wide">{table}</div>']
+        rows = list(zip(*columns.values(), strict=True))
+        table = html_table(list(columns), rows, [name in MEASURED for name in columns])
+        parts += [f"<h2>{escape(work.title)}</h2>", table]
         parts += [f"<p>{escape(line)}</p>" for line in work.errors()]
-        parts.append(f'<div class="plots">{"".join(draw_svgs(work.records))}</div>')
-    return "\n".join([*parts, f"<p>{escape(note)}</p>" * bool(note), ""])
+        parts.append(html_plots(draw_svgs(work.records)))
+    return whole_page("Training runs", [*parts, f"<p>{escape(note)}</p>" * bool(note)])
+
+
+def whole_page(title: str, parts: Sequence[str]) -> str:
+    """One file from HTML elements."""
+    head = _HEAD.replace("{title}", escape(title))
+    return "\n".join([head, f"<h1>{escape(title)}</h1>", *parts, ""])
+
+
+def html_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[bool]
+) -> str:
+    """A table that scrolls by itself; columns of `numbers` are aligned right."""
+    align = ["right" if number else "left" for number in numbers]
+    table = tabulate(rows, headers, "html", disable_numparse=True, colalign=align)
+    return f'<div class="wide">{table}</div>'
+
+
+def html_plots(pictures: Sequence[str]) -> str:
+    """Pictures beside each other, as far as there is room."""
+    return f'<div class="plots">{"".join(pictures)}</div>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from distributed_training.records.tables import COLUMNS
 
 INK = "#010203"  # stands for the colour of the text
 STYLES = ("-", "--", "-.", ":")
+PHONE = 4.6  # inches
 # Columns that tell two records of one strategy apart.
 DISTINCTIONS = ("model", "batch", "precision", "compile", "processes")
 
@@ -29,7 +30,12 @@ def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
 
     A plot that no record has figures for is not made. Raises OSError where nothing can be written.
     """
-    drawn = {folder / f"{name}.png": figure for name, figure in build_figures(records).items()}
+    return save_pngs(build_figures(records), folder)
+
+
+def save_pngs(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """NAME.png for each; the paths. Raises OSError where nothing can be written."""
+    drawn = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in drawn.items():
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130, metadata={"Software": None})  # equal records, equal files
@@ -37,15 +43,21 @@ def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def draw_svgs(records: Sequence[Record]) -> list[str]:
-    """The same plots as <svg> elements for a phone's width, in the colour of the text around."""
+    """The same plots as <svg> elements."""
+    return as_svgs(lambda: build_figures(records, width=PHONE), records[0].run_dir)
+
+
+def as_svgs(build: Callable[[], Mapping[str, Figure]], where: str) -> list[str]:
+    """Figures as <svg> elements in the colour of the text around; `where` tells several such lists
+    on one page apart."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style: Any = dict.fromkeys((*inked, "legend.edgecolor"), INK)
     style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
     nothing, pictures = dict.fromkeys(("Creator", "Date", "Format", "Type")), []
     with rc_context({**style, "svg.fonttype": "none"}):
-        for name, figure in build_figures(records, width=4.6).items():
+        for name, figure in build().items():
             file = io.StringIO()
-            with rc_context({"svg.hashsalt": f"{name} {records[0].run_dir}"}):  # of its ids
+            with rc_context({"svg.hashsalt": f"{name} {where}"}):  # of its ids
                 figure.savefig(file, format="svg", metadata=nothing)
             svg = file.getvalue().replace(INK, "currentColor")
             svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{name}"')

@@ -83,6 +83,7 @@ class Record(RunState):
     run_dir: str  # empty where the run left no folder
     config: dict[str, Any]  # CONFIG as resolved: no "auto" left
     engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds
+    config_requested: dict[str, Any] = {}  # as it was asked for
     from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy decided
     strategy: dict[str, Any]  # name, as in CONFIG; sharding: what it divides, in words
     work: dict[str, Any]  # equal for runs that can be compared
@@ -96,7 +97,7 @@ class Record(RunState):
     dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # part -> bytes per process
     # Before the run: peak_bytes, and by component, of the fullest process; step_time_s, None for a
-    # GPU of which nothing is known, tokens_per_s, bound_by, sent_bytes of a process.
+    # GPU of which nothing is known, tokens_per_s, bound_by, sent_bytes a step by axis.
     prediction: dict[str, Any] | None = None
     batch: Batch
     data: dict[
@@ -108,6 +109,7 @@ class Record(RunState):
     performance: dict[str, Any] = {}
     # Peaks while training, the highest rank's, and by_rank; None: not measured.
     memory: dict[str, Any] = {}
+    loss_seconds: list[float] = []  # of training until each entry of loss_curve, by `compare`
     disk: dict[str, int] | None = None  # read_bytes, write_bytes of all ranks in num_steps
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, mean over ranks
 

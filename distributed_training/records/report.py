@@ -18,7 +18,6 @@ from typing import Any
 
 from cogapp import Cog
 from cogapp.cogapp import CogCheckFailed, CogError
-from tabulate import tabulate
 
 from distributed_training.records.compare import (
     MAX_TABLES,
@@ -29,7 +28,7 @@ from distributed_training.records.compare import (
 )
 from distributed_training.records.display import short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, table
+from distributed_training.records.tables import COLUMNS, DEFAULT, markdown_table, table
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, given_path, load_json
 from distributed_training.settings.strategies import list_strategies
@@ -74,7 +73,7 @@ def published_json(file: str, key: str, columns: str) -> str:
         values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
         _check_words(f"{file}, {row}", "column", words, values)
         rows.append([row, *(_figure(values[word]) for word in words)])
-    return f"\n{tabulate(rows, ['', *words], **MARKDOWN)}\n"
+    return markdown_table(rows, ["", *words])
 
 
 def published_operations(file: str) -> str:
@@ -95,7 +94,7 @@ def published_operations(file: str) -> str:
                          if most.get(kind, 0) >= 2**10)]
         for kind in kinds
     ]  # fmt: skip
-    return f"\n{tabulate(rows, ['operation', 'sent a step, KiB'], **MARKDOWN)}\n"
+    return markdown_table(rows, ["operation", "sent a step, KiB"])
 
 
 def _figure(value: float) -> str:

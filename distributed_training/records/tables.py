@@ -102,6 +102,11 @@ def _disk(disk: dict[str, int] | None) -> str:
     return "none" if max(read, written) < 0.05 else f"{read:.1f} GB read, {written:.1f} GB written"
 
 
+def markdown_table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """A table for a document, with the blank lines that Markdown needs around it."""
+    return f"\n{tabulate(rows, headers, **MARKDOWN)}\n"
+
+
 def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
     """A Markdown table, one row per record; a run without results shows "-" for them."""
     rows = [

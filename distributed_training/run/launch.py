@@ -13,8 +13,9 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -22,15 +23,18 @@ from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
+from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.plan.show import layout_name
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import LastingStream, describe_prediction
-from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
+from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
 
+TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
@@ -94,7 +98,8 @@ def start(
     else:
         count = here = requested_processes(num_gpus, machine, _asked_mesh(config))
     cut = peek_data if dry_run else cut_data
-    plan = make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
+    places = {"num_processes": count, "processes_here": here}
+    plan = make_plan(config, machine, **places, cut=cut)
     if dry_run:
         typed = [*_launcher(plan), os.path.relpath(script), *arguments]
         print(describe_plan(plan, "(this one)" if process else shlex.join(typed)))
@@ -102,7 +107,51 @@ def start(
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     plan = reserve_run_dir(plan)
-    return _work(plan, single_process()) if count == 1 else spawn(plan, str(script))
+    unsure = AUTO in (config.strategy, config.batch_size)
+    if count == 1 and not (unsure and machine.num_gpus):
+        return _work(plan, single_process())
+    if not unsure:
+        return spawn(plan, str(script))
+
+    def smaller(needed_bytes: int) -> Plan:
+        below = config.model_copy(update={"below_bytes": needed_bytes})
+        return reserve_run_dir(make_plan(below, machine, **places, cut=cut))
+
+    return start_confirmed(plan, str(script), smaller)
+
+
+def start_confirmed(plan: Plan, script: str, smaller: Callable[[int], Plan]) -> int:
+    """Train as "auto" chose; where memory runs out in the first steps, with the next best that is
+    predicted to need less. `smaller` makes that plan from the bytes that were too many."""
+    begin = spawn if plan.num_processes > 1 else run_alone
+    code = begin(plan, script)
+    while plan.checkpoint is None and ran_out_early(plan.run_dir):
+        failed, plan = plan, smaller(estimate_memory(plan).needed_bytes)
+        what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
+        instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
+        print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
+        code = begin(plan, script)
+    return code
+
+
+def run_alone(plan: Plan, script: str) -> int:
+    """The plan's only process as a child, so that this one is still there when memory runs out."""
+    single_process()
+    child = subprocess.Popen([sys.executable, script, "--run_dir", str(plan.run_dir)])
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = {n: signal.signal(n, lambda number, _: child.send_signal(number)) for n in signals}
+    code = child.wait()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    return code if code >= 0 else 128 - code
+
+
+def ran_out_early(run_dir: Path) -> bool:
+    """Whether a run ended by running out of GPU memory, within TRIAL_STEPS."""
+    if not (run_dir / RECORD_FILE).is_file() or load_state(run_dir).status != "oom":
+        return False
+    metrics = run_dir / METRICS_FILE
+    return not metrics.is_file() or metrics.read_bytes().count(b"\n") <= TRIAL_STEPS
 
 
 def start_planned(run_dir: Path) -> int:

@@ -33,13 +33,13 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last four are CONFIG's keys."""
+    """Everything that decides a run, validated. All fields but the last five are CONFIG's keys."""
 
     # fmt: off
     model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
         help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
         "gpt2-tiny without a GPU, gpt2 on a GPU below 12 GiB, else gpt2-medium")
-    strategy: Text = spread("zero2",
+    strategy: Text = spread(AUTO,
         help="where state lives and who computes what; auto: the planner's first choice")
     batch_size: Count | Auto = spread(4, aliases=("per_device_train_batch_size",),
         help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
@@ -152,6 +152,8 @@ class RunConfig(Options):
     engine_work: tuple[str, ...] = Field(default=(), strict=False)
     # Whether to go on where memory is predicted not to suffice.
     force: bool = False
+    # "auto" chooses what is predicted to need less of a GPU: so much has run out of memory.
+    below_bytes: int | None = None
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
 
@@ -195,7 +197,7 @@ def build_config(
         if not equals:
             raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
         texts.append((name.strip(), value))
-    strategy = {"strategy": "zero2", **config, **from_preset, **dict(texts)}["strategy"]
+    strategy = {"strategy": AUTO, **config, **from_preset, **dict(texts)}["strategy"]
     own_model = options(str(strategy))
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys

@@ -36,7 +36,8 @@ NOT_HERE = (
     "my_zero1.json", "...", "chats.jsonl", "user/name:",
 )  # fmt: skip
 OTHER_COMMANDS = (
-    ".py doctor", ".py report", ".py measure ", ".py generate ", ".py push ", ".py links ",
+    ".py doctor", ".py compare ", ".py report", ".py measure ", ".py generate ", ".py push ",
+    ".py links ",
 )  # fmt: skip
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
 

@@ -50,6 +50,7 @@ def plan_for(
     *,
     here: int | None = None,
     checked: bool = True,
+    below_bytes: int | None = None,
     **config: Any,
 ) -> Plan:
     """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
@@ -57,4 +58,5 @@ def plan_for(
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **defaults, **config}
     places = {"num_processes": num_processes, "processes_here": here or num_processes}
     make = make_plan if checked else draft_plan
-    return make(build_config(values), machine, **places)
+    built = build_config(values).model_copy(update={"below_bytes": below_bytes})
+    return make(built, machine, **places)

@@ -142,16 +142,16 @@ def test_splits_of_one_global_batch_are_the_same_work(tmp_path):
 
 
 def test_resuming_goes_on_in_the_old_folder(tmp_path):
-    first = plan_for(tmp_path)
+    first = plan_for(tmp_path, strategy="zero2")
     checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
     checkpoint.mkdir(parents=True)
     start_record(first.run_dir).update(status="interrupted")
     meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
     meta |= {"counters": {}, "files": {}, "checksums": {}}
     (checkpoint / "meta.json").write_text(json.dumps(meta))
-    again = plan_for(tmp_path, resume="auto")
+    again = plan_for(tmp_path, resume="auto", strategy="zero2")
     assert (again.run_dir, again.checkpoint) == (first.run_dir, checkpoint)
-    other = plan_for(tmp_path, resume="auto", seed=7)
+    other = plan_for(tmp_path, resume="auto", strategy="zero2", seed=7)
     assert other.checkpoint is None
     assert other.run_dir != first.run_dir
     with refused("is of another run", "seed was 42 and is 7"):

@@ -25,7 +25,7 @@ def gpu(**changes):
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     """(What is decided and found: config, tokenizer_dir, weights_dir; notes)"""
     notes = []
-    built = choose_model(build_config(config), machine, notes)
+    built = choose_model(build_config({"strategy": "zero2", **config}), machine, notes)
     strategy = load_strategy(built)
     mesh = fill_mesh(strategy, world_size, built)
     built = choose_settings(built, machine, strategy, mesh, notes)
@@ -133,7 +133,7 @@ def test_what_is_given_is_kept():
         "learning_rate": 0.5,
     }
     resolved, notes = decide(CPU_MACHINE, **given)
-    assert resolved.config == build_config(given)
+    assert resolved.config == build_config({"strategy": "zero2", **given})
     assert notes == []
 
 

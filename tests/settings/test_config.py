@@ -89,7 +89,7 @@ def test_the_work_holds_the_global_batch_size():
 def test_every_field_says_whether_it_is_work():
     with pytest.raises(TypeError, match="work"):
         key(1, help="new", group="")
-    no_keys = {"engine_options", "engine_work", "from_defaults", "force"}
+    no_keys = {"engine_options", "engine_work", "from_defaults", "force", "below_bytes"}
     assert set(RunConfig.model_fields) - no_keys == set(KEYS)
 
 

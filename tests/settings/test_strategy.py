@@ -212,19 +212,19 @@ def test_json_that_is_not_understood(document, words, tmp_path):
 def test_missing_json_names_a_near_one():
     wrong = str(ROOT / "configs" / "ds_config_zero22.json")
     with refused("ds_config_zero22.json does not exist", "did you mean", "ds_config_zero2.json"):
-        load_strategy(build_config({"deepspeed_config": wrong}))
+        load_strategy(build_config({"strategy": "zero2", "deepspeed_config": wrong}))
 
 
 @pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
 def test_paths_that_pathlib_refuses(path):
     with refused("deepspeed_config="):
-        load_strategy(build_config({"deepspeed_config": path}))
+        load_strategy(build_config({"strategy": "zero2", "deepspeed_config": path}))
 
 
 def test_a_deepspeed_json_below_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     given_json(tmp_path, own_json())
-    config = build_config({"deepspeed_config": "~/given.json"})
+    config = build_config({"strategy": "zero2", "deepspeed_config": "~/given.json"})
     assert load_strategy(config).source == tmp_path / "given.json"
 
 

@@ -1,0 +1,105 @@
+"""The tables of strategies/LAWS.md, computed by the functions that plan a run. No torch import."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from distributed_training.models import find_model
+from distributed_training.plan.cluster import cluster_of
+from distributed_training.plan.cost import SCHEDULES
+from distributed_training.plan.make import draft_plan
+from distributed_training.plan.memory import block_bytes, estimate_memory
+from distributed_training.plan.plan import Plan
+from distributed_training.records.tables import markdown_table
+from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.gpus import GPUS
+from distributed_training.settings.strategies import (
+    list_strategies,
+    strategy_defaults,
+    strategy_options,
+)
+
+GIB = 2**30
+NONE = "-"  # no such layout
+MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
+    """A draft on H200s of one node."""
+    values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
+    built = build_config(values, defaults=strategy_defaults, options=strategy_options)
+    machine = cluster_of(GPUS["H200"], 1, num_processes).machine
+    return draft_plan(built, machine, num_processes, num_processes)
+
+
+def state(counts: Sequence[int] = (1, 2, 4, 8)) -> str:
+    """GiB of state on the fullest GPU, gpt2-xl in bf16."""
+    rows = []
+    for strategy in list_strategies():
+        cells = [_state_of(strategy, count) for count in counts]
+        if cells[-1] != NONE:  # 25 heads cannot be split by two
+            rows.append([f"`{strategy}`", *cells])
+    return markdown_table(rows, ["", *(f"P = {count}" for count in counts)])
+
+
+def _state_of(strategy: str, num_processes: int) -> str:
+    with contextlib.suppress(UserError):
+        plan = plan_of(strategy, num_processes)
+        return f"{plan.state.on_device / GIB:.1f}"
+    return NONE
+
+
+def activations() -> str:
+    """Bytes that a block keeps, by token and unit of hidden size, bf16."""
+    layouts: dict[str, dict[str, Any]] = {
+        "one GPU": {"strategy": "dp"},
+        "`tp` 4": {"strategy": "tp", "tp": 4},
+        "`tp` 4, no `sequence_parallel`": {"strategy": "tp", "tp": 4, "sequence_parallel": False},
+    }
+    rows = []
+    for name, config in layouts.items():
+        cells = []
+        for mode in ("none", "selective", "full"):
+            plan = plan_of(
+                num_processes=4 if "tp" in config else 1, model="gpt2-medium", num_microbatches=1,
+                activation_checkpointing=mode, **config,
+            )  # fmt: skip
+            tokens = plan.batch.micro_batch_size * plan.config.max_length
+            cells.append(f"{block_bytes(plan) / tokens / plan.size.hidden_size:.1f}")
+        rows.append([name, *cells])
+    modes = [f"`{mode}`" for mode in ("none", "selective", "full")]
+    return markdown_table(rows, ["`activation_checkpointing`", *modes])
+
+
+def flops() -> str:
+    """FLOPs of one token, forward and backward."""
+    rows = []
+    for model in MODELS:
+        size = find_model(model).size
+        each = [f"{size.flops_per_token(length) / 1e9:.2f}" for length in (512, 1024)]
+        rows.append([model, f"{size.num_parameters:,}", *each])
+    return markdown_table(rows, ["", "N", "GFLOP a token, T = 512", "T = 1024"])
+
+
+def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16, 32)) -> str:
+    """Idle shares of a step over `p` equal stages, a backward pass twice a forward one."""
+    rows = []
+    for name, schedule in SCHEDULES.items():
+        shares = [schedule.bubble(p, m) for m in counts]
+        cells = ["no formula" if share is None else f"{share:.1%}" for share in shares]
+        rows.append([f"`{name}`", *cells])
+    return markdown_table(rows, [f"p = {p}", *(f"m = {m}" for m in counts)])
+
+
+def peaks() -> str:
+    """GiB by component of the fullest GPU under some layouts: gpt2-xl, 8 x 1024 tokens, bf16."""
+    rows = []
+    for strategy in ("dp", "zero2", "zero3", "fsdp", "pp"):
+        memory = estimate_memory(plan_of(strategy, 4, batch_size=8))
+        parts = memory.fullest
+        cells = [f"{size / GIB:.1f}" if size else NONE for size in parts.values()]
+        rows.append([f"`{strategy}` 4", *cells, f"{memory.peak_bytes / GIB:.1f}"])
+    return markdown_table(rows, ["", *parts, "in all"])

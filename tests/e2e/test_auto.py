@@ -1,0 +1,120 @@
+"""`strategy` "auto": what is set stays, what runs out of memory is replaced by what needs less."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from distributed_training.plan.memory import estimate_memory
+from distributed_training.records.record import append_metrics, write_json
+from distributed_training.run.launch import ran_out_early
+from distributed_training.settings.config import AUTO
+from tests.conftest import SMALL, assert_ok, run_command, settings
+from tests.e2e.support import run_folders
+from tests.plan.helpers import plan_for
+from tests.pool import ROOT
+from tests.support import CPU_MACHINE, GPU_MACHINE, record_values, refused
+
+# The script, on GPUs that are too small for dp.
+SMALL_GPUS = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+import real_model_example
+real_model_example.__file__ = __file__  # --num_gpus starts this script
+from distributed_training.engines import native
+
+Engine, steps, on_gpus = native.NativeEngine, [], []
+right, start = Engine.train_step, Engine.__init__
+torch.cuda.max_memory_allocated = lambda device: 0
+
+def init(self, model, plan, topology):
+    on_gpus.append(plan.strategy.name)
+    start(self, model, plan, topology)
+
+def train_step(self, batch):
+    steps.append(batch)
+    if on_gpus == ["dp"] and len(steps) == 3:
+        raise torch.cuda.OutOfMemoryError("a fault made on purpose")
+    return right(self, batch)
+
+Engine.train_step, Engine.__init__ = train_step, init
+raise SystemExit(real_model_example.main())
+"""
+
+
+def test_what_runs_out_of_memory_early_is_replaced_by_what_needs_less(tmp_path):
+    script = tmp_path / "small.py"
+    script.write_text(SMALL_GPUS.format(root=str(ROOT)))
+    values = {**SMALL, "output_dir": tmp_path / "runs", "export": False}
+    result = run_command([sys.executable, script, "--num_gpus", "2", *settings(values)])
+    assert_ok(result)
+    folders = run_folders(tmp_path / "runs")
+    old, new = (json.loads((folder / "record.json").read_text()) for folder in folders)
+    assert (old["strategy"]["name"], old["status"], new["status"]) == ("dp", "oom", "ok")
+    assert new["prediction"]["peak_bytes"] < old["prediction"]["peak_bytes"]
+    assert new["config_requested"]["strategy"] == AUTO
+    (note,) = [line for line in result.stdout.splitlines() if "starting again" in line]
+    instead = f"{new['strategy']['name']} with batch_size=2"
+    assert note == f"note: dp with batch_size=2 ran out of memory: starting again, {instead}"
+
+
+@pytest.mark.parametrize(
+    ("status", "steps", "again"), [("oom", 2, True), ("oom", 25, False), ("failed", 2, False)]
+)
+def test_only_a_lack_of_memory_in_the_first_steps_starts_another(status, steps, again, tmp_path):
+    write_json(tmp_path / "record.json", record_values(status=status))
+    append_metrics(tmp_path, [{"step": step} for step in range(steps)])
+    assert ran_out_early(tmp_path) == again
+
+
+@pytest.mark.parametrize("batch_size", [64, AUTO])
+def test_the_next_choice_is_predicted_to_need_less(batch_size, tmp_path):
+    words = {"checked": False, "model": "gpt2-large", "batch_size": batch_size}
+    plan = plan_for(tmp_path, GPU_MACHINE, 4, **words)
+    for _ in range(2):
+        needed = estimate_memory(plan).needed_bytes
+        plan = plan_for(tmp_path, GPU_MACHINE, 4, below_bytes=needed, **words)
+        assert estimate_memory(plan).needed_bytes < needed
+    with refused("finds none that fits gpt2-large"):
+        plan_for(tmp_path, GPU_MACHINE, 4, below_bytes=2**20, **words)
+
+
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [
+        ({"tp": 2}, {"tp": 2, "pp": 1}),
+        ({"pp": 2}, {"tp": 1, "pp": 2}),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}),
+        ({"num_microbatches": 2}, {}),
+    ],
+)
+def test_what_is_set_stays(config, axes, tmp_path):
+    planned = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, model="gpt2", **config)
+    assert planned.requested.strategy == AUTO
+    given = {**planned.mesh, "num_microbatches": planned.batch.num_microbatches}
+    assert {key: given[key] for key in (*config, *axes)} == config | axes
+
+
+def test_a_deepspeed_json_decides_the_strategy(tmp_path):
+    file = str(ROOT / "configs" / "ds_config_zero3.json")
+    planned = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, deepspeed_config=file)
+    assert planned.strategy.name == "zero3"
+    assert str(planned.strategy.source) == file
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"max_length": 2048}, ["max_length=2048", "1024"]),
+        ({"deepspeed_config": "configs/ds_config_zero22.json"}, ["did you mean", "zero2.json"]),
+        ({"tp": 3}, ["tp 3"]),
+        ({"micro_batch_size": 3}, ["micro_batch_size=3 does not fit"]),
+        ({"precision": "fp16"}, ["needs a GPU"]),
+    ],
+)
+def test_what_no_strategy_takes_is_refused_with_the_reason(config, words, tmp_path):
+    with refused(*words):
+        plan_for(tmp_path, CPU_MACHINE, 2, model="gpt2", **config)

@@ -1,0 +1,92 @@
+"""`compare` as it is typed: stopped, started again, with a strategy that cannot run."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from distributed_training.cli import main
+from distributed_training.settings.files import ROOT
+from real_model_example import CONFIG
+from tests.conftest import SMALL, assert_ok, run_command
+from tests.e2e.support import left_over, running, wait_for
+from tests.pool import SCRIPT
+from tests.support import small_text
+
+
+def command(out, *words):
+    values = {**SMALL, "num_samples": 16, "compile": False}
+    keys = [f"{key}={value}" for key, value in values.items()]
+    start = ["python", SCRIPT, "compare", "--num_gpus", "1", "--out", out]
+    return [*start, *words, "--set", *keys]
+
+
+def finished(out):
+    return {path: path.stat().st_mtime_ns for path in out.glob("gpt2-tiny-*.json")}
+
+
+def test_stopped_and_started_again(tmp_path):
+    """One of three strategies needs two processes; the second is stopped while it trains."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    words = "--strategies", "dp,hybrid,fsdp"
+    with running([*command(out, *words), "max_steps=200", "num_samples=1200"], log) as process:
+        wait_for(lambda: "3/3" in log.read_text(), process, log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGINT
+    assert "interrupted: 1 runs are left" in log.read_text()
+    assert left_over(str(out)) == []
+    (kept,) = finished(out).items()
+    assert "1 of 3 runs" in (out / "compare.md").read_text()
+    again = run_command([*command(out, *words), "max_steps=200", "num_samples=1200"])
+    assert_ok(again)
+    assert "; 1 are there already" in again.stdout
+    assert kept in finished(out).items()
+    assert len(finished(out)) == 2
+    page = (out / "compare.md").read_text()
+    assert "2 of 3 runs" in page
+    assert "hybrid failed: " in page
+    assert "pp" in page
+    for path in finished(out):
+        record = json.loads(path.read_text())
+        assert len(record["loss_seconds"]) == len(record["loss_curve"]) == 200
+        assert record["loss_seconds"] == sorted(record["loss_seconds"])
+    assert (out / "loss-by-time.png").stat().st_size > 5000
+    assert (out / "compare.html").read_text().count("<svg") == 4  # alone nothing is sent
+
+
+def compare(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["real_model_example.py", "compare", *words])
+    return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
+
+
+def test_a_plan_of_results_is_input(monkeypatch, capsys, tmp_path):
+    words = "results/plans/h200-x4.json", "--out", str(tmp_path), "--dry-run", "--lr", "0.5"
+    monkeypatch.chdir(ROOT)
+    assert compare(monkeypatch, *words, "--seeds", "2") == 0
+    first, *runs = capsys.readouterr().out.splitlines()
+    assert first.startswith("10 runs with 4 processes each")
+    assert [line.split("strategy=")[1].split()[0] for line in runs] == [
+        "dp", "zero2", "zero1", "zero3", "fsdp"
+    ] * 2  # fmt: skip
+    assert all("learning_rate=0.5 " in line for line in runs)
+    assert [line.endswith("seed=43") for line in runs] == [False] * 5 + [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--strategies", "dp,fspd"], ["'fspd' is none", "did you mean 'fsdp'"]),
+        ([], ["takes a plan, or --strategies"]),
+        (["--strategies", "dp", "--seeds", "0"], ["--seeds 0"]),
+        (["--strategies", "dp", "--batch_size", "auto"], ["needs a batch_size"]),
+        (["--strategies", "dp", "--cluster", "8xH100"], ["--cluster only plans"]),
+        ([str(small_text())], ["JSON"]),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_line(words, said, monkeypatch, capsys):
+    assert compare(monkeypatch, *words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert [word for word in said if word not in err] == []
