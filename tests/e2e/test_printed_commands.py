@@ -35,7 +35,9 @@ NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:",
 )  # fmt: skip
-OTHER_COMMANDS = (".py doctor", ".py report", ".py measure ", ".py generate ", ".py push ")
+OTHER_COMMANDS = tuple(
+    f".py {name}" for name in ("doctor", "report", "measure ", "generate ", "export ", "push ")
+)
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
 
 
