@@ -48,11 +48,9 @@ def choose_settings(
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
         raise UserError(what, fix=f"set max_length to at most {positions}")
-    # DeepSpeed copies the files but not Adam's step count nor what was not swapped out, so a
-    # resumed run would silently differ.
     resumes = config.checkpoint_every != 0 or config.resume not in (None, AUTO)
     if strategy.swaps_to_disk and resumes:
-        why = "DeepSpeed does not save all of the state that it keeps in files"
+        why = "its state lies in files of DeepSpeed's, which checkpoints do not take in"
         fix = "set checkpoint_every to 0 and resume to None; hf/ is exported all the same"
         raise UserError(f"strategy={config.strategy!r} cannot be resumed exactly", why, fix)
     if config.pipeline_schedule == AUTO:

@@ -37,7 +37,7 @@ NOT_HERE = (
 )  # fmt: skip
 OTHER_COMMANDS = (
     ".py doctor", ".py compare ", ".py report", ".py measure ", ".py generate ", ".py push ",
-    ".py links ",
+    ".py links ", ".py export ",
 )  # fmt: skip
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))
 

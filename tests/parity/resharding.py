@@ -1,6 +1,7 @@
 """Runs that are saved under one layout and go on under another.
 
 python -m tests.parity.resharding                    all pairs, to results/resharding.json
+python -m tests.parity.resharding --ring             each layout saved once and resumed once
 python -m tests.parity.resharding --pairs 20 --seed 7
 """
 
@@ -16,12 +17,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
 from tests.parity.support import DEEP, cut, reference, run_cases, split
 
 # Two stages for each of four processes, and an embedding with rows of padding.
 EIGHT = {**DEEP, "model": "eight-layers-2050"}
 NUM_STEPS = 6  # it is saved after half of them
+AT_ONCE = 40  # pairs, in one start of processes
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
 # Name -> CONFIG and, last in the name, processes.
@@ -56,20 +59,36 @@ def processes_of(layout: str) -> int:
     return int(layout.rpartition(" ")[2])
 
 
+def draw_ring(seed: int) -> list[Pair]:
+    """Each layout once on either side."""
+    names = list(LAYOUTS)
+    random.Random(seed).shuffle(names)
+    return list(itertools.pairwise([*names, names[0]]))
+
+
 def reshard(pairs: Iterable[Pair], folder: Path) -> dict[Pair, dict[str, float]]:
     """How far each pair's second half is from one process that was never stopped: the largest
     relative difference of a loss, and of a weight's 2-norm."""
     pairs = list(pairs)
-    savers = sorted({saved for saved, _ in pairs})
+    return resume(pairs, save({saved for saved, _ in pairs}, folder))
+
+
+def save(layouts: Iterable[str], folder: Path) -> dict[str, str]:
+    """Train each for half of the steps; its run's folder."""
     runs: dict[str, str] = {}
-    for count, names in _by_processes(savers):
+    for count, names in _by_processes(layouts):
         cases = {
-            name: {**EIGHT, **LAYOUTS[name], "output_dir": str(folder / str(savers.index(name)))}
+            name: {**EIGHT, **LAYOUTS[name], "output_dir": str(folder / name.replace(" ", ""))}
             for name in names
         }
         runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS)
-    expected = reference(EIGHT, steps=NUM_STEPS)
-    found = {}
+    return runs
+
+
+def resume(pairs: Iterable[Pair], runs: dict[str, str]) -> dict[Pair, dict[str, float]]:
+    """As `reshard`, from the folders that `save` gave."""
+    pairs = list(pairs)
+    expected, found = reference(EIGHT, steps=NUM_STEPS), {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
         cases = {
             f"{saved} -> {goes_on}": {**EIGHT, **LAYOUTS[goes_on], "resume": runs[saved]}
@@ -102,29 +121,28 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, help="so many, drawn at random (default: all)")
+    parser.add_argument("--ring", action="store_true", help="each layout once on either side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
     a = parser.parse_args()
     pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
-    found, began = {}, time.monotonic()
-    # The pairs of one target at a time, so that an interruption loses little.
-    for goes_on in LAYOUTS:
-        with tempfile.TemporaryDirectory() as folder:
-            mine = [pair for pair in pairs if pair[1] == goes_on]
-            found |= reshard(mine, Path(folder)) if mine else {}
-        print(f"{goes_on}: {len(found)} of {len(pairs)}, {time.monotonic() - began:.0f} s")
-        rows = [{"saved": one, "resumed": other, **far} for (one, other), far in found.items()]
-        record = {
-            "model": EIGHT["model"],
-            "num_steps": NUM_STEPS,
-            "num_pairs": len(rows),
-            "pairs": rows,
-        }
-        a.out.write_text(json.dumps(record, indent=1) + "\n")
+    pairs = sorted(draw_ring(a.seed) if a.ring else pairs, key=lambda pair: processes_of(pair[1]))
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = save({saved for saved, _ in pairs}, Path(folder))
+        for first in range(0, len(pairs), AT_ONCE):
+            found = resume(pairs[first : first + AT_ONCE], runs)
+            rows += [{"saved": one, "resumed": other, **far} for (one, other), far in found.items()]
+            print(
+                f"{len(rows)} of {len(pairs)} pairs, {time.monotonic() - began:.0f} s", flush=True
+            )
+    record = {"model": EIGHT["model"], "num_steps": NUM_STEPS, "versions": versions()}
+    a.out.write_text(json.dumps({**record, "pairs": rows}, indent=1) + "\n")
     for key, limit in (("loss", LOSS_TOLERANCE), ("weight", WEIGHT_TOLERANCE)):
-        worst = max(found, key=lambda pair: found[pair][key])
-        print(f"largest difference of a {key}: {found[worst][key]:.1e} ({' -> '.join(worst)})")
-        assert found[worst][key] <= limit
+        worst = max(rows, key=lambda row: row[key])
+        print(f"largest difference of a {key}: {worst[key]:.1e} ({worst})")
+        assert worst[key] <= limit
 
 
 if __name__ == "__main__":
