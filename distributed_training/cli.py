@@ -35,7 +35,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
 
-OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "force", "cluster", "help")
+OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
 
 
@@ -73,6 +73,8 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
         help="several keys at once")  # fmt: skip
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
+    restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
+    add("--max_restarts", metavar="N", type=int, default=0, help=restarts)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
@@ -182,8 +184,9 @@ def train(argv: Sequence[str], program: Program) -> int:
         fix = "add --dry-run, or type plan" if not asked else "leave out --num_gpus"
         raise UserError(what, fix=fix)
     return start(
-        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster
-    )
+        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster,
+        max_restarts=max(0, arguments.max_restarts),
+    )  # fmt: skip
 
 
 def output_dir_of(program: Program) -> tuple[str, Path]:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from distributed_training.plan.cluster import Cluster
@@ -23,6 +23,7 @@ from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import LastingStream, describe_prediction
 from distributed_training.records.record import RECORD_FILE, load_state, mark_stopped
@@ -74,6 +75,7 @@ def start(
     num_gpus: str | None,
     dry_run: bool,
     cluster: Cluster | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
     as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
@@ -102,14 +104,21 @@ def start(
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     plan = reserve_run_dir(plan)
-    return _work(plan, single_process()) if count == 1 else spawn(plan, str(script))
+    if count == 1 and not max_restarts:
+        return _work(plan, single_process())
+    return spawn(plan, str(script), max_restarts)
 
 
 def start_planned(run_dir: Path) -> int:
     """Run this process's part of the plan in `run_dir`, which the launching process made."""
     process = current_process(os.environ)
     assert process is not None
-    return _work(load_plan(run_dir), process)
+    plan = load_plan(run_dir)
+    if count := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # --max_restarts
+        saved = list_checkpoints(run_dir)
+        note = f"started again ({count}), from {saved[-1].name if saved else 'the beginning'}"
+        plan = replace(plan, checkpoint=saved[-1] if saved else None, notes=[*plan.notes, note])
+    return _work(plan, process)
 
 
 def _work(given: Plan | RunConfig, process: Process) -> int:
@@ -155,7 +164,7 @@ def threads_per_process(processes_here: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes_here)
 
 
-def spawn(plan: Plan, script: str) -> int:
+def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
     """Start the plan's processes with torchrun, wait, return the run's exit code.
 
     torchrun for every strategy: unlike DeepSpeed's launcher it leaves CUDA_VISIBLE_DEVICES alone
@@ -176,7 +185,11 @@ def spawn(plan: Plan, script: str) -> int:
     before = file.stat().st_mtime_ns if file.is_file() else None
     code, status, reason = 0, "failed", ""
     try:
-        torchrun.main([*_launcher(plan)[1:], script, "--run_dir", str(plan.run_dir)])
+        options = ["--standalone", f"--nproc_per_node={plan.num_processes}"]
+        options.append(f"--max_restarts={max_restarts}")
+        if max_restarts:  # else addresses of those that ended stay in torchrun's own store
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        torchrun.main([*options, script, "--run_dir", str(plan.run_dir)])
     except SignalException as error:  # torchrun has passed it on and waited
         code, status, reason = 128 + error.sigval, "interrupted", error.sigval.name
     except ChildFailedError as error:
