@@ -1,11 +1,9 @@
 """The command line: one parser, from the same description of every key as CONFIG itself.
 
     python real_model_example.py [train] [--KEY VALUE ...]
-    python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
-    python real_model_example.py compare --strategies dp,fsdp,zero2 --seeds 3
+    python real_model_example.py plan [--cluster 2x8xH100-80GB], or compare --strategies dp,fsdp
     python real_model_example.py doctor, or links [--num_gpus N], or measure NAME ...
-    python real_model_example.py report [RUN ...]
-    python real_model_example.py generate RUN, or export RUN, or push RUN user/name
+    python real_model_example.py report [RUN ...], or generate, export, push with a RUN
 
 A command is an entry of COMMANDS. No torch import before training begins.
 """
@@ -34,7 +32,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
 
-OWN_OPTIONS = ("preset", "set", "num_gpus", "dry-run", "force", "cluster", "help")
+OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
 
 
@@ -72,6 +70,8 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
         help="several keys at once")  # fmt: skip
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
+    restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
+    add("--max_restarts", metavar="N", type=int, default=0, help=restarts)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
@@ -201,8 +201,9 @@ def train(argv: Sequence[str], program: Program) -> int:
         fix = "add --dry-run, or type plan" if not asked else "leave out --num_gpus"
         raise UserError(what, fix=fix)
     return start(
-        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster
-    )
+        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster,
+        max_restarts=max(0, arguments.max_restarts),
+    )  # fmt: skip
 
 
 def output_dir_of(program: Program) -> tuple[str, Path]:

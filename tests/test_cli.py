@@ -215,8 +215,8 @@ def test_several_processes_are_spawned_and_read_the_plan(run, monkeypatch):
     spawned = []
     monkeypatch.setattr(launch, "spawn", lambda *given: spawned.append(given) or 7)
     assert run("--num_gpus", "2") == 7
-    ((plan, script),) = spawned
-    assert (plan.num_processes, script) == (2, str(SCRIPT))
+    ((plan, script, max_restarts),) = spawned
+    assert (plan.num_processes, script, max_restarts) == (2, str(SCRIPT), 0)
     assert (plan.run_dir / "plan.json").is_file()
     kind, read, process = run("--run_dir", plan.run_dir, process=rank(1))
     assert (kind, read, process) == ("planned", plan, rank(1))

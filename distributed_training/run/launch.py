@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from distributed_training.plan.cluster import Cluster
@@ -25,6 +25,7 @@ from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.show import layout_name
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import LastingStream, describe_prediction
@@ -78,6 +79,7 @@ def start(
     num_gpus: str | None,
     dry_run: bool,
     cluster: Cluster | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
     as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
@@ -108,29 +110,36 @@ def start(
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     plan = reserve_run_dir(plan)
     unsure = AUTO in (config.strategy, config.batch_size)
-    if count == 1 and not (unsure and machine.num_gpus):
+    if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
         return _work(plan, single_process())
     if not unsure:
-        return spawn(plan, str(script))
+        return spawn(plan, str(script), max_restarts)
 
     def smaller(needed_bytes: int) -> Plan:
         below = config.model_copy(update={"below_bytes": needed_bytes})
         return reserve_run_dir(make_plan(below, machine, **places, cut=cut))
 
-    return start_confirmed(plan, str(script), smaller)
+    return start_confirmed(plan, str(script), smaller, max_restarts)
 
 
-def start_confirmed(plan: Plan, script: str, smaller: Callable[[int], Plan]) -> int:
+def start_confirmed(
+    plan: Plan, script: str, smaller: Callable[[int], Plan], max_restarts: int = 0
+) -> int:
     """Train as "auto" chose; where memory runs out in the first steps, with the next best that is
     predicted to need less. `smaller` makes that plan from the bytes that were too many."""
-    begin = spawn if plan.num_processes > 1 else run_alone
-    code = begin(plan, script)
+
+    def begin(plan: Plan) -> int:
+        if plan.num_processes == 1 and not max_restarts:
+            return run_alone(plan, script)
+        return spawn(plan, script, max_restarts)
+
+    code = begin(plan)
     while plan.checkpoint is None and ran_out_early(plan.run_dir):
         failed, plan = plan, smaller(estimate_memory(plan).needed_bytes)
         what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
-        code = begin(plan, script)
+        code = begin(plan)
     return code
 
 
@@ -158,7 +167,12 @@ def start_planned(run_dir: Path) -> int:
     """Run this process's part of the plan in `run_dir`, which the launching process made."""
     process = current_process(os.environ)
     assert process is not None
-    return _work(load_plan(run_dir), process)
+    plan = load_plan(run_dir)
+    if count := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # --max_restarts
+        saved = list_checkpoints(run_dir)
+        note = f"started again ({count}), from {saved[-1].name if saved else 'the beginning'}"
+        plan = replace(plan, checkpoint=saved[-1] if saved else None, notes=[*plan.notes, note])
+    return _work(plan, process)
 
 
 def _work(given: Plan | RunConfig, process: Process) -> int:
@@ -204,7 +218,7 @@ def threads_per_process(processes_here: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes_here)
 
 
-def spawn(plan: Plan, script: str) -> int:
+def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
     """Start the plan's processes with torchrun, wait, return the run's exit code.
 
     torchrun for every strategy: unlike DeepSpeed's launcher it leaves CUDA_VISIBLE_DEVICES alone
@@ -225,7 +239,11 @@ def spawn(plan: Plan, script: str) -> int:
     before = file.stat().st_mtime_ns if file.is_file() else None
     code, status, reason = 0, "failed", ""
     try:
-        torchrun.main([*_launcher(plan)[1:], script, "--run_dir", str(plan.run_dir)])
+        options = ["--standalone", f"--nproc_per_node={plan.num_processes}"]
+        options.append(f"--max_restarts={max_restarts}")
+        if max_restarts:  # else addresses of those that ended stay in torchrun's own store
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        torchrun.main([*options, script, "--run_dir", str(plan.run_dir)])
     except SignalException as error:  # torchrun has passed it on and waited
         code, status, reason = 128 + error.sigval, "interrupted", error.sigval.name
     except ChildFailedError as error:

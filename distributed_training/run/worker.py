@@ -173,6 +173,8 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
         record = records.start_record(plan.run_dir, **values)
+        if plan.checkpoint is None:  # rows of an attempt that saved nothing
+            records.truncate_metrics(plan.run_dir, 0)
         about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
         tracker = trackers.build_tracker(config.log_to, plan.run_dir, about)
     engine = assemble.build_engine(plan, topology)

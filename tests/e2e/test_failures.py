@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.conftest import SMALL, only_record, run_command, settings
+from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
 from tests.e2e.support import (
     free_port,
     launcher_command,
@@ -128,3 +128,27 @@ def test_nodes_that_read_other_texts_are_refused(tmp_path):
         assert "rank 1 on" in said
         assert "another training data than rank 0" in said
         assert "a dataset that all of them see as the same file" in said
+
+
+def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
+    """With --max_restarts a process that is killed costs the steps since the last checkpoint."""
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
+    values["checkpoint_every"] = 50
+    command = launcher_command("spawn", {**values, "output_dir": output_dir}, "--max_restarts", "1")
+    with running(command, log, E2E_TEST=str(tmp_path)) as process:
+        wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
+        (worker,) = (
+            worker
+            for worker in processes_with("E2E_TEST", str(tmp_path))
+            if worker.environ().get("RANK") == "1"
+        )
+        worker.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
+    assert "note: started again (1), from step-000" in log.read_text()
+    (run_dir,) = run_folders(output_dir)
+    assert [row["step"] for row in metrics(run_dir)] == list(range(1, 151))
+    assert_ok(train({**values, "output_dir": tmp_path / "whole"}, num_processes=2))
+    (whole,) = run_folders(tmp_path / "whole")
+    ours, theirs = ((run / "hf" / "model.safetensors").read_bytes() for run in (run_dir, whole))
+    assert ours == theirs

@@ -99,8 +99,8 @@ def test_several_processes_are_given_the_folder_of_the_plan(start, monkeypatch):
     spawned = []
     monkeypatch.setattr(launch, "spawn", lambda *arguments: spawned.append(arguments) or 7)
     assert start(num_gpus="2") == 7
-    ((plan, script),) = spawned
-    assert (plan.num_processes, script) == (2, str(SCRIPT))
+    ((plan, script, max_restarts),) = spawned
+    assert (plan.num_processes, script, max_restarts) == (2, str(SCRIPT), 0)
     assert load_plan(plan.run_dir) == plan
 
 
