@@ -74,12 +74,14 @@ def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Fu
     message = compress(own, k)
     state.lost[index] = own - decompress(message, k)
     received = torch.empty_like(message)
+    # On GPUs the answer is worked out on another stream: what outlives it is never allocated there.
+    lost = state.lost_of_means.setdefault(index, own.new_zeros(1, part))
     sent = dist.all_to_all_single(received, message, async_op=True)
 
     def answer(_: Any) -> torch.Tensor:
-        mean = decompress(received, k).mean(0, keepdim=True) + state.lost_of_means.get(index, 0.0)
+        mean = decompress(received, k).mean(0, keepdim=True) + lost
         reply = compress(mean, k)
-        state.lost_of_means[index] = mean - decompress(reply, k)
+        lost.copy_(mean - decompress(reply, k))
         replies = torch.empty_like(message)
         dist.all_gather_into_tensor(replies, reply)
         return flat.copy_(decompress(replies, k).flatten()[: flat.numel()])

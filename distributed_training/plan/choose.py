@@ -57,16 +57,19 @@ def choose_settings(
         config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
     config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
-    _check_compression(config, strategy, size)
+    _check_compression(config, strategy, mesh, size)
     return with_values(
         config, cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes)
     )
 
 
-def _check_compression(config: RunConfig, strategy: Strategy, size: ModelSize) -> None:
+def _check_compression(
+    config: RunConfig, strategy: Strategy, mesh: Mapping[str, int], size: ModelSize
+) -> None:
     kind = config.gradient_compression
     asked = f"gradient_compression={kind!r}"
-    copies_only = all(strategy.mesh[axis] == 1 for axis in ("pp", "dp_shard", "tp"))
+    others = ("pp", "dp_shard", "tp")
+    copies_only = all(strategy.mesh[axis] == mesh[axis] == 1 for axis in others)
     if kind == "none":
         return
     if not (strategy.traits.compresses_gradients and copies_only):

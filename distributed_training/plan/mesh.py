@@ -117,6 +117,8 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     choices = [divisors(world_size) if axis in free else [1] for axis in MESH_AXES]
     for pp, copies, _, tp in itertools.product(*choices):
         shard, odd = divmod(world_size, pp * copies * tp)
+        if shard > 1 and "dp_shard" not in strategy.traits.axes:
+            continue
         axes = dict(zip(MESH_AXES, (pp, copies, shard, tp), strict=True))
         if not odd and all(axes[axis] > 1 for axis in kept):
             yield axes

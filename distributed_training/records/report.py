@@ -97,6 +97,22 @@ def published_operations(file: str) -> str:
     return markdown_table(rows, ["operation", "sent a step, KiB"])
 
 
+def published_links(*files: str) -> str:
+    """A document's table of what `links` found over the first group of each file: fitted latency
+    in microseconds, and GB/s."""
+    records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
+    groups = {name: next(iter(record["groups"].values())) for name, record in records.items()}
+    rows = [
+        [kind.replace("_", "-")] + [
+            f"{1e6 * group['operations'][kind]['latency_s']:,.0f} us, "
+            f"{group['operations'][kind]['bytes_per_s'] / 1e9:.2f}"
+            for group in groups.values()
+        ]
+        for kind in next(iter(groups.values()))["operations"]
+    ]  # fmt: skip
+    return f"\n{tabulate(rows, ['', *groups], **MARKDOWN)}\n"
+
+
 def _figure(value: float) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"

@@ -101,9 +101,21 @@ def test_another_algorithm_is_ranked_only_when_asked_for():
         return {choice.plan.strategy.name for choice in rank_layouts(build, H200, asked)}
 
     assert names("local_sgd") - names("dp") == {"local_sgd"}
+    ranked = rank_layouts(build, H200, "local_sgd")
+    own = [choice.plan for choice in ranked if choice.plan.strategy.name == "local_sgd"]
+    assert {plan.mesh["dp_replicate"] for plan in own} == {8}
     config = build("local_sgd")
     assert best_layout(config, H200.machine, 8, 8).plan.strategy.name != "local_sgd"
     assert under_strategy(config, "dp").engine_options == {}
+
+
+def test_layouts_that_compress_are_copies():
+    def build(name):
+        return build_config({"strategy": name, "model": "gpt2", "gradient_compression": "bf16"})
+
+    meshes = [choice.plan.mesh for choice in rank_layouts(build, H200)]
+    assert meshes
+    assert all(mesh["dp_replicate"] == 8 for mesh in meshes)
 
 
 def test_as_typed():
