@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 from distributed_training.measure.runs import free_name
 from distributed_training.measure.wanted import (
-    Batch,
     Build,
     Run,
     Values,
+    Wanted,
     comparisons_of,
-    plan_batch,
+    plan_runs,
 )
 from distributed_training.records import side_by_side
 from distributed_training.records.display import WIDTH, gib, short_path
@@ -56,43 +56,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
-    batch = plan_batch(arguments, build, script)
-    take_finished(batch)
-    there, each = sum(run.record is not None for run in batch.runs), batch.num_processes
+    wanted = plan_runs(arguments, build, script)
+    take_finished(wanted)
+    there, each = sum(run.record is not None for run in wanted.runs), wanted.num_processes
     processes = f"{each} process{'es' * (each > 1)}"
     kept = f"; {there} are there already" * bool(there)
-    print(f"{len(batch.runs)} runs with {processes} each, in {short_path(batch.out)}{kept}")
+    print(f"{len(wanted.runs)} runs with {processes} each, in {short_path(wanted.out)}{kept}")
     if arguments.dry_run:
-        print("\n".join(f"  {' '.join(run.texts)}" for run in batch.left))
+        print("\n".join(f"  {' '.join(run.texts)}" for run in wanted.left))
         return 0
-    batch.out.mkdir(parents=True, exist_ok=True)
-    print(f"what they print goes to {short_path(batch.out)}/log.txt", flush=True)
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    print(f"what they print goes to {short_path(wanted.out)}/log.txt", flush=True)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as for Ctrl-C
     interrupted = False
     try:
-        do_what_is_left(batch)
+        do_what_is_left(wanted)
     except KeyboardInterrupt:
         interrupted = True
-        print(f"interrupted: {len(batch.left)} runs are left; the same command goes on with them")
+        print(f"interrupted with {len(wanted.left)} to go; the same command goes on with them")
     finally:
         signal.signal(signal.SIGTERM, before)
-    write_page(batch)
-    failed = all(run.record is None for run in batch.runs)
+    write_page(wanted)
+    failed = all(run.record is None for run in wanted.runs)
     return 128 + signal.SIGINT if interrupted else int(failed)
 
 
-def take_finished(batch: Batch) -> None:
+def take_finished(wanted: Wanted) -> None:
     """Give each run the finished record of the same CONFIG that lies in the folder."""
     known: dict[str, Record] = {}
-    for path in sorted(batch.out.glob("*.json")):
+    for path in sorted(wanted.out.glob("*.json")):
         values = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(values, dict) and values.get("status") == "ok":
             record = Record.model_validate(values)
             known[_asked(record.config_requested, record.world_size)] = record
-    for run in batch.runs:
+    for run in wanted.runs:
         if run.config is not None:
             words = json.loads(to_json(run.config.to_user_words()))
-            run.record = known.get(_asked(words, batch.num_processes))
+            run.record = known.get(_asked(words, wanted.num_processes))
 
 
 def _asked(words: Values, num_processes: int) -> str:
@@ -100,22 +100,22 @@ def _asked(words: Values, num_processes: int) -> str:
     return json.dumps([num_processes, kept], sort_keys=True)
 
 
-def do_what_is_left(batch: Batch) -> None:
+def do_what_is_left(wanted: Wanted) -> None:
     """Train, one run after the other; a layout that failed with one seed is not tried with the
     next."""
-    seeds = len({run.values["seed"] for run in batch.runs}) > 1
-    for number, run in enumerate(batch.runs, 1):
-        place, began = f"{number:>3}/{len(batch.runs)}  ", time.monotonic()
+    seeds = len({run.values["seed"] for run in wanted.runs}) > 1
+    for number, run in enumerate(wanted.runs, 1):
+        place, began = f"{number:>3}/{len(wanted.runs)}  ", time.monotonic()
         if run.record is not None:
             continue
         if not run.why:
             print(f"{place}{run.describe(seeds)} ...", flush=True)
-            train(batch, run)
-            batch.durations_s.append(time.monotonic() - began)
-        for other in batch.left:
+            train(wanted, run)
+            wanted.durations_s.append(time.monotonic() - began)
+        for other in wanted.left:
             if run.why and other.layout == run.layout:
                 other.why = run.why
-        line = f"{place}{describe_end(run, seeds)}{_left(batch)}"
+        line = f"{place}{describe_end(run, seeds)}{_left(wanted)}"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(place)), flush=True)
 
 
@@ -132,38 +132,38 @@ def describe_end(run: Run, seeds: bool) -> str:
     return f"{run.describe(seeds)}: {', '.join(filter(None, parts))}"
 
 
-def _left(batch: Batch) -> str:
+def _left(wanted: Wanted) -> str:
     """How many runs there still are, and for how long if they take as long as those before."""
-    if not batch.left or not batch.durations_s:
+    if not wanted.left or not wanted.durations_s:
         return ""
-    seconds = len(batch.left) * sum(batch.durations_s) / len(batch.durations_s)
-    return f"; {len(batch.left)} left, {tqdm.format_interval(round(seconds))}"
+    seconds = len(wanted.left) * sum(wanted.durations_s) / len(wanted.durations_s)
+    return f"; {len(wanted.left)} left, {tqdm.format_interval(round(seconds))}"
 
 
-def train(batch: Batch, run: Run) -> None:
+def train(wanted: Wanted, run: Run) -> None:
     """Do one run and keep its record, or the reason why there is none."""
-    folder = batch.out / "runs"
+    folder = wanted.out / "runs"
     before = set(folder.glob(RECORDS))
     settings = [*run.texts, f"output_dir={folder}"]
-    command = [sys.executable, str(batch.script), *batch.options, "--set", *settings]
-    with open(batch.out / "log.txt", "a", encoding="utf-8") as log:
+    command = [sys.executable, str(wanted.script), *wanted.options, "--set", *settings]
+    with open(wanted.out / "log.txt", "a", encoding="utf-8") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
         place = log.tell()
         code = wait_for(command, log)
-    said = (batch.out / "log.txt").read_bytes()[place:].decode(errors="replace")
+    said = (wanted.out / "log.txt").read_bytes()[place:].decode(errors="replace")
     new = set(folder.glob(RECORDS)) - before
     if not new:
         run.why = _reason(said, code)
         return
     path = new.pop()
     values = json.loads(path.read_text(encoding="utf-8"))
-    values["git_commit"] = values["git_commit"] or batch.git_commit
+    values["git_commit"] = values["git_commit"] or wanted.git_commit
     values["loss_seconds"] = training_seconds(path.parent / METRICS_FILE)
     record = Record.model_validate(values)
     if record.status == "ok":
         run.record = record
-        write_json(batch.out / free_name(record, batch.out), values)
+        write_json(wanted.out / free_name(record, wanted.out), values)
     else:
         run.why = f"{record.status}: {record.error or _reason(said, code)}"
 
@@ -199,18 +199,18 @@ def training_seconds(metrics: Path) -> list[float]:
     return [round(seconds, 4) for seconds in itertools.accumulate(steps)]
 
 
-def write_page(batch: Batch) -> None:
+def write_page(wanted: Wanted) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
     from distributed_training.records.plots import save_pngs
     from distributed_training.records.side_plots import build_figures
 
-    comparisons, out, plots = comparisons_of(batch), batch.out, []
+    comparisons, out, plots = comparisons_of(wanted), wanted.out, []
     for number, comparison in enumerate(comparisons, 1):
         figures = build_figures(comparison)
         more = f"-{number}" if len(comparisons) > 1 else ""
         plots.append(save_pngs({f"{n}{more}": figure for n, figure in figures.items()}, out))
-    done = sum(run.record is not None for run in batch.runs)
-    left = "" if done == len(batch.runs) else f" of {len(batch.runs)}"
+    done = sum(run.record is not None for run in wanted.runs)
+    left = "" if done == len(wanted.runs) else f" of {len(wanted.runs)}"
     heading = f"{done}{left} runs, each in processes of its own, one after the other."
     (out / "compare.md").write_text(side_by_side.markdown(heading, comparisons, plots), "utf-8")
     (out / "compare.html").write_text(side_by_side.html(heading, comparisons), "utf-8")

@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(kw_only=True, slots=True)
-class Batch:
+class Wanted:
     """All runs of a comparison and where they go."""
 
     runs: list[Run]
@@ -64,7 +64,7 @@ class Batch:
         return [run for run in self.runs if run.record is None and not run.why]
 
 
-def plan_batch(arguments: argparse.Namespace, build: Build, script: Path) -> Batch:
+def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Wanted:
     """Which runs are wanted. Raises UserError where nothing can be compared."""
     typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
     plan, asked, several = dict[str, Any](), arguments.num_gpus, arguments.strategies
@@ -92,7 +92,7 @@ def plan_batch(arguments: argparse.Namespace, build: Build, script: Path) -> Bat
     default = Path(first.output_dir) / f"compare-{name}-x{count}"
     options = [f"--num_gpus={count}", *["--force"] * arguments.force]
     options += [f"--preset={arguments.preset}"] * (arguments.preset is not None)
-    return Batch(
+    return Wanted(
         runs=runs, num_processes=count, script=script, options=options,
         out=user_path("--out", arguments.out) if arguments.out else default,
         git_commit=arguments.git_commit,
@@ -102,7 +102,8 @@ def plan_batch(arguments: argparse.Namespace, build: Build, script: Path) -> Bat
 def read_plan(path: Path) -> dict[str, Any]:
     """A plan's JSON. Raises UserError for what is none."""
     plan = load_json(path, "plan")
-    if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list):
+    runs = plan.get("runs") if isinstance(plan, dict) else None
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
         raise UserError(f"{path} is not a plan of runs", fix=fix)
     return plan
@@ -141,10 +142,10 @@ def with_seed(layouts: Sequence[Values], more: int, build: Build) -> list[Run]:
     return found
 
 
-def comparisons_of(batch: Batch) -> list[Comparison]:
+def comparisons_of(wanted: Wanted) -> list[Comparison]:
     """The runs by what they were to do, then by layout."""
     groups: dict[str, list[Run]] = {}
-    for run in batch.runs:
+    for run in wanted.runs:
         done = {
             key: value
             for key, value in run.layout.items()

@@ -66,8 +66,11 @@ def make_plan(
         weights_dir=weights_dir,
         work=describe_work(config, plan.batch.global_batch_size),
     )
+    there = {path.name for path in (plan.output_dir / ".cache" / "tokens").glob("*")}
     if data := cut(plan):
         plan = fit_to_data(plan, data)
+        if plan.cache in there:
+            plan = with_prediction(plan, tokenised=True)
     return _with_deepspeed_json(_at_checkpoint(plan))
 
 
@@ -98,9 +101,10 @@ def draft_plan(
     return replace(plan, requested=requested, notes=[*notes, *plan.notes])
 
 
-def with_prediction(plan: Plan) -> Plan:
+def with_prediction(plan: Plan, *, tokenised: bool = False) -> Plan:
     """The plan with what it is predicted to need and take."""
-    found = predict(plan, machine_rates(plan.machine, plan.processes_here))
+    rates = machine_rates(plan.machine, plan.processes_here)
+    found = predict(plan, rates, tokenised=tokenised)
     return replace(plan, prediction=found.as_record())
 
 

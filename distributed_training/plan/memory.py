@@ -37,9 +37,9 @@ SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 # allocator. Both as nvidia-smi shows on an H200.
 CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 900 * 2**20
 # RAM of a process before it has a model: Python with torch, as measured on 2 cores, and with CUDA;
-# more with DeepSpeed or DTensors, and where the process that plans also trains.
+# more with DeepSpeed or DTensors, and where the process that trains has also tokenised the text.
 HOST_BYTES, CUDA_HOST_BYTES = 380 * 2**20, 1330 * 2**20
-MORE_HOST_BYTES, PLANNER_HOST_BYTES = 60 * 2**20, 150 * 2**20
+MORE_HOST_BYTES, TOKENISING_BYTES = 60 * 2**20, 150 * 2**20
 PINNED = 1.3  # page-locked memory is rounded up to powers of two, buffer by buffer
 SPARE = 0.02  # of the rest: what the allocator cannot use of the blocks that it has
 
@@ -69,14 +69,14 @@ class MemoryEstimate:
         return round(self.peak_bytes * (1 + SPARE)) + self.context_bytes
 
 
-def estimate_memory(plan: Plan) -> MemoryEstimate:
-    """Peaks by component of a plan's processes."""
+def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
+    """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
     places = range(plan.mesh["pp"])
     on_gpu, several = plan.machine.num_gpus > 0, plan.num_processes > 1
     by_place = tuple(_Process(plan, place).peak() for place in places)
     host = CUDA_HOST_BYTES if on_gpu else HOST_BYTES
     host += MORE_HOST_BYTES * (plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1)
-    host += PLANNER_HOST_BYTES * (not several)
+    host += TOKENISING_BYTES * (not several and not tokenised)
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     held = max(sum(parts.values()) for parts in by_place) * (not on_gpu)
     held = max(held, 4 * plan.size.num_parameters)

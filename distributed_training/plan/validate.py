@@ -1,4 +1,4 @@
-"""Predictions held against every published run on GPUs: the tables of results/PREDICTIONS.md."""
+"""Predictions held against every published run: the tables of results/PREDICTIONS.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.make import draft_plan
+from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.predict import Prediction, predict
 from distributed_training.plan.rates import from_calibration, rates_of
@@ -96,6 +97,61 @@ def _read_rows(folder: Path) -> Iterator[Row]:
                 plan=plan,
                 prediction=predict(plan, rates),
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuRow:
+    """One run without GPUs: RAM of the fullest process, and seconds of a step."""
+
+    name: str
+    measured_bytes: int
+    predicted_bytes: int
+    seconds: tuple[float, float] | None  # (measured, predicted by a calibration); None: not timed
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def time_error(self) -> float | None:
+        return None if self.seconds is None else self.seconds[1] / self.seconds[0] - 1
+
+
+@functools.cache
+def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
+    """The runs of `measure cpu`, as today's code predicts their memory."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    values = document["machine"]
+    machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
+    found = []
+    for run in document["runs"]:
+        count, seconds = run["processes"], (run["step_time_s"], run["predicted_step_time_s"])
+        built = build_config(run["config"], options=strategy_options)
+        plan = draft_plan(built, machine, count, count)
+        found.append(
+            CpuRow(
+                name=f"{plan.strategy.name} x {count}",
+                measured_bytes=run["peak_host_bytes"],
+                predicted_bytes=estimate_memory(plan, tokenised=True).host_bytes,
+                seconds=None if None in seconds else seconds,
+            )
+        )
+    return tuple(found)
+
+
+def on_cpus() -> str:
+    """Every run on CPUs."""
+    rows, timed = [], any(row.seconds for row in cpu_rows())
+    for row in cpu_rows():
+        sizes = (row.measured_bytes, row.predicted_bytes)
+        cells = [row.name, *(f"{size / 2**20:,.0f}" for size in sizes), f"{row.memory_error:+.1%}"]
+        if timed:
+            both = row.seconds
+            cells += ["-"] * 3 if both is None else [f"{1000 * s:,.0f}" for s in both]
+            cells += [] if row.time_error is None else [f"{row.time_error:+.0%}"]
+        rows.append(cells)
+    headers = ["gpt2-tiny, 4 x 512 a process", "MiB measured", "predicted", "error"]
+    return _table(rows, headers + ["ms measured", "predicted", "error"] * timed)
 
 
 def share_within(errors: Sequence[float], limit: float) -> float:

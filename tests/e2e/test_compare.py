@@ -35,7 +35,7 @@ def test_stopped_and_started_again(tmp_path):
         wait_for(lambda: "3/3" in log.read_text(), process, log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGINT
-    assert "interrupted: 1 runs are left" in log.read_text()
+    assert "interrupted with 1 to go" in log.read_text()
     assert left_over(str(out)) == []
     (kept,) = finished(out).items()
     assert "1 of 3 runs" in (out / "compare.md").read_text()

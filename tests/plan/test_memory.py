@@ -7,9 +7,12 @@ import dataclasses
 import pytest
 
 from distributed_training.models.gpt2 import SIZES
-from distributed_training.plan.memory import estimate_memory
+from distributed_training.plan.data import cut_data
+from distributed_training.plan.make import make_plan
+from distributed_training.plan.memory import TOKENISING_BYTES, estimate_memory
+from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for
-from tests.support import GPU_MACHINE
+from tests.support import CPU_MACHINE, GPU_MACHINE
 
 SIZE = SIZES["gpt2"]
 B, T, D, L, H = 32, 1024, 768, 12, 12
@@ -90,3 +93,18 @@ def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
     assert peaks["1f1b"] == sorted(peaks["1f1b"], reverse=True)
     assert all(a >= b for a, b in zip(peaks["gpipe"], peaks["1f1b"], strict=True))
     assert peaks["gpipe"][0] == pytest.approx(4 * peaks["1f1b"][0], rel=0.1)
+
+
+def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
+    words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "num_samples": 4}
+    config = build_config({**words, "output_dir": str(tmp_path)})
+
+    def predicted(count):
+        plan = make_plan(
+            config, CPU_MACHINE, num_processes=count, processes_here=count, cut=cut_data
+        )
+        return plan.prediction["host_bytes"]
+
+    first, second = predicted(1), predicted(1)
+    assert first - second == TOKENISING_BYTES
+    assert predicted(2) < first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import shutil
 import time
 
@@ -29,7 +30,7 @@ from distributed_training.settings.strategies import (
     strategy_options,
 )
 from tests.plan.helpers import NAMES, plan_for
-from tests.support import GPU_MACHINE, refused
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 H200 = rates_of(GPUS["H200"])
 # What ran on code or a machine of which the record does not tell: results/PREDICTIONS.md explains.
@@ -56,6 +57,33 @@ def test_time_of_published_runs():
     assert validate.share_within([row.time_error for row in rows], 0.10) >= 0.8
     far = {(row.page, row.name) for row in rows if abs(row.time_error) > 0.25}
     assert far <= EXPLAINED
+
+
+def test_ram_of_processes_without_gpus():
+    """Under every strategy that runs on 1, 2 and 4 of them; time where it was measured."""
+    rows = validate.cpu_rows()
+    assert len(rows) > 20
+    assert max(abs(row.memory_error) for row in rows) < 0.10
+    timed = [abs(row.time_error) for row in rows if row.time_error is not None]
+    assert max(timed, default=0.0) < 0.20
+
+
+def test_times_of_processes_without_gpus_get_columns(tmp_path, monkeypatch):
+    machine = {**dataclasses.asdict(CPU_MACHINE)}
+    run = {
+        "processes": 2, "config": {"model": "gpt2-tiny", "strategy": "dp"},
+        "peak_host_bytes": 2**29, "step_time_s": 0.2, "predicted_step_time_s": 0.25,
+    }  # fmt: skip
+    file = tmp_path / "strategies.json"
+    runs = [run, {**run, "processes": 1, "step_time_s": None}]
+    file.write_text(json.dumps({"machine": machine, "runs": runs}))
+    rows = validate.cpu_rows(file)
+    monkeypatch.setattr(validate, "cpu_rows", lambda: rows)
+    header, _, timed, untimed = validate.on_cpus().splitlines()
+    assert [cell.strip() for cell in timed.split("|")][-4:] == ["200", "250", "+25%", ""]
+    assert [cell.strip() for cell in untimed.split("|")][-4:] == ["-", "-", "-", ""]
+    assert "ms measured" in header
+    assert "| 512 " in timed
 
 
 def test_rates_that_were_measured_predict_as_well():

@@ -1,0 +1,69 @@
+"""RAM and time of every strategy on 1, 2 and 4 CPU processes, for predictions to be held against.
+
+    python real_model_example.py measure cpu results/records/cpu/strategies.json [--timed]
+
+Runs results/plans/cpu.json through `compare`; stopped, it goes on where it was. A few steps show
+the peak of memory. `--timed`: all steps of the plan, and their time as well, which says something
+only where nothing else runs and `plan --calibrate --num_gpus N` has been typed for each N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed_training.records.record import Record, git_commit, timestamp, versions, write_json
+from distributed_training.records.report import find_records
+from distributed_training.records.side_by_side import predicted, step_s
+from distributed_training.settings.files import ROOT
+
+PLAN = ROOT / "results" / "plans" / "cpu.json"
+COUNTS = (2, 4, 1)  # the first leaves the tokens of the text, which takes a process RAM
+FEW_STEPS = 5
+WORK = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # records of the runs
+PLACES = ("output_dir", "offload_dir")
+
+
+def entry(record: Record, timed: bool) -> dict[str, Any]:
+    """What is kept of a run."""
+    asked = {key: value for key, value in record.config_requested.items() if key not in PLACES}
+    return {
+        "processes": record.world_size,
+        "config": asked,
+        "peak_host_bytes": record.memory["peak_host_bytes"],
+        "step_time_s": step_s(record) if timed else None,
+        "predicted_step_time_s": predicted("step_time_s")(record) if timed else None,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--timed", action="store_true")
+    arguments = parser.parse_args(argv)
+    folder = WORK[arguments.timed]
+    for count in COUNTS:
+        command = ["compare", str(PLAN), f"--num_gpus={count}", f"--out={folder}"]
+        command += [] if arguments.timed else [f"--max_steps={FEW_STEPS}"]
+        script = str(ROOT / "real_model_example.py")
+        if subprocess.run([sys.executable, script, *command]).returncode != 0:
+            return 1
+    records = sorted(find_records([folder]), key=lambda record: record.world_size)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "what": "peak RAM of the fullest process, and seconds of a step where they were measured",
+        "command": "python real_model_example.py measure cpu OUT.json"
+        + " --timed" * arguments.timed,
+        "made_at": timestamp(),
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "machine": records[0].machine,
+        "runs": [entry(record, arguments.timed) for record in records],
+    }
+    write_json(arguments.out, document)
+    print(f"wrote {arguments.out}: {len(records)} runs")
+    return 0

@@ -1,0 +1,28 @@
+"""What `measure cpu` keeps of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed_training.measure.cpu import COUNTS, PLAN, entry
+from distributed_training.settings.files import load_json
+from distributed_training.settings.strategies import list_strategies
+from tests.support import made_record
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_time_is_kept_only_where_it_means_something(timed):
+    record = made_record(
+        config_requested={"strategy": "fsdp", "output_dir": "/home/me"},
+        prediction={"step_time_s": 0.5},
+    )
+    assert entry(record, timed) == {
+        "processes": 4, "config": {"strategy": "fsdp"}, "peak_host_bytes": 5 * 2**30,
+        "step_time_s": 0.125 if timed else None, "predicted_step_time_s": 0.5 if timed else None,
+    }  # fmt: skip
+
+
+def test_every_strategy_is_in_the_plan():
+    runs = load_json(PLAN, "plan")["runs"]
+    assert [run["strategy"] for run in runs] == list(list_strategies())
+    assert sorted(COUNTS) == [1, 2, 4]
