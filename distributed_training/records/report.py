@@ -110,7 +110,7 @@ def published_links(*files: str) -> str:
         ]
         for kind in next(iter(groups.values()))["operations"]
     ]  # fmt: skip
-    return f"\n{tabulate(rows, ['', *groups], **MARKDOWN)}\n"
+    return markdown_table(rows, ["", *groups])
 
 
 def _figure(value: float) -> str:

@@ -159,7 +159,8 @@ def test_resuming_goes_on_in_the_old_folder(tmp_path):
 
 
 def test_another_layout_of_the_same_work_goes_on_and_says_so(tmp_path):
-    first = plan_for(tmp_path, batch_size=4, num_processes=2)
+    zero2 = {"strategy": "zero2", "batch_size": 4, "num_processes": 2}
+    first = plan_for(tmp_path, **zero2)
     checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
     checkpoint.mkdir(parents=True)
     start_record(first.run_dir).update(status="interrupted")
@@ -170,7 +171,7 @@ def test_another_layout_of_the_same_work_goes_on_and_says_so(tmp_path):
     again = plan_for(tmp_path, resume="auto", **other)
     assert again.checkpoint == checkpoint
     assert "saved zero2 x 2 -> resuming fsdp x 4: resharding" in again.notes
-    same = plan_for(tmp_path, resume="auto", batch_size=4, num_processes=2)
+    same = plan_for(tmp_path, resume="auto", **zero2)
     assert not any("resharding" in note for note in same.notes)
     infinity = plan_for(tmp_path, strategy="infinity", batch_size=4, num_processes=2, resume="auto")
     assert infinity.checkpoint is None, "it cannot be resumed"
