@@ -247,13 +247,8 @@ def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
     except SignalException as error:  # torchrun has passed it on and waited
         code, status, reason = 128 + error.sigval, "interrupted", error.sigval.name
     except ChildFailedError as error:
-        code, names = 1, {rank: end.signal_name() for rank, end in error.failures.items()}
-        # torchrun ends the others with SIGTERM.
-        killed = {rank: name for rank, name in names.items() if name not in ("<N/A>", "SIGTERM")}
-        if killed:
-            ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
-            hint = "; most often memory ran out" if name == "SIGKILL" else ""
-            reason = f"rank {ranks}: killed by {name}{hint}"
+        names = {rank: end.signal_name() for rank, end in error.failures.items()}
+        code, reason = 1, _describe_killed(names)
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
@@ -272,6 +267,16 @@ def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
         return 0
     interrupted = state.status == "interrupted" and code < 128  # only the processes were told to
     return 128 + signal.SIGINT if interrupted else code
+
+
+def _describe_killed(names: Mapping[int, str]) -> str:
+    """Who was killed, from the signals that ended ranks; "" where each ended by itself."""
+    # torchrun ends the others with SIGTERM.
+    killed = {rank: name for rank, name in names.items() if name not in ("<N/A>", "SIGTERM")}
+    if not killed:
+        return ""
+    ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
+    return f"rank {ranks}: killed by {name}{'; most often memory ran out' * (name == 'SIGKILL')}"
 
 
 def _launcher(plan: Plan) -> list[str]:

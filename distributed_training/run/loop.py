@@ -177,13 +177,17 @@ class Trainer:
             self.history.cut(error.step)
             self.write_record()
             raise error
+        self._show(rows, sum(durations_s))
+
+    def _show(self, rows: list[dict[str, Any]], seconds: float) -> None:
+        """How far the run has come with these rows, which took `seconds`."""
         self.display.progress(
             self.step,
             epoch=rows[-1]["epoch"] + 1,
             loss=rows[-1]["loss"],
             rate=rows[-1]["learning_rate"],
-            tokens_per_s=sum(row["num_tokens"] for row in rows) / sum(durations_s),
-            left_s=(self.num_steps - self.step) * sum(durations_s) / len(rows),
+            tokens_per_s=sum(row["num_tokens"] for row in rows) / seconds,
+            left_s=(self.num_steps - self.step) * seconds / len(rows),
         )
 
     def _judge(
