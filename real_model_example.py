@@ -31,6 +31,9 @@ CONFIG = {
     "weight_decay": 0.01,  # AdamW's, on matrices only
     "max_grad_norm": 1.0,  # clip the global gradient norm; None: never
     "dropout": 0.0,  # on embeddings, attention and residuals
+    "gradient_compression": "none",  # with dp: bf16, powersgd, topk-int8
+    "compression_rank": 4,  # with powersgd
+    "compression_k": 0.01,  # with topk-int8: share of the gradient that is sent exactly
     "pack": True,  # True: full blocks of running text; False: one padded line a sample
     "max_steps": -1,  # stop after so many optimizer steps; -1: whole epochs
     # How it runs. One optimizer step sees batch_size x grad_accum_steps x processes sequences under
@@ -51,12 +54,14 @@ CONFIG = {
     # What is looked at and kept.
     "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
     "eval_samples": 200,  # validation samples used; -1: all
-    "generate": "The ",  # prompt of the samples before and after; None: none
+    "generate": "The value of",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file
     "offload_dir": None,  # where infinity keeps its files; None: output_dir/.offload
     "checkpoint_every": None,  # steps; None: each epoch's end, 0: never
     "keep_checkpoints": 1,  # older ones are deleted
     "keep_best": False,  # write best/ at each evaluation that beats those before
+    "on_nonfinite": "stop",  # loss or gradients nan or inf: stop, skip the update, rollback
+    "hang_timeout_s": 600,  # a step that takes longer, on several processes, ends the run; 0: never
     "export": True,  # write hf/ in Hugging Face's format at the end
     "push": None,  # user/name on the Hugging Face Hub: where hf/ is sent to at the end
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder

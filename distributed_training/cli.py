@@ -3,11 +3,9 @@
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py plan [--KEY VALUE ...] [--cluster 2x8xH100-80GB]
     python real_model_example.py compare --strategies dp,fsdp,zero2 --seeds 3
-    python real_model_example.py doctor
-    python real_model_example.py generate RUN [--prompt TEXT]
+    python real_model_example.py doctor, or links [--num_gpus N], or measure NAME ...
     python real_model_example.py report [RUN ...]
-    python real_model_example.py push RUN user/name
-    python real_model_example.py measure NAME ...
+    python real_model_example.py generate RUN, or export RUN, or push RUN user/name
 
 A command is an entry of COMMANDS. No torch import before training begins.
 """
@@ -230,7 +228,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     add("--prompt", help="what the text begins with; without it, each line that you type")
     add("--best", action="store_true", help="the weights that keep_best kept, not the last")
     add("--num_tokens", type=int, default=100, help="length of the text (default 100)")
-    add("--temperature", type=float, default=1.0, help="0: always the likeliest (default 1.0)")
+    add("--temperature", type=float, default=0.7, help="0: always the likeliest (default 0.7)")
     add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
     add("--seed", type=int, default=42, help="another seed, another text (default 42)")
     a = parser.parse_args(argv)
@@ -243,6 +241,16 @@ def generate(argv: Sequence[str], program: Program) -> int:
     )  # fmt: skip
 
 
+def export(argv: Sequence[str], program: Program) -> int:
+    """The weights of a checkpoint, in Hugging Face's format."""
+    about = "A checkpoint's weights in Hugging Face's format; the run may have been interrupted."
+    parser = _Parser(prog=f"{program.script.name} export", description=about)
+    parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
+    parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
+    a = parser.parse_args(argv)
+    return importlib.import_module("distributed_training.run.export").export_checkpoint(a.run, a.to)
+
+
 def push(argv: Sequence[str], program: Program) -> int:
     """The model of a run, to the Hugging Face Hub."""
     parser = _Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
@@ -251,6 +259,13 @@ def push(argv: Sequence[str], program: Program) -> int:
     parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
     a = parser.parse_args(argv)
     return importlib.import_module("distributed_training.run.push").push(a.run, a.name, best=a.best)
+
+
+def links(argv: Sequence[str], program: Program) -> int:
+    """How fast this machine's processes talk to each other."""
+    parser = _Parser(prog=f"{program.script.name} links", description=links.__doc__)
+    module = importlib.import_module("distributed_training.measure.links")
+    return module.start(argv, program.script, output_dir_of(program)[1], parser)
 
 
 def measure(argv: Sequence[str], _: Program) -> int:
@@ -268,7 +283,7 @@ def measure(argv: Sequence[str], _: Program) -> int:
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "compare": compare, "doctor": doctor, "generate": generate,
-    "report": report, "push": push, "measure": measure,
+    "report": report, "export": export, "push": push, "links": links, "measure": measure,
 }  # fmt: skip
 
 

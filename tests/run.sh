@@ -9,6 +9,15 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
+# The tutorial's explorer is tested in a browser and in node; outside CI without them it is not.
+missing=()
+command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
+    missing+=(chromium)
+command -v node >/dev/null || missing+=(nodejs)
+if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get -q update && apt-get -q install -y --no-install-recommends "${missing[@]}"; } >&2 ||
+        echo "note: could not install ${missing[*]} for the tests of explorer.html" >&2
+fi
 ruff check .
 ruff format --check .
 mypy
@@ -16,4 +25,5 @@ lint-imports
 codespell
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
+export OMP_NUM_THREADS=1 # the tests' processes share the cores
 exec python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +14,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from distributed_training.data.samples import StepBatch
+from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # its state besides the step, as torch and DeepSpeed name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,17 @@ class StepResult:
     loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
     num_targets: int  # real ones of the global batch, all ranks
     grad_norm: torch.Tensor | float | None  # before clipping; None where the step was skipped
-    skipped: bool  # because fp16 gradients overflowed
+    skipped: bool  # because gradients overflowed, and the update was left out
+    # Norms of what this rank holds of each parameter's gradient, [len(Engine.gradient_names)], on
+    # the device; None where the engine does not know them.
+    gradients: torch.Tensor | None = None
 
 
 class Engine(Protocol):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
     optimizer: torch.optim.Optimizer
+    gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Forward, backward and one update over *all* micro-batches of the step. The gradient is
@@ -55,11 +60,23 @@ class Engine(Protocol):
     def describe_dtypes(self) -> dict[str, str]:
         """dtype of parameters, gradients, optimizer state and reduction."""
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimizer state below `folder` (shared by all ranks)."""
+    def state_parts(self) -> Iterator[Part]:
+        """What this rank holds of weights and Adam's moments, "exp_avg/<name>", fp32 under the
+        model's names and shapes (the vocabulary without padding), for a checkpoint. Local."""
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote with the same strategy and world size."""
+    def counters(self) -> dict[str, float]:
+        """The rest of the state, the same on every rank: "adam_steps", and for fp16 "loss_scale"
+        and "good_steps", those since the last overflow."""
+
+    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+        """Restore what `state_parts` and `counters` gave under any engine and layout."""
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """fp32 tensors that no other rank has, for going on exactly under the same layout."""
+        return {}
+
+    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `own_state` gave on this rank; after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""

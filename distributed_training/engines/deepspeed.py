@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -28,6 +28,7 @@ from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel import private
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
+from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
@@ -40,6 +41,12 @@ class DeepSpeedEngine(base.Engine):
         self.topology, self.plan = topology, plan
         config, strategy = plan.config, plan.strategy
         names = {parameter: name for name, parameter in model.named_parameters()}
+        tables, rows = set(model.vocabulary_parameters()), model.size.vocab_size
+        self.copied = tables if model.size.tied else set()
+        self.shapes = {  # before they are divided, and without padding
+            name: (rows if name in tables else len(parameter), *parameter.shape[1:])
+            for parameter, name in names.items()
+        }
         apply_checkpointing(model, config.activation_checkpointing)
         if config.compile:
             apply_compile(model, ends=False)
@@ -108,14 +115,45 @@ class DeepSpeedEngine(base.Engine):
             "reduction": str(self.engine.communication_data_type),
         }
 
-    def save(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder / "deepspeed"))
+    def state_parts(self) -> Iterator[Part]:
+        for name, parameter in self.named.items():
+            # The last stage's copy of a tied embedding is the first one's.
+            copied = name in self.copied and self.topology.pp_rank > 0
+            for kind, start, values in private.zero_fragments(self.optimizer, parameter):
+                key, shape = f"{kind}/{name}", self.shapes[name]
+                yield part_of(key, values, shape, (start,), writes=not copied)
 
-    @torch.no_grad()  # loading broadcasts a pipeline's embedding
-    def load(self, folder: Path) -> None:
-        self.engine.load_checkpoint(str(folder / "deepspeed"))
+    def counters(self) -> dict[str, float]:
+        adam, scaler = self.optimizer.optimizer, self.optimizer.loss_scaler
+        states = (adam.state.get(flat, {}) for flat in private.zero_partitions(self.optimizer))
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0
+        return {
+            "adam_steps": float(next(states).get("step", 0)),
+            "loss_scale": float(scaler.cur_scale),
+            "good_steps": good,
+        }
+
+    @torch.no_grad()
+    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+        adam, scaler = self.optimizer.optimizer, self.optimizer.loss_scaler
+        if counters["adam_steps"]:
+            for flat in private.zero_partitions(self.optimizer):
+                adam.state[flat] = {moment: torch.zeros_like(flat) for moment in base.MOMENTS}
+                adam.state[flat]["step"] = self._adam_steps(int(counters["adam_steps"]), flat)
+        for part in self.state_parts():
+            part.set(saved.read(part))
+        private.refresh_zero_weights(self.optimizer)
+        if scaler.dynamic:
+            scaler.cur_scale = counters["loss_scale"]
+            scaler.last_overflow_iter, scaler.cur_iter = -1, int(counters["good_steps"])
         if self.plan.strategy.steps_on_host:
-            private.restore_cpu_adam_powers(self.optimizer.optimizer, **base.ADAM)
+            private.restore_cpu_adam_powers(adam, **base.ADAM)
+
+    def _adam_steps(self, steps: int, flat: torch.Tensor) -> Any:
+        """As the optimizer itself keeps it."""
+        if self.plan.strategy.steps_on_host:
+            return steps
+        return torch.tensor(float(steps), device=flat.device)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}

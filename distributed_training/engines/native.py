@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,11 +19,24 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile, apply_fsdp
-from distributed_training.parallel.gradients import global_norm, match_layouts, sum_gradients
+from distributed_training.parallel.compression import (
+    apply_compression,
+    ddp_options,
+    forget,
+    restore,
+    state_of,
+)
+from distributed_training.parallel.gradients import (
+    global_norm,
+    local_part,
+    match_layouts,
+    sum_gradients,
+)
 from distributed_training.parallel.graphs import StepGraph
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 from distributed_training.parallel.private import foreach_mul_
 from distributed_training.parallel.tensor import apply_tp
+from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
@@ -33,8 +44,6 @@ from distributed_training.plan.topology import Topology
 INITIAL_LOSS_SCALE = 2.0**16
 NUM_EAGER_STEPS = 12  # before a step is captured; DDP arranges its buckets in the first eleven
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
-# Keys by parameter name, so that processes with different parameters can write one checkpoint.
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class NativeEngine(base.Engine):
@@ -65,8 +74,12 @@ class NativeEngine(base.Engine):
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
+        self.remembered: Any = None  # what compressing gradients has lost so far
         self.module, *_ = [self._spread(part, mesh) for part in stages.values()]
         self.parameters = list(self.parts.parameters())
+        # Now: after an evaluation these are FSDP's gathered, rounded copies.
+        self.named = [(part, list(part.named_parameters())) for part in stages.values()]
+        self.gradient_names = [name for _, named in self.named for name, _ in named]
         self.pipeline: Pipeline | None = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
@@ -84,6 +97,8 @@ class NativeEngine(base.Engine):
         self.set_learning_rate(rate)
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
+        if self.remembered is not None:
+            self._arrange_buckets(plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
         """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
@@ -96,15 +111,31 @@ class NativeEngine(base.Engine):
         if config.compile:
             apply_compile(part, ends=topology.tp == 1)
         if self.copies_only and topology.world_size > 1:
-            # Backward all-reduces gradients: their mean over all ranks, in fp32 buckets.
-            options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-            return DistributedDataParallel(part, **options)
+            return self._replicate(part)
         if topology.dp_size > 1:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
+
+    def _replicate(self, part: Decoder) -> nn.Module:
+        """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        options |= ddp_options(self.config, self.topology.device_type)
+        module = DistributedDataParallel(part, **options)
+        self.remembered = apply_compression(module, self.config)
+        return module
+
+    def _arrange_buckets(self, size: int) -> None:
+        """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
+        first, and what compression loses is kept by bucket, in a resumed run, too."""
+        ids = torch.zeros((size, self.config.max_length), dtype=torch.int64)
+        ids = ids.to(self.topology.device)
+        self.parts.train()
+        self.module(ids, ids).backward()
+        self.optimizer.zero_grad()
+        forget(self.remembered)
 
     def set_learning_rate(self, rate: float) -> None:
         super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
@@ -114,14 +145,14 @@ class NativeEngine(base.Engine):
         self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
         self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
-        loss_sum, norm = self.step(*arrays)
+        loss_sum, norm, each = self.step(*arrays)
         skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
-        return base.StepResult(loss_sum, batch.num_targets, None if skipped else norm, skipped)
+        norm = None if skipped else norm
+        return base.StepResult(loss_sum, batch.num_targets, norm, skipped, each)
 
-    def _step(
-        self, inputs: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this rank's summed loss, gradient norm) of one optimizer step, [m, B, T] each."""
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This rank's summed loss, and the norms that `global_norm` finds, of one optimizer step
+        over inputs and targets, [m, B, T] each."""
         if self.pipeline is None:
             loss_sum = self._accumulate(inputs, targets)
         else:
@@ -136,7 +167,7 @@ class NativeEngine(base.Engine):
             self.pipeline.add_tied_gradients()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return own_sum, self._update()
+        return own_sum, *self._update()
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
@@ -154,19 +185,28 @@ class NativeEngine(base.Engine):
             loss_sum += loss.detach()
         return loss_sum
 
-    def _update(self) -> torch.Tensor:
-        """Unscale, clip, step (not where fp16 gradients overflowed); the norm before clipping."""
+    def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unscale, clip, step (not where fp16 gradients overflowed or, with on_nonfinite=skip, are
+        not finite); the norms before clipping."""
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             foreach_mul_(gradients, 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
-        norm = global_norm(self.parameters, self.topology, twice)
-        if self.compute_dtype is not torch.float16 or bool(norm.isfinite()):
+        norm, each = global_norm(self.parameters, self.topology, twice)
+        step = True
+        if self.compute_dtype is torch.float16:
+            step = bool(norm.isfinite())
+        elif self.config.on_nonfinite == "skip":
+            if self.rate is None:
+                step = bool(norm.isfinite())
+            else:  # the fused AdamW decides on the GPU, so that nothing waits for it
+                self.optimizer.found_inf = norm.isfinite().logical_not().float()
+        if step:
             if self.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return norm, each
 
     def _scale_loss(self, norm: torch.Tensor) -> bool:
         """Set the loss scale for the next step; whether this one was skipped."""
@@ -212,27 +252,45 @@ class NativeEngine(base.Engine):
         arithmetic = str(self.compute_dtype or torch.float32)
         return {**same, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 
-    def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=folder / "dcp")
+    def state_parts(self) -> Iterator[Part]:
+        for stage, named in self.named:
+            tables = stage.vocabulary_parameters()
+            # The last stage's copy of a tied embedding is the first one's.
+            copied = set(tables) if self.size.tied and not stage.is_first else set()
+            for number, (name, parameter) in enumerate(named):
+                rows = self.size.vocab_size if name in tables else parameter.shape[0]
+                start, place, copies = place_of(parameter, self.topology)
+                writes = name not in copied and number % copies == place
+                held = {"weight": parameter, **self.optimizer.state.get(parameter, {})}
+                for kind in ("weight", *filter(held.__contains__, base.MOMENTS)):
+                    local, shape = local_part(held[kind]), (rows, *parameter.shape[1:])
+                    yield part_of(f"{kind}/{name}", local, shape, start, writes=writes)
 
-    def load(self, folder: Path) -> None:
-        # torch creates the optimizer state to load into only where no gradient is in the way.
-        self.optimizer.zero_grad()
-        state = self._state()
-        dcp.load(state, checkpoint_id=folder / "dcp")
-        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.parts, self.optimizer, **states, options=_BY_NAME)
-        self.set_learning_rate(self.optimizer.param_groups[0]["lr"])
-        self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
+    def counters(self) -> dict[str, float]:
+        steps = self.optimizer.state.get(self.parameters[0], {}).get("step", 0)
+        scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        return {"adam_steps": float(steps), **scale}
+
+    @torch.no_grad()
+    def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+        if counters["adam_steps"]:
+            on_gpu = self.topology.device_type == "cuda"
+            for parameter in self.parameters:
+                state = self.optimizer.state[parameter]
+                steps = torch.tensor(float(counters["adam_steps"]))
+                state["step"] = steps.to(parameter.device) if on_gpu else steps
+                state |= {moment: torch.zeros_like(parameter) for moment in base.MOMENTS}
+        for part in self.state_parts():
+            part.set(saved.read(part))
+        self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])
         self.step.forget(NUM_EAGER_STEPS)
 
-    def _state(self) -> dict[str, Any]:
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        super().set_learning_rate(rate)  # in a checkpoint it is a number
-        model, optimizer = get_state_dict(self.parts, self.optimizer, options=_BY_NAME)
-        self.set_learning_rate(rate)
-        scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
-        return {"model": model, "optimizer": optimizer, **scale}
+    def own_state(self) -> dict[str, torch.Tensor]:
+        return {} if self.remembered is None else state_of(self.remembered)
+
+    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+        if self.remembered is not None:
+            restore(self.remembered, state, self.topology.device)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}

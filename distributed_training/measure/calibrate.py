@@ -14,7 +14,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,59 +22,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from distributed_training.measure import harness
+from distributed_training.measure.clock import Clock
+from distributed_training.measure.links import time_group
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.records.record import timestamp, versions, write_json
 
-BUDGET_S = 0.15  # for one figure
-LAUNCHES = 50  # of which the host's time is the mean
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
 FILE_BYTES = 2**28
 MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
-
-
-class Clock:
-    """Seconds of a call on a device, and of launching it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def wait(self) -> None:
-        """Until the device has done everything."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, call: Callable[[], Any], *, together: bool = False) -> float:
-        """Of one call, the mean of as many as BUDGET_S allows. `together`: the same number on all
-        ranks, which take part in it."""
-        for _ in range(3):
-            call()
-        self.wait()
-        start = time.perf_counter()
-        call()
-        self.wait()
-        once = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        if together:
-            dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        count = max(3, min(200, int(BUDGET_S / float(once))))
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        self.wait()
-        return (time.perf_counter() - start) / count
-
-    def launching(self, call: Callable[[], Any]) -> float:
-        """Seconds for which the host is busy with one call."""
-        for _ in range(5):
-            call()
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(LAUNCHES):
-            call()
-        seconds = (time.perf_counter() - start) / LAUNCHES
-        self.wait()
-        return seconds
 
 
 def matrix_products(clock: Clock) -> list[dict[str, Any]]:
@@ -195,25 +152,8 @@ def copies(clock: Clock, folder: Path) -> dict[str, float]:
     return found
 
 
-def collectives(clock: Clock, group: Any, members: int) -> list[dict[str, Any]]:
-    """Seconds of each collective by the size of its whole tensor. Collective over `group`."""
-    found = []
-    for num_bytes in BYTES if clock.device.type == "cuda" else BYTES[:5]:
-        whole = torch.zeros(num_bytes // 4, device=clock.device)
-        part = torch.zeros(num_bytes // 4 // members, device=clock.device)
-        within = whole[: part.numel() * members]
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, whole, group=group),
-            "all_gather": partial(dist.all_gather_into_tensor, within, part, group=group),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=group),
-        }
-        seconds = {name: clock.seconds(call, together=True) for name, call in calls.items()}
-        found.append({"members": members, "bytes": num_bytes, "seconds": seconds})
-    return found
-
-
 def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """`collectives` over the first 2, 4, 8 ... processes; the others take part in counting."""
+    """COLLECTIVES over the first 2, 4, 8 ... processes; the others take part in counting."""
     found: list[dict[str, Any]] = []
     members = 2
     while members <= world_size:
@@ -223,7 +163,8 @@ def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]
             made = dist.new_group(ranks)
             group = made if rank in ranks else group
         if world_size % members == 0:
-            found += collectives(clock, group, members)
+            sizes = BYTES if clock.device.type == "cuda" else BYTES[:5]
+            found += time_group(clock, group, members, sizes, COLLECTIVES)
         members *= 2
     return found
 

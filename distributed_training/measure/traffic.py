@@ -12,6 +12,7 @@ count and its formula differ.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ COUNTED = {
     "c10d._allgather_base_": ("all_gather", 0, False),
     "c10d._reduce_scatter_base_": ("reduce_scatter", 1, False),
     "c10d.broadcast_": ("broadcast", 0, False),
+    "c10d.alltoall_base_": ("all_to_all", 1, False),
     "c10d.send": ("send", 0, False),
     "_c10d_functional.all_reduce": ("all_reduce", 0, False),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
@@ -107,6 +109,30 @@ class Traffic(TorchDispatchMode):
         return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """DDP's hooks start a second operation when the first is done, on gloo's thread, unless it is
+    done before they ask."""
+
+    def waiting(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def start(*args: Any, **words: Any) -> Any:
+            started = operation(*args, **words)
+            if started is not None:
+                started.get_future().wait()
+            return started
+
+        return start
+
+    before = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+    for name, operation in before.items():
+        setattr(dist, name, waiting(operation))
+    try:
+        yield
+    finally:
+        for name, operation in before.items():
+            setattr(dist, name, operation)
+
+
 def _num_bytes(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
@@ -127,21 +153,22 @@ def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def count_step(run: Run) -> dict[str, Any]:
-    """What this process handed over in the third step. Collective."""
+    """What this process handed over in the third step, or on average in as many as lie between two
+    exchanges. Collective."""
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
-    with Traffic(topology) as traffic:
-        run.engine.train_step(run.batch(2))
-    formulas: dict[str, float] = {}
-    for (axis, kind), size in sorted(Formulas(run.plan, topology).total().items()):
-        members = 2 if axis == "pp" else topology.axes[axis]
-        if size:
-            formulas[f"{axis} {kind}"] = sent_bytes(kind, size, members)
+    every = run.plan.options.steps_between_exchanges() or 1
+    with Traffic(topology) as traffic, _one_thread():
+        for step in range(2, 2 + every):
+            run.engine.train_step(run.batch(step))
+    for counts in traffic.counted.values() if every > 1 else ():
+        for what in ("tensor_bytes", "sent_bytes"):
+            counts[what] /= every  # type: ignore[assignment]
     return {
         "rank": topology.rank,
         "counted": {key: dict(value) for key, value in sorted(traffic.counted.items())},
-        "formula_sent_bytes": formulas,
+        "formula_sent_bytes": Formulas(run.plan, topology).sent(),
     }
 
 

@@ -42,13 +42,18 @@ class ModelSize:
     num_layers: int
     num_heads: int
     hidden_size: int
-    block_matrix_parameters: int  # of one block, each of which multiplies every token once
+    block_matrices: tuple[tuple[int, int], ...]  # shapes of those of one block
     block_parameters: int
     block_parameters_split: int  # those that tp divides; the others every process holds whole
     block_norm_parameters: int  # those that each process of tp uses on its own tokens
     final_norm_parameters: int
     position_parameters: int = 0  # of the position embedding
     tied: bool = True  # whether the output layer has the token embedding's weights
+
+    @property
+    def block_matrix_parameters(self) -> int:
+        """Of one block, each of which multiplies every token once."""
+        return sum(rows * columns for rows, columns in self.block_matrices)
 
     @property
     def padded_vocab_size(self) -> int:

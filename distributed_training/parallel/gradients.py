@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from distributed_training.parallel.private import foreach_norm
 from distributed_training.plan.topology import Topology
 
 
@@ -30,34 +31,48 @@ def match_layouts(parameters: list[Any]) -> None:
 @torch.no_grad()
 def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Replace this process's part of each gradient by the sum over `group`, in one all-reduce."""
-    parts = [local_part(parameter.grad) for parameter in parameters]
-    flat = torch.cat([part.flatten() for part in parts])
+    _all_reduce([local_part(parameter.grad) for parameter in parameters], group, 1)
+
+
+@torch.no_grad()
+def average(tensors: list[torch.Tensor]) -> None:
+    """Replace each tensor by its mean over all processes, in one all-reduce."""
+    _all_reduce(tensors, None, dist.get_world_size())
+
+
+def _all_reduce(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(total.view(part.shape))
+    flat /= divisor
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view(tensor.shape))
 
 
+@torch.no_grad()
 def global_norm(
     parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
-) -> torch.Tensor:
-    """2-norm of all gradients of the model, fp32 scalar, the same on every rank.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """2-norm of all gradients of the model, fp32 scalar, the same on every rank; and the norms of
+    what this rank holds of each parameter's, [number of parameters], for whoever looks for a fault.
 
     Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
     hold the same; one all-reduce of a scalar, unless all ranks hold everything.
     """
-    held = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    if topology.world_size == topology.dp_replicate and not isinstance(held[0], DTensor):
-        return nn.utils.get_total_norm(held)
+    norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
+    each = torch.stack(norms)
+    if topology.world_size == topology.dp_replicate and not isinstance(parameters[0].grad, DTensor):
+        return torch.linalg.vector_norm(each), each
     alike: dict[int, list[torch.Tensor]] = {}
-    for gradient in held:
-        num_parts = 1  # different ones, over the ranks of the stage
+    for parameter, norm in zip(parameters, norms, strict=True):
+        gradient, num_parts = parameter.grad, 1  # different ones, over the ranks of the stage
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
             num_parts = math.prod(size for size, place in sizes if not place.is_replicate())
-        alike.setdefault(num_parts, []).append(local_part(gradient))
+        if parameter not in counted_elsewhere:
+            alike.setdefault(num_parts, []).append(norm)
     total = torch.zeros((), device=topology.device)
     per_stage = topology.world_size // topology.pp
     for num_parts, parts in alike.items():
-        total += nn.utils.get_total_norm(parts).square() / (per_stage // num_parts)
+        total += torch.linalg.vector_norm(torch.stack(parts)).square() / (per_stage // num_parts)
     dist.all_reduce(total)
-    return total.sqrt()
+    return total.sqrt(), each

@@ -6,6 +6,7 @@ Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategie
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 # What scaled_dot_product_attention dispatches to.
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -29,6 +33,12 @@ ATTENTION_OPS = [
 all_reduce_functional = functional_collectives.all_reduce
 # The group that a functional collective carries by name.
 resolve_process_group = dist.distributed_c10d._resolve_process_group
+
+
+def first_index(tensor: DTensor) -> tuple[int, ...]:
+    """Where this process's part of a tensor begins."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
 
 
 class TwoWayStage(PipelineStage):
@@ -70,6 +80,44 @@ class CutWhereTold:
     def __init__(self, layers: list[Any], **options: Any) -> None:
         super().__init__(layers, **options)  # type: ignore[call-arg]
         self._layer_specs: list[Any] = []  # let go of the layers of other stages
+
+
+def zero_fragments(zero: Any, parameter: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """What a ZeRO optimizer holds of a parameter on this process: the fp32 weights and, once they
+    exist, Adam's moments, by kind, with the index of the first element, sharing its memory.
+
+    DeepSpeed's public accessors do not find the moments of any group but the first (stages 1, 2).
+    """
+    if hasattr(parameter, "ds_id"):  # stage 3
+        group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
+        start = zero._get_param_partition_rank(parameter) * count
+    elif parameter._hp_mapping is not None:
+        mapping = parameter._hp_mapping
+        group, start = mapping.param_group_index, mapping.lp_fragment_address.start
+        offset, count = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+    else:
+        return
+    flat = zero_partitions(zero)[group]
+    for kind, values in {"weight": flat, **zero.optimizer.state.get(flat, {})}.items():
+        if isinstance(values, torch.Tensor) and values.shape == flat.shape:
+            yield kind, start, values.narrow(0, offset, count)
+
+
+def zero_partitions(zero: Any) -> list[torch.Tensor]:
+    """The flat fp32 weights of this process, whose state a ZeRO optimizer's Adam keeps."""
+    stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
+
+
+def refresh_zero_weights(zero: Any) -> None:
+    """Make the weights that a ZeRO optimizer trains from its fp32 ones. Collective."""
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero.update_lp_params()
+        return
+    zero.checkpoint_event_prologue()
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    zero.checkpoint_event_epilogue()
 
 
 def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -> None:

@@ -33,6 +33,7 @@ def run_checks(plan: Plan) -> None:
     """Run every check, cheapest first."""
     check_packages(plan)
     check_hub(plan)
+    check_skipping(plan)
     check_gpus(plan)
     check_swapping(plan)
     check_gpu_memory(plan)
@@ -62,6 +63,14 @@ def check_hub(plan: Plan) -> None:
         if not plan.config.export:
             raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
         check_push(plan.config.push)
+
+
+def check_skipping(plan: Plan) -> None:
+    """The engine can leave an update out once it knows the gradients."""
+    if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
+        what = f"on_nonfinite='skip' does not work with strategy={plan.strategy.name!r}"
+        why = "its engine updates before the norm of the gradients is known here"
+        raise UserError(what, why, "set on_nonfinite to rollback or stop")
 
 
 def check_gpus(plan: Plan) -> None:
@@ -109,11 +118,8 @@ def check_shared_memory(plan: Plan) -> None:
 def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
     config, count = plan.config, plan.size.num_parameters
-    saved = count
-    if plan.strategy.traits.takes_deepspeed_json and plan.strategy.pipelined:
-        saved += plan.size.embedding_parameters  # both ends of the pipeline save the tied one
     checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
-    output = 16 * saved * checkpoints + 4 * saved * (config.export + config.keep_best)
+    output = 12 * count * checkpoints + 4 * count * (config.export + config.keep_best)
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
         written["offload_dir"] = (plan.offload_dir, 20 * count)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distributed_training.models import find_model
+from distributed_training.models import ModelSize, find_model
 from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.machine import Machine
 from distributed_training.settings.config import AUTO, RunConfig
@@ -43,24 +43,42 @@ def choose_settings(
 
     Raises UserError where an explicit value is impossible here.
     """
-    positions = find_model(config.model).size.num_positions
+    size = find_model(config.model).size
+    positions = size.num_positions
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
         raise UserError(what, fix=f"set max_length to at most {positions}")
-    # DeepSpeed copies the files but not Adam's step count nor what was not swapped out, so a
-    # resumed run would silently differ.
     resumes = config.checkpoint_every != 0 or config.resume not in (None, AUTO)
     if strategy.swaps_to_disk and resumes:
-        why = "DeepSpeed does not save all of the state that it keeps in files"
+        why = "its state lies in files of DeepSpeed's, which checkpoints do not take in"
         fix = "set checkpoint_every to 0 and resume to None; hf/ is exported all the same"
         raise UserError(f"strategy={config.strategy!r} cannot be resumed exactly", why, fix)
     if config.pipeline_schedule == AUTO:
         config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
     config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
+    _check_compression(config, strategy, size)
     return with_values(
         config, cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes)
     )
+
+
+def _check_compression(config: RunConfig, strategy: Strategy, size: ModelSize) -> None:
+    kind = config.gradient_compression
+    asked = f"gradient_compression={kind!r}"
+    copies_only = all(strategy.mesh[axis] == 1 for axis in ("pp", "dp_shard", "tp"))
+    if kind == "none":
+        return
+    if not (strategy.traits.compresses_gradients and copies_only):
+        what = f"{asked} does not go with strategy={config.strategy!r}"
+        raise UserError(what, "it works in PyTorch's DDP", "set it to none, or strategy to dp")
+    if kind != "bf16" and config.precision == "fp16":
+        why = "an overflow would stay in what is added to later gradients"
+        raise UserError(f"{asked} does not go with precision='fp16'", why, "set precision to bf16")
+    if kind == "powersgd" and config.compression_rank > size.hidden_size:
+        what = f"compression_rank={config.compression_rank} is above that of any matrix"
+        why = f"{config.model}'s have {size.hidden_size} columns or rows"
+        raise UserError(what, why, "set it to 32 or less")
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -111,6 +129,8 @@ def _choose_cuda_graphs(
     obstacle = ""
     if not strategy.traits.replays_steps:
         obstacle = f"strategy={config.strategy!r}, whose engine launches its own kernels"
+    elif config.gradient_compression != "none":
+        obstacle = "gradient_compression, whose hooks run on the host"
     elif config.precision == "fp16":
         obstacle = "precision='fp16', whose loss scale the host decides"
     elif config.dropout > 0 and (mesh["tp"] > 1 or config.activation_checkpointing != "none"):

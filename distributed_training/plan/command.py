@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distributed_training.plan import scaling
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.plan.machine import detect_machine
@@ -36,6 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
         help="measure this machine first, about a minute; used from then on")  # fmt: skip
+    add(
+        "--budget",
+        metavar='"8xH200 24h"',
+        help="what that compute is best spent on, by Chinchilla's law and its replication",
+    )
+    add("--target_loss", type=float, metavar="NATS",
+        help="the other way round: what that loss costs; with --cluster also how long")  # fmt: skip
     add("--json", action="store_true", help="all layouts, for programs")
     add("--all", action="store_true", help=f"all layouts, not the best {SHOWN}")
 
@@ -44,6 +52,8 @@ def run(
     arguments: argparse.Namespace, build: Callable[[str | None], RunConfig], script: Path
 ) -> int:
     """Rank and print; `build` gives CONFIG under a strategy, or as it is."""
+    if arguments.budget is not None or arguments.target_loss is not None:
+        return scaling.run(arguments, build)
     if arguments.calibrate:
         _calibrate(arguments, script)
     cluster = _cluster(arguments)
@@ -52,7 +62,7 @@ def run(
         places = cluster.machine, cluster.num_processes, cluster.processes_a_node
         config = choose_spread(replace(config, strategy=AUTO), *places, [])
         arguments.overrides.append(f"batch_size={config.batch_size}")
-    choices = rank_layouts(build, cluster)
+    choices = rank_layouts(build, cluster, config.strategy)
     if not choices:
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
     if arguments.json:

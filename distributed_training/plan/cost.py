@@ -38,13 +38,19 @@ class StateBytes:
 
 
 def estimate_state_bytes(
-    strategy: Strategy, num_parameters: int, precision: str, mesh: Mapping[str, int]
+    strategy: Strategy,
+    num_parameters: int,
+    precision: str,
+    mesh: Mapping[str, int],
+    *,
+    own: float = 0,
 ) -> StateBytes:
     """Bytes of model state of the process that holds `num_parameters`, its stage's part under tp.
 
     With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
     both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8),
     and of a pipeline's stages also what they gather, or round, for all micro-batches of a step.
+    `own`: bytes a parameter of what an algorithm or compression keeps besides.
     """
     width, shards, stage = 4 if precision == "fp32" else 2, mesh["dp_shard"], strategy.zero_stage
     each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
@@ -55,7 +61,7 @@ def estimate_state_bytes(
     elif mesh["pp"] > 1:
         gathers = mesh["dp_replicate"] * shards > 1 or precision != "fp32"
         each |= {"parameters": 4 / shards + width * gathers, "gradients": 4}
-    each |= {"host": 0, "disk": 0}
+    each |= {"optimizer": each["optimizer"] + own, "host": 0, "disk": 0}
     for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
         device = strategy.offload_device(what)
         if device != "none":
@@ -64,6 +70,13 @@ def estimate_state_bytes(
     if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
         each |= {"host": each["host"] + 4 / shards, "gradients": 0}
     return StateBytes(**{part: round(size * num_parameters) for part, size in each.items()})
+
+
+def lost_bytes(config: RunConfig, mesh: Mapping[str, int]) -> float:
+    """Bytes a parameter of what compressing gradients has lost and adds to the next."""
+    return {"powersgd": 4, "topk-int8": 4 + 4 / mesh["dp_replicate"]}.get(
+        config.gradient_compression, 0
+    )
 
 
 def activation_share(tp: int, *, sequence_parallel: bool) -> float:

@@ -13,7 +13,7 @@ from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.files import user_path
-from distributed_training.settings.strategies import Strategy
+from distributed_training.settings.strategies import Strategy, own_options
 
 
 def lay_out(
@@ -52,7 +52,13 @@ def lay_out(
         mesh=mesh,
         batch=batch,
         layout=layout,
-        state=cost.estimate_state_bytes(strategy, layout.num_parameters, config.precision, mesh),
+        state=cost.estimate_state_bytes(
+            strategy,
+            layout.num_parameters,
+            config.precision,
+            mesh,
+            own=own_options(config).bytes_a_parameter() + cost.lost_bytes(config, mesh),
+        ),
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload.absolute() / run_dir.name if strategy.swaps_to_disk else None,

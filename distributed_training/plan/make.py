@@ -12,11 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from distributed_training.data import hub
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT
 from distributed_training.data.samples import Data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, find_model
+from distributed_training.plan import claims
 from distributed_training.plan.checks import run_checks
 from distributed_training.plan.choose import choose_model, choose_settings
 from distributed_training.plan.cluster import machine_rates
@@ -28,7 +31,7 @@ from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.predict import predict
 from distributed_training.plan.rank import choose_spread
-from distributed_training.plan.resume import find_resume
+from distributed_training.plan.resume import describe_change, find_resume, identity, read_meta
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
@@ -68,10 +71,20 @@ def make_plan(
         plan = fit_to_data(plan, data)
         if plan.cache in there:
             plan = with_prediction(plan, tokenised=True)
-    found = find_resume(config.resume, plan.output_dir, plan.identity)
-    if found is not None:
-        plan = replace(plan, run_dir=found[0], checkpoint=found[1])
-    return _with_deepspeed_json(plan)
+    return _with_deepspeed_json(_at_checkpoint(plan))
+
+
+def _at_checkpoint(plan: Plan) -> Plan:
+    """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
+    # State that is kept on disk is not saved, nor restored.
+    resume = None if plan.strategy.swaps_to_disk else plan.config.resume
+    found = find_resume(resume, plan.output_dir, plan.work, plan.spread)
+    if found is None:
+        return plan
+    plan = replace(plan, run_dir=found[0], checkpoint=found[1])
+    if change := describe_change(read_meta(found[1]).spread, plan.spread):
+        plan.notes.append(change)
+    return plan
 
 
 def draft_plan(
@@ -104,8 +117,17 @@ def _with_deepspeed_json(plan: Plan) -> Plan:
 
 def reserve_run_dir(plan: Plan) -> Plan:
     """Make the run's folder, under the next free name where another run was quicker, write the plan
-    into it, and let <output_dir>/latest point to it.
+    into it, and let <output_dir>/latest point to it. Raises UserError where it would be a run that
+    another process has, also one that began since the plan was made.
     """
+    plan.output_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(plan.output_dir / ".lock"):
+        if plan.config.resume == AUTO:
+            plan = _with_deepspeed_json(_at_checkpoint(plan))
+        return _reserve(plan)
+
+
+def _reserve(plan: Plan) -> Plan:
     while plan.checkpoint is None:
         try:
             plan.run_dir.mkdir(parents=True)
@@ -115,6 +137,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
             run_dir = new_run_dir(plan.output_dir, plan.strategy.name, label, count)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
+    claims.claim(plan.run_dir, identity(plan.work, plan.spread))
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
     with contextlib.suppress(OSError):  # a file system without links
         latest = plan.output_dir / f".latest-{plan.run_dir.name}"

@@ -199,6 +199,7 @@ class _Process:
         buffer, and from the second micro-batch on."""
         plan = self.plan
         in_buckets = plan.num_processes == plan.mesh["dp_replicate"] > 1
+        in_buckets = in_buckets and plan.options.steps_between_exchanges() is None
         native = not plan.strategy.traits.rounded_weights
         in_buckets = (in_buckets and native) or plan.strategy.zero_stage == 3
         return in_buckets or plan.batch.num_microbatches > 1

@@ -19,7 +19,8 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.strategies import Strategy
+from distributed_training.settings.keys import Options
+from distributed_training.settings.strategies import Strategy, own_options
 
 PLAN_FILE = "plan.json"
 
@@ -61,19 +62,24 @@ class Plan:
         return self.model.size
 
     @property
+    def options(self) -> Options:
+        """What the strategy's own engine adds to CONFIG."""
+        return own_options(self.config)
+
+    @property
     def schedule(self) -> Schedule:
         return schedule_of(self.config, self.strategy, self.mesh["pp"])
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What must agree between a checkpoint and the run that resumes it."""
+    def spread(self) -> dict[str, Any]:
+        """How the work is spread: where a checkpoint agrees, a run resumes bit for bit."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
             "mesh": show_axes(self.mesh),
             "stages": [[blocks.start, blocks.stop] for blocks in self.layout.stages],
             "sequence_parallel": self.config.sequence_parallel and self.mesh["tp"] > 1,
-            **self.work,
+            "device": "cuda" if self.machine.num_gpus else "cpu",
         }
 
 

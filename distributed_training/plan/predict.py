@@ -10,7 +10,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import Rates
 from distributed_training.plan.speed import StepTime, estimate_step
 from distributed_training.plan.topology import Topology
-from distributed_training.plan.traffic import Formulas, sent_bytes
+from distributed_training.plan.traffic import Formulas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +72,9 @@ def sent_by_axis(plan: Plan) -> dict[str, float]:
             device_type="cpu", **plan.mesh,
         )  # fmt: skip
         sent: dict[str, float] = {}
-        for (axis, kind), size in Formulas(plan, topology).total().items():
-            members = 2 if axis == "pp" else plan.mesh[axis]
-            sent[axis] = sent.get(axis, 0.0) + sent_bytes(kind, size, members)
+        for name, size in Formulas(plan, topology).sent().items():
+            axis, _, _kind = name.partition(" ")
+            sent[axis] = sent.get(axis, 0.0) + size
         found.append(sent)
     return max(found, key=lambda sent: sum(sent.values()))
 

@@ -22,6 +22,7 @@ from distributed_training.plan.predict import Prediction, fits, fits_gpu, predic
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
     MESH_AXES,
     list_strategies,
@@ -50,12 +51,17 @@ class Choice:
         return (not self.prediction.fits, step.seconds if step else 0.0)
 
 
-def rank_layouts(build: Callable[[str], RunConfig], cluster: Cluster) -> list[Choice]:
+def rank_layouts(
+    build: Callable[[str], RunConfig], cluster: Cluster, asked: str = AUTO
+) -> list[Choice]:
     """All layouts that start, the best first; `build` gives CONFIG under a strategy's name and
-    raises UserError where it does not go with it.
+    raises UserError where it does not go with it. An algorithm that computes something else is
+    among them only where it is `asked` for.
     """
     choices: dict[object, Choice] = {}
     for name in list_strategies():
+        if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
+            continue
         with contextlib.suppress(UserError):
             for plan in enumerate_plans(build(name), cluster):
                 key = _identity(plan)
@@ -143,6 +149,8 @@ def under_strategy(config: RunConfig, name: str) -> RunConfig:
     defaults = {
         key: value for key, value in strategy_defaults(name).items() if given[key] in (None, AUTO)
     }
+    if name != config.strategy:
+        opened |= {"engine_options": {}, "engine_work": ()}
     return with_values(config, strategy=name, **opened, **defaults)
 
 

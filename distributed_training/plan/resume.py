@@ -5,22 +5,28 @@ A checkpoint's files are described in run/checkpoint.py, which writes them.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from distributed_training.plan import claims
 from distributed_training.records.record import is_alive, load_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown, user_path
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
-FORMAT = 3
+FORMAT = 4
 INSTEAD = "remove that folder to fall back to the one before, or set resume to None"
+CHUNK_BYTES = 16 * 2**20
 logger = logging.getLogger(__name__)
 
 
@@ -29,10 +35,12 @@ class Meta(BaseModel, strict=True):
 
     format: int = FORMAT
     step: int
-    identity: dict[str, Any]  # `Plan.identity` of the run that wrote it
+    work: dict[str, Any]  # `Plan.work` of the run that wrote it
+    spread: dict[str, Any]  # `Plan.spread`
     data_fingerprint: str = ""
+    counters: dict[str, float]  # of the engine (engines/base.py)
     files: dict[str, int]  # name -> bytes
-    checksums: dict[str, int]  # CRC-32 of the small ones
+    checksums: dict[str, int]  # CRC-32 of each
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -41,71 +49,135 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def read_meta(folder: Path) -> Meta:
-    """A checkpoint's meta.json, after checking that every file is there at its full size,
-    and the small ones with their contents.
-
-    Raises UserError for a folder that is no checkpoint, or a damaged one.
-    """
+    """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint."""
     try:
-        meta = Meta.model_validate_json((folder / META_FILE).read_bytes())
-    except (OSError, ValueError):
+        text = (folder / META_FILE).read_bytes()
+        form = json.loads(text).get("format")
+        if isinstance(form, int) and form != FORMAT:
+            age = "an earlier" if form < FORMAT else "a later"
+            what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
+            raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
+        return Meta.model_validate_json(text)
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD) from None
-    if meta.format != FORMAT:
-        raise UserError(f"{folder} has checkpoint format {meta.format}", fix=INSTEAD)
+
+
+def check_files(folder: Path, meta: Meta) -> None:
+    """Raise UserError unless every file of a checkpoint is there with all its bytes as written."""
     for name, size in meta.files.items():
-        file, checksum = folder / name, meta.checksums.get(name)
+        file = folder / name
+        why = ""
         if not file.is_file():
             why = f"{name} is missing"
         elif file.stat().st_size != size:
             why = f"{name} is {file.stat().st_size} bytes long instead of {size}"
-        elif checksum is not None and zlib.crc32(file.read_bytes()) != checksum:
-            why = f"{name} has other contents"
-        else:
-            continue
-        raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
-    return meta
+        if why:
+            raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda name: _checksum(folder / name), meta.files)
+        for name, checksum in zip(meta.files, found, strict=True):
+            if checksum != meta.checksums.get(name):
+                why = f"{name} has other contents than were written"
+                raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
+
+
+def _checksum(file: Path) -> int:
+    checksum, chunk = 0, bytearray(CHUNK_BYTES)
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            checksum = zlib.crc32(memoryview(chunk)[:count], checksum)
+    return checksum
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """A run's newest checkpoint, or the folder itself if it is one."""
+    checkpoint = [folder, *list_checkpoints(folder)][-1]
+    return checkpoint if (checkpoint / META_FILE).is_file() else None
 
 
 def find_resume(
-    resume: str | None, output_dir: Path, identity: Mapping[str, Any]
+    resume: str | None, output_dir: Path, work: Mapping[str, Any], spread: Mapping[str, Any]
 ) -> tuple[Path, Path] | None:
     """(run folder, checkpoint) to continue from, or None to start afresh.
 
-    "auto" takes the newest unfinished run of the same identity, at its newest checkpoint that can
-    be read, and warns of what it passes over. A path names a run (its newest checkpoint) or a
-    checkpoint; raises UserError when it is missing, damaged, without its run's record, or of
-    another strategy, world size or work.
+    "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
+    its newest checkpoint that can be read, and warns of what it passes over. A path names a run
+    (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
+    its run's record, or of another work. Strategy and processes may be others: `describe_change`.
+    Either way raises UserError for a run that is going on.
     """
     if resume is None:
         return None
     if resume != "auto":
         folder = user_path("resume", resume).resolve()
-        checkpoint = [folder, *list_checkpoints(folder)][-1]
-        if not (checkpoint / META_FILE).is_file():
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
             fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
             raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
-        if differences := _differences(checkpoint, identity):
+        meta = read_meta(checkpoint)
+        if differences := _differences(meta, work):
             fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
+            if "global_batch_size" in differences:
+                fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
             raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
+        check_files(checkpoint, meta)
         load_state(checkpoint.parents[1])  # the run goes on with its record
+        claims.refuse_held(checkpoint.parents[1])
         return checkpoint.parents[1], checkpoint
+    claims.refuse_doubling(output_dir, identity(work, spread))
+    candidates = []
     for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         if checkpoint.parents[1].is_symlink():  # latest
             continue
-        try:
+        alive = alike = False
+        with _passing_over(checkpoint):
             state = load_state(checkpoint.parents[1])
-            unfinished = state.status != "ok" and not is_alive(state)
-            if unfinished and not _differences(checkpoint, identity):
-                return checkpoint.parents[1], checkpoint
-        except (UserError, OSError) as error:
-            logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
+            if state.status == "ok" or _differences(meta := read_meta(checkpoint), work):
+                continue
+            alike = meta.spread.get("strategy") == spread["strategy"]
+            alive = is_alive(state)  # as for some seconds after its launcher was killed
+            if not alive:
+                candidates.append((not alike, checkpoint, meta))
+        if alive and alike:
+            raise claims.going_on(checkpoint.parents[1], state.pid, state.hostname)
+    # Those of the same strategy first: runs that are compared go on each for itself.
+    for _, checkpoint, meta in sorted(candidates, key=lambda found: found[0]):
+        with _passing_over(checkpoint):
+            check_files(checkpoint, meta)
+            return checkpoint.parents[1], checkpoint
     return None
 
 
-def _differences(checkpoint: Path, identity: Mapping[str, Any]) -> str:
-    saved = read_meta(checkpoint).identity
+@contextlib.contextmanager
+def _passing_over(checkpoint: Path) -> Iterator[None]:
+    """Warn of a checkpoint that cannot be read, and go on."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
+
+
+def identity(work: Mapping[str, Any], spread: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs have in common that must not go on at a time under `resume=auto`."""
+    return {**work, "strategy": spread["strategy"]}
+
+
+def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """ "saved zero2 x 8 -> resuming fsdp x 4: resharding", or None where the layout is the same."""
+    if saved == now:
+        return None
+    names = [f"{spread['strategy']} x {spread['num_processes']}" for spread in (saved, now)]
+    if names[0] == names[1]:
+        key = next(key for key in saved if saved[key] != now.get(key))
+        names = [f"{names[0]} ({key} {spread.get(key)})" for spread in (saved, now)]
+    return f"saved {names[0]} -> resuming {names[1]}: resharding"
+
+
+def _differences(meta: Meta, work: Mapping[str, Any]) -> str:
     return "; ".join(
-        f"{key} was {shown(saved.get(key))} and is {shown(identity.get(key))}"
-        for key in {**saved, **identity}
-        if saved.get(key) != identity.get(key)
+        f"{key} was {shown(meta.work.get(key))} and is {shown(work.get(key))}"
+        for key in {**meta.work, **work}
+        if meta.work.get(key) != work.get(key)
     )

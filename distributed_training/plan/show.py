@@ -11,6 +11,7 @@ from typing import Any
 from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rank import Choice, settings_of
+from distributed_training.settings.files import ROOT
 
 GIB = 2**30
 STATE = ("parameters", "gradients", "optimizer")
@@ -131,26 +132,16 @@ def why_first(best: Choice, others: Sequence[Choice]) -> str:
     return f"{name} is the quickest that fits: {reason}; {against}."
 
 
-SLURM = """\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={here}
-#SBATCH --time=24:00:00
-set -euo pipefail
-cd {folder}
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun torchrun --nnodes={nodes} --nproc_per_node={here} --rdzv_backend=c10d \\
-    --rdzv_id="$SLURM_JOB_ID" --rdzv_endpoint="$host:29500" \\
-    {command}
-"""
-
-
 def batch_script(plan: Plan, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
-    """A SLURM job that trains under a layout on the cluster's nodes."""
-    arguments = shlex.join([script.name, *options(plan, typed)])
-    return SLURM.format(
-        name=plan.strategy.name, nodes=cluster.nodes, here=cluster.processes_a_node,
-        folder=shlex.quote(str(script.parent)), command=arguments,
-    )  # fmt: skip
+    """configs/train.slurm for a layout on the cluster's nodes."""
+    job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
+    for there, here in {
+        "--job-name=gpt2": f"--job-name={plan.strategy.name}",
+        "#SBATCH --nodes=1": f"#SBATCH --nodes={cluster.nodes}",
+        "--gpus-per-node=4": f"--gpus-per-node={cluster.processes_a_node}",
+        'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
+        "(real_model_example.py": f"({shlex.join([script.name, *options(plan, typed)])}",
+    }.items():
+        assert job.count(there) == 1, there
+        job = job.replace(there, here)
+    return job

@@ -121,13 +121,15 @@ class _Step:
         process = self.processes[place]
         deepspeed = self.traits.takes_deepspeed_json
         found = process.zero() if deepspeed else process.data()
-        units = process.num_blocks + 1
+        times: float = (process.num_blocks + 1) * max(1, self.count * (self.pp == 1))
+        if process.every:  # all at once, when nothing else runs
+            times = 1 / process.every
         seconds = sum(
-            self.work.collective(axis, kind, size, units * max(1, self.count * (self.pp == 1)))
+            self.work.collective(axis, kind, size, times)
             for (axis, kind), size in found.items()
             if self.plan.mesh[axis] > 1
         )
-        if self.pp > 1:  # once a step, after the pipeline's phase
+        if self.pp > 1 or process.every:  # after the pipeline's phase, or the update
             return seconds
         beside = min(seconds, computing * 0.9)
         return INTERFERENCE * beside + seconds - beside

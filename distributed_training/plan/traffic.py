@@ -16,8 +16,24 @@ Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 
 def sent_bytes(kind: str, tensor_bytes: int, members: int) -> float:
     """What each of `members` processes sends where collectives run as rings."""
-    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
     return turns[kind] * (members - 1) / members * tensor_bytes if kind in turns else tensor_bytes
+
+
+def num_exact(num_values: int, share: float) -> int:
+    """Values that top-k compression sends as they are."""
+    return max(1, round(share * num_values))
+
+
+def fullest_sent_bytes(plan: Plan) -> float:
+    """What the process that sends most sends in a step, on average."""
+    apart = plan.num_processes // plan.mesh["pp"]
+    places = (
+        Topology(world_size=plan.num_processes, rank=rank, local_rank=0, device_type="cpu",
+                 **plan.mesh)
+        for rank in range(0, plan.num_processes, apart)
+    )  # fmt: skip
+    return max(sum(Formulas(plan, place).sent().values()) for place in places)
 
 
 class Formulas:
@@ -26,6 +42,7 @@ class Formulas:
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.config, self.size, self.strategy = plan.config, plan.size, plan.strategy
         self.topology, self.ranks = topology, plan.layout.ranks
+        self.every = plan.options.steps_between_exchanges()
         place, tp, size, batch = topology.pp_rank, topology.tp, plan.size, plan.batch
         self.first, self.last = self.ranks[0] == place, self.ranks[-1] == place
         held = zip(self.ranks, plan.layout.blocks_per_stage, strict=True)
@@ -43,6 +60,15 @@ class Formulas:
         self.around = self.first * (self.embedding + size.position_parameters)
         self.around += self.last * (size.final_norm_parameters + self.embedding * own_rows)
 
+    def sent(self) -> dict[str, float]:
+        """ "axis kind" -> what the process sends, of what it sends at all."""
+        found = {}
+        for (axis, kind), size in sorted(self.total().items()):
+            members = 2 if axis == "pp" else self.topology.axes[axis]
+            if size:
+                found[f"{axis} {kind}"] = sent_bytes(kind, size, members)
+        return found
+
     def total(self) -> Bytes:
         """Everything but numbers of at most 8 bytes."""
         if self.strategy.traits.takes_deepspeed_json:
@@ -52,8 +78,10 @@ class Formulas:
     def data(self) -> Bytes:
         """dp and fsdp, alone or inside tp and pp."""
         axes, held = self.topology, self.in_blocks + self.around
-        if axes.dp_replicate == axes.world_size:  # DDP: once a step
-            return Counter({("dp_replicate", "all_reduce"): 4 * held})
+        if axes.dp_replicate == axes.world_size:  # DDP: once a step; or less often
+            if self.config.gradient_compression != "none":
+                return self.compressed(held)
+            return Counter({("dp_replicate", "all_reduce"): 4 * held // (self.every or 1)})
         # FSDP: shards every micro-batch, within a pipeline once a step, where a block is gathered
         # once, too; between copies once a step.
         times, gathers = (1, 1) if axes.pp > 1 else (self.micro_batches, 2)
@@ -65,6 +93,26 @@ class Formulas:
         if axes.dp_replicate > 1:
             found["dp_replicate", "all_reduce"] = 4 * held // axes.dp_shard
         return found
+
+    def compressed(self, held: int) -> Bytes:
+        """Gradients as DDP's hooks send them (parallel/compression.py), of one bucket; each more
+        rounds once more."""
+        kind, config, size = self.config.gradient_compression, self.config, self.size
+        axis, members = "dp_replicate", self.topology.dp_replicate
+        if kind == "topk-int8" and config.compression_k < 1:
+            part = -(-held // members)
+            message = members * (8 * num_exact(part, config.compression_k) + 4 + part)
+            return Counter({(axis, "all_to_all"): message, (axis, "all_gather"): message})
+        values = held
+        if kind == "powersgd":
+            vocabulary = (size.padded_vocab_size, size.hidden_size)
+            matrices = [*size.block_matrices] * self.num_blocks + [vocabulary] * (2 - size.tied)
+            matrices += [(size.position_parameters // size.hidden_size, size.hidden_size)]
+            for rows, columns in matrices:
+                factors = (rows + columns) * min(rows, columns, config.compression_rank)
+                if 2 * factors < rows * columns:  # else torch sends the matrix
+                    values -= rows * columns - factors
+        return Counter({(axis, "all_reduce"): (2 if kind == "bf16" else 4) * values})
 
     def tensor(self) -> Bytes:
         """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice

@@ -52,7 +52,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{place}")
 model = AutoModelForCausalLM.from_pretrained("{place}")
-inputs = tokenizer("The ", return_tensors="pt")
+inputs = tokenizer("The value of", return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=40)
 print(tokenizer.decode(output[0]))
 ```
@@ -60,7 +60,7 @@ print(tokenizer.decode(output[0]))
 In the repository that trained it:
 
 ```
-python real_model_example.py generate {local} --prompt "The "
+python real_model_example.py generate {local} --prompt "The value of"
 ```
 """
 

@@ -20,6 +20,35 @@ WIDTH = 80  # columns of a terminal; the longest line of a run
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
+class LastingStream:
+    """Output whose reader may go away (`| head -1`, a terminal that hangs up): it is then dropped,
+    and whoever writes goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As a text stream does."""
+        try:
+            self._stream.write(text)
+        except OSError:
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        """As a text stream does."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
 class Display:
     """Progress on a terminal as a bar, elsewhere (a log file) as a line now and then."""
 
@@ -135,6 +164,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
                   f"{config['weights']} weights"),
         ("strategy", f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
                      f"divides {r.strategy['sharding']}"),
+        ("options", _options(r)),
         ("defaults", defaults and f"the strategy sets {defaults}"),
         ("pipeline", _cut_of_pipeline(r.pipeline) if r.pipeline else ""),
         ("state", "" if state_is_told else f"{state} of each process, by estimate"),
@@ -150,6 +180,18 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("run", short_path(r.run_dir)),
     ]  # fmt: skip
     return [row for row in rows if row[1]]
+
+
+def _options(r: Record) -> str:
+    """What an algorithm or compression does to the exchange between processes."""
+    kind = r.config.get("gradient_compression", "none")
+    keys = {"powersgd": ["compression_rank"], "topk-int8": ["compression_k"]}.get(kind, [])
+    words = [f"{kind} gradients"] * (kind != "none") + [f"{key} {r.config[key]}" for key in keys]
+    words += [f"{name} {value}" for name, value in r.engine_options.items()]
+    sent = (r.prediction or {}).get("sent_bytes")
+    if words and sent is not None:
+        words.append(f"{gib(sum(sent.values()))} a step sent by a process")
+    return ", ".join(words)
 
 
 def last_part(source: str) -> str:
@@ -211,5 +253,5 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
-        rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients overflowed"))
+        rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients not finite"))
     return [*rows, ("record", f"{short_path(r.run_dir)}/record.json")]

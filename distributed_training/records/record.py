@@ -72,7 +72,7 @@ class RunState(BaseModel):
     loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
     evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
     epochs: list[dict[str, Any]] = []  # mean and validation loss of each
-    skipped_steps: list[int] = []  # not applied, because fp16 gradients overflowed
+    skipped_steps: list[int] = []  # not applied, because gradients were not finite
     best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 
@@ -82,6 +82,7 @@ class Record(RunState):
 
     run_dir: str  # empty where the run left no folder
     config: dict[str, Any]  # CONFIG as resolved: no "auto" left
+    engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds
     config_requested: dict[str, Any] = {}  # as it was asked for
     from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy decided
     strategy: dict[str, Any]  # name, as in CONFIG; sharding: what it divides, in words
@@ -99,7 +100,9 @@ class Record(RunState):
     # GPU of which nothing is known, tokens_per_s, bound_by, sent_bytes a step by axis.
     prediction: dict[str, Any] | None = None
     batch: Batch
-    data: dict[str, Any]  # numbers of samples, share of real tokens, steps an epoch
+    data: dict[
+        str, Any
+    ]  # form of the texts, numbers of samples, share of real tokens, steps an epoch
     num_steps: int  # planned
     # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
     # where the run did not get so far.
@@ -162,10 +165,16 @@ def is_alive(state: RunState) -> bool:
     """Whether a record says "running" and the process that wrote it still runs, on this host."""
     if state.status != "running" or state.hostname != platform.node() or state.pid is None:
         return False
+    return process_lives(state.pid, datetime.fromisoformat(state.started_at).timestamp())
+
+
+def process_lives(pid: int, began_before: float) -> bool:
+    """Whether that process of this host still runs: it has not ended, reaped or not, and the number
+    is not another's, who began after `began_before` (seconds since 1970)."""
     try:
-        process = psutil.Process(state.pid)
-        # A process that began after the record did only reuses the number.
-        return process.create_time() <= datetime.fromisoformat(state.started_at).timestamp() + 1
+        process = psutil.Process(pid)
+        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return not ended and process.create_time() <= began_before + 1
     except psutil.Error:
         return False
 
@@ -190,7 +199,12 @@ def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = 
     replaces = LOST in (values["error"] or "") and not consequence
     if values["status"] == "running" or replaces:
         values.update(status=status, error=error, finished_at=timestamp())
-        write_json(file, values)
+        try:
+            write_json(file, values)
+        except OSError:  # no room for another file; without indentation it is shorter than it was
+            with open(file, "r+b") as same:
+                same.write(to_json(values, inf_nan_mode="null") + b"\n")
+                same.truncate()
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -221,8 +235,12 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old one or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) -> Path:

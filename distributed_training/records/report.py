@@ -4,7 +4,8 @@
     python real_model_example.py report --write TRAINING_RESULTS.md README.md
     python real_model_example.py report --check TRAINING_RESULTS.md README.md
 
-Documents hold cog blocks that call `published_table` and `published_json`; --write is `cog -r`.
+Documents hold cog blocks that call `published_table` and `published_json`; --write is `cog -r`, and
+draws the figures that they show.
 """
 
 from __future__ import annotations
@@ -73,6 +74,27 @@ def published_json(file: str, key: str, columns: str) -> str:
         _check_words(f"{file}, {row}", "column", words, values)
         rows.append([row, *(_figure(values[word]) for word in words)])
     return markdown_table(rows, ["", *words])
+
+
+def published_operations(file: str) -> str:
+    """A document's table of who uses which operation between processes: KiB that the process which
+    sends most sends in the counted step, of the first case of each strategy."""
+    cases = load_json(RECORDS_DIR / file, "record")["cases"]
+    found: dict[str, dict[str, float]] = {}
+    for name, case in cases.items():
+        strategy, most = name.split()[0], dict[str, float]()
+        for rank in case["ranks"]:
+            for key, counts in rank["counted"].items():
+                kind = key.split()[-1].replace("_", "-")
+                most[kind] = max(most.get(kind, 0.0), counts["sent_bytes"])
+        found.setdefault(strategy, most)
+    kinds = sorted({kind for most in found.values() for kind in most})
+    rows = [
+        [kind, ", ".join(f"{name} {most[kind] / 2**10:,.0f}" for name, most in found.items()
+                         if most.get(kind, 0) >= 2**10)]
+        for kind in kinds
+    ]  # fmt: skip
+    return markdown_table(rows, ["operation", "sent a step, KiB"])
 
 
 def _figure(value: float) -> str:
@@ -146,7 +168,11 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     add("--check", action="store_true", help="fail when documents are out of date")
     arguments = parser.parse_args(argv)
     if (arguments.write or arguments.check) and arguments.paths:
+        from distributed_training.records.figures import keep_figures  # slow to import
+
         run_cog("-r" if arguments.write else "--check", arguments.paths)
+        plots = RECORDS_DIR.with_name("plots")
+        keep_figures(arguments.paths, RECORDS_DIR, plots, write=arguments.write)
         return 0
     records = find_records(arguments.paths or [output_dir] * output_dir.is_dir())
     if not records:

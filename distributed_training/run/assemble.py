@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
+import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +16,13 @@ import torch.distributed as dist
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.plan.checks import needed_extensions
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run.launch import Process
 from distributed_training.settings.errors import UserError
+
+SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
 
 
 def from_rank_0(value: Any) -> Any:
@@ -55,6 +59,21 @@ def check_ranks_agree(data: Data) -> None:
             raise UserError(who, f"{found[what]} and {first[what]}", fix)
 
 
+def check_shared_disk(run_dir: Path) -> None:
+    """Checkpoints of several machines lie in one folder, which rank 0 has made, with the plan in
+    it. Raises UserError on every rank where some do not see that file. Collective.
+    """
+    end = time.monotonic() + SHARED_WITHIN_S
+    while not (seen := (run_dir / PLAN_FILE).is_file()) and time.monotonic() < end:
+        time.sleep(0.2)
+    ranks = gather((socket.gethostname(), seen))
+    blind = [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]
+    if blind:
+        what = f"{blind[0]} does not see {run_dir}, which rank 0 on {ranks[0][0]} has made"
+        fix = "set output_dir to a folder on a disk that all nodes share"
+        raise UserError(what, "a run is saved into one folder", fix)
+
+
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
     """The order in which this rank sees the training samples."""
     own = {"replica": topology.dp_rank, "seed": plan.config.seed}
@@ -74,11 +93,17 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.compute_dtype).float()
     engine = plan.strategy.traits.load()(model, plan, topology)
+    seed_dropout(plan, topology, 0)
+    return engine
+
+
+def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
+    """Start the random numbers of dropout, for a run that begins, or goes on, after `step`."""
     # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
     # outside of attention.
-    alike = 1 if config.sequence_parallel else topology.tp
-    torch.manual_seed(config.seed + 1000 + topology.rank // alike)
-    return engine
+    alike = 1 if plan.config.sequence_parallel else topology.tp
+    first = plan.config.seed + 1000 + step * topology.world_size
+    torch.manual_seed(first + topology.rank // alike)
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
@@ -125,6 +150,7 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {
+            "form": data.form,
             "num_train_samples": len(data.train),
             "num_validation_samples": len(data.validation),
             "real_token_share": data.train.real_share,

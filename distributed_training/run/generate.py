@@ -32,7 +32,7 @@ def continuation(
     eos_id: int,
     seed: int,
     top_k: int = 40,
-    temperature: float = 1.0,
+    temperature: float = 0.7,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
     """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.

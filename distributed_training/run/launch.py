@@ -27,7 +27,7 @@ from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.show import layout_name
 from distributed_training.plan.topology import show_axes
-from distributed_training.records.display import describe_prediction
+from distributed_training.records.display import LastingStream, describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -184,13 +184,19 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 
 def prepare_environment(processes_here: int) -> None:
-    """Settings that libraries read from the environment, for this process and its children."""
+    """Settings that libraries read from the environment, for this process and its children; and
+    output that may lose its reader."""
     # Extensions are built with ninja, which lies beside this Python even if not activated.
     folder, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), LastingStream):
+            setattr(sys, name, LastingStream(getattr(sys, name)))
 
 
 def threads_per_process(processes_here: int) -> int:
@@ -211,6 +217,9 @@ def spawn(plan: Plan, script: str) -> int:
 
     for part in ("agent.server.api", "multiprocessing.api"):  # every signal that is passed on
         logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.ERROR)
+    # That this process has nobody to pass an error on to.
+    errors = "torch.distributed.elastic.multiprocessing.errors.error_handler"
+    logging.getLogger(errors).setLevel(logging.CRITICAL)
 
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
@@ -230,6 +239,8 @@ def spawn(plan: Plan, script: str) -> int:
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
+        if status == "failed" and reason:
+            print(f"failed: {reason}, before training began", file=sys.stderr)
         return code
     said = reason or "a process ended without a message"
     mark_stopped(plan.run_dir, status, said, consequence=not reason)
@@ -237,6 +248,10 @@ def spawn(plan: Plan, script: str) -> int:
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1
+    # Nothing was left to do, unless it was being sent to the Hub.
+    if (state.status, status) == ("ok", "failed") and reason and plan.config.push is None:
+        print(f"note: {reason}, after the run had finished", file=sys.stderr)
+        return 0
     interrupted = state.status == "interrupted" and code < 128  # only the processes were told to
     return 128 + signal.SIGINT if interrupted else code
 

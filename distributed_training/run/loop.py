@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,50 +17,20 @@ import torch.distributed as dist
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
-from distributed_training.records.record import RunRecord, append_metrics
+from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
 from distributed_training.records.trackers import Tracker, perplexity
-from distributed_training.run import checkpoint
-from distributed_training.settings.config import RunConfig
+from distributed_training.run import checkpoint, nonfinite
+from distributed_training.run.assemble import from_rank_0
+from distributed_training.run.history import History
+from distributed_training.run.schedule import learning_rate
 
 FLUSH_EVERY_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
-
-
-def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
-    """Rate of step `step` (0-based) of `num_steps`: linear warm-up, then the schedule."""
-    peak, warmup = float(config.learning_rate), config.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
-
-
-@dataclass
-class History:
-    """The part of a record that grows while a run trains, and that a resumed run takes over."""
-
-    step: int = 0  # optimizer steps done
-    # [step, mean loss]; None stands for what was not finite in a record that was read back
-    loss_curve: list[Any] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
-    skipped_steps: list[int] = field(default_factory=list)
-    best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
-    sample_before: str | None = None  # text of the untrained model
-
-    def cut(self, step: int) -> None:
-        """Forget what came after `step`."""
-        self.step = step
-        self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
-        for rows in (self.evaluations, self.epochs):
-            rows[:] = [row for row in rows if row["step"] <= step]
-        self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
-        if self.best and self.best["step"] > step:  # the steps after this one find it again
-            self.best = None
 
 
 @dataclass
@@ -79,6 +51,7 @@ class Trainer:
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
     save_best: Callable[[], None] = lambda: None  # collective
+    at: Callable[..., None] = lambda place, limited=False: None  # told where training is
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
@@ -87,6 +60,8 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._signum, self._signalled_at = 0, 0.0
+        self._warm = False
+        self._passed_over = 0  # a step whose batch is left out, after a rollback
 
     @property
     def step(self) -> int:
@@ -98,7 +73,8 @@ class Trainer:
         Collective.
         """
         self.disk_before, stop = disk_bytes(), 0
-        signals = (signal.SIGINT, signal.SIGTERM)
+        # One that is ignored, as a hang-up is under nohup, stays so.
+        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in signals}
         try:
             if self.step == 0:
@@ -106,8 +82,10 @@ class Trainer:
             self.display.start(self.step, self.num_steps)
             self._begin_training()
             while self.step < self.num_steps and not stop:
-                stop = self._train_one_step()
-            self._flush()
+                try:
+                    stop = self._train_one_step()
+                except nonfinite.NonFiniteError as error:
+                    self._roll_back(error)
         finally:
             self.display.stop()
             for signum, handler in handlers.items():
@@ -117,17 +95,10 @@ class Trainer:
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
         config, steps_per_epoch = self.plan.config, self.sampler.steps_per_epoch
-        rate = learning_rate(config, self.step, self.num_steps)
-        self.engine.set_learning_rate(rate)
-        batch = self.sampler.step_batch(self.data.train, self.step)
-        row = {"epoch": self.step // steps_per_epoch, "learning_rate": rate}
-        row["num_tokens"] = batch.num_tokens
-        result = self.engine.train_step(batch)
-        self.timer.mark()
-        self.history.step += 1
-        if result.skipped:
-            self.history.skipped_steps.append(self.step)
-        self._pending.append(({"step": self.step, **row}, result))
+        if self.step + 1 == self._passed_over:
+            self._pass_over()
+        else:
+            self._update()
         stop, flush = self._agree()
         last = self.step == self.num_steps
         epoch_ends = last or self.step % steps_per_epoch == 0
@@ -148,18 +119,38 @@ class Trainer:
             self._begin_training()
         return stop
 
+    def _update(self) -> None:
+        """One optimizer step; what came of it is still on the device."""
+        self.at(f"step {self.step + 1}", limited=self._warm)  # the first one compiles
+        rate = learning_rate(self.plan.config, self.step, self.num_steps)
+        self.engine.set_learning_rate(rate)
+        batch = self.sampler.step_batch(self.data.train, self.step)
+        row = {"epoch": self.step // self.sampler.steps_per_epoch, "learning_rate": rate}
+        row["num_tokens"] = batch.num_tokens
+        result = self.engine.train_step(batch)
+        self.timer.mark()
+        self._warm = True
+        self.history.step += 1
+        self._pending.append(({"step": self.step, **row}, result))
+
     def _flush(self) -> None:
-        """Sum pending losses over ranks; write, show and track them. Collective."""
-        self._flushed_at = time.monotonic()
+        """Sum pending losses over ranks; write, show and track them. Collective.
+
+        Raises NonFiniteError, on all ranks, at the first step that is not finite: nothing is
+        evaluated or saved before its step has been looked at here.
+        """
+        self._flushed_at, config = time.monotonic(), self.plan.config
         pending, self._pending = self._pending, []
         if not pending:
             return
         durations_s = self.timer.durations_s()[-len(pending) :]
-        sums = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
+        own = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
+        faults = torch.tensor([nonfinite.has_fault(result, config) for _, result in pending])
+        sums = torch.stack([own, faults.double()])
         dist.all_reduce(sums)
-        rows = []
-        for (row, result), loss_sum, seconds in zip(
-            pending, sums.tolist(), durations_s, strict=True
+        rows, error = [], None
+        for (row, result), mine, (loss_sum, fault), seconds in zip(
+            pending, own.tolist(), sums.T.tolist(), durations_s, strict=True
         ):
             row |= {
                 "num_targets": result.num_targets,
@@ -169,11 +160,23 @@ class Trainer:
                 "step_time_s": seconds,
                 "tokens_per_s": row["num_tokens"] / seconds,
             }
+            if fault and config.on_nonfinite == "skip":
+                row["skipped"] = True
+            if row["skipped"]:
+                self.history.skipped_steps.append(row["step"])
+            if fault or not math.isfinite(loss_sum):
+                error = self._judge(row["step"], mine, result)
             rows.append(row)
             self.history.loss_curve.append([row["step"], row["loss"]])
             self.tracker.log_step(row)
+            if error is not None:
+                break  # the steps after it were done on what it left
         if self.record is not None:
             append_metrics(self.plan.run_dir, rows)
+        if error is not None:
+            self.history.cut(error.step)
+            self.write_record()
+            raise error
         self.display.progress(
             self.step,
             epoch=rows[-1]["epoch"] + 1,
@@ -183,11 +186,65 @@ class Trainer:
             left_s=(self.num_steps - self.step) * sum(durations_s) / len(rows),
         )
 
+    def _judge(
+        self, step: int, own_loss: float, result: StepResult
+    ) -> nonfinite.NonFiniteError | None:
+        """The error that a step which is not finite is; None where its update was left out, as
+        asked for, and it is not one of many. Collective."""
+        skips, skipped = self.plan.config.on_nonfinite == "skip", set(self.history.skipped_steps)
+        too_many = skipped.issuperset(range(step - nonfinite.SKIPS_IN_A_ROW, step))
+        if skips and step in skipped and not too_many:
+            return None
+        what = nonfinite.describe(step, own_loss, result, self.engine.gradient_names)
+        if skips and too_many:
+            what += f", as in the {nonfinite.SKIPS_IN_A_ROW} steps before"
+        if self._passed_over:
+            what += f", after step {self._passed_over} was passed over"
+        saved = from_rank_0(list_checkpoints(self.plan.run_dir))
+        fix = "lower learning_rate" if self._passed_over else nonfinite.advise(saved)
+        return nonfinite.NonFiniteError(step, what, fix)
+
+    def _roll_back(self, error: nonfinite.NonFiniteError) -> None:
+        """Go back to the last checkpoint and leave out the batch of the step that failed, where
+        that is asked for and has not been done before; else raise the error. Collective."""
+        saved = from_rank_0(list_checkpoints(self.plan.run_dir))
+        if self.plan.config.on_nonfinite != "rollback" or self._passed_over or not saved:
+            raise error
+        self.restore(saved[-1])
+        self._passed_over = error.step
+        self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")
+        self._begin_training()
+
+    def restore(self, folder: Path) -> None:
+        """Go on from a checkpoint of this run: engine, random numbers, history, record and metrics
+        are as they were. Collective."""
+        step = checkpoint.load_checkpoint(
+            self.engine,
+            replace(self.plan, checkpoint=folder),
+            self.topology,
+            data_fingerprint=self.data.fingerprint,
+        )
+        self.history.cut(step)
+        self.write_record()  # so that a kill before the next save does not lose it
+        if self.topology.rank == 0:
+            truncate_metrics(self.plan.run_dir, step)
+            if self.history.best is None:  # or of a step that is done again
+                shutil.rmtree(self.plan.run_dir / BEST, ignore_errors=True)
+
+    def _pass_over(self) -> None:
+        """A step without its batch."""
+        self._flush()
+        self.history.step += 1
+        self.history.skipped_steps.append(self.step)
+        self._say("passed over")
+        self._begin_training()
+
     def _evaluate(self) -> None:
         """Loss and perplexity over the validation samples, normalised by real tokens."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
+            self.at(f"the evaluation after step {self.step}", limited=True)
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         num_targets = int(samples.num_targets.sum())
@@ -224,6 +281,7 @@ class Trainer:
             self.record.update(**vars(self.history))
 
     def _save(self) -> None:
+        self.at(f"saving step {self.step}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         folder = checkpoint.save_checkpoint(
             self.engine, self.plan, self.topology,

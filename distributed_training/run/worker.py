@@ -5,50 +5,36 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
-import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
+from distributed_training.plan import claims
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
-from distributed_training.records.display import (
-    Display,
-    describe_memory,
-    gib,
-    header_rows,
-    short_path,
-    summary_rows,
-)
+from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
-from distributed_training.run.checkpoint import load_checkpoint
+from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process, threads_per_process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.push import push_folder
+from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-
-# gloo's words and NCCL's where the process at the other end is gone.
-SIGNS_OF_LOSS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
-)  # fmt: skip
 
 
 def run(given: Plan | RunConfig, process: Process) -> int:
@@ -57,16 +43,18 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
-    device = prepare(num_gpus, process)
+    device, watch = prepare(num_gpus, process), Watch()
     with process_group(device):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
+            assemble.check_shared_disk(given.run_dir)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
+        watch.begin(given.run_dir, topology, given.config.hang_timeout_s)
         try:
-            return _train(given, topology)
+            return _train(given, topology, watch)
         except BaseException as error:  # others may wait in a collective that never completes
             end_failed(given, topology, error)
 
@@ -114,7 +102,7 @@ def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     return answer
 
 
-def _train(plan: Plan, topology: Topology) -> int:
+def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
     """From data to the finished record; the exit code. Collective."""
     display = Display(enabled=topology.rank == 0)
     for note in plan.notes:
@@ -126,8 +114,9 @@ def _train(plan: Plan, topology: Topology) -> int:
     model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")
-    trainer.save_best = partial(export, *model, plan.run_dir / BEST)
+    trainer.save_best, trainer.at = partial(export, *model, plan.run_dir / BEST), watch.at
     signum = trainer.run()
+    watch.at("the end")
     results = collect_results(trainer)
     if not signum:
         results["sample"] = generate_sample(*model, display, "after")
@@ -149,6 +138,9 @@ def _train(plan: Plan, topology: Topology) -> int:
         display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
     trainer.engine.close()
     dist.barrier()
+    watch.end()
+    if topology.rank == 0:
+        claims.release(plan.run_dir)
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if plan.config.push is not None and topology.rank == 0 and not signum:
@@ -192,14 +184,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
     )
     if plan.checkpoint is not None:
-        fingerprint = data.fingerprint
-        step = load_checkpoint(engine, plan.checkpoint, topology, data_fingerprint=fingerprint)
-        history.cut(step)
-        trainer.write_record()  # so that a kill before the next save does not lose it
-        if topology.rank == 0:
-            records.truncate_metrics(plan.run_dir, trainer.step)
-            if history.best is None:  # or of a step that is done again
-                shutil.rmtree(plan.run_dir / BEST, ignore_errors=True)
+        trainer.restore(plan.checkpoint)
         display.say(f"resumed from {plan.checkpoint}")
     return trainer
 
@@ -233,59 +218,3 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
     }
-
-
-def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
-    """Print and record what went wrong, then leave at once."""
-    first_line, rank = str(error).strip().partition("\n")[0], f"rank {topology.rank}"
-    status, reason = "failed", f"{rank}: {type(error).__name__}: {first_line}"
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
-    if lost:
-        reason = f"{rank} {records.LOST}: {first_line}"
-        print(reason, file=sys.stderr)
-    elif isinstance(error, UserError):
-        reason = str(error)
-        if records.claim_failure(plan.run_dir):
-            print(f"error: {error}", file=sys.stderr)
-    elif isinstance(error, torch.cuda.OutOfMemoryError):
-        status = "oom"
-        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):  # while it starts or ends: training itself saves
-        status = "interrupted"
-        if topology.rank == 0:
-            saved = list_checkpoints(plan.run_dir)
-            then = "go on with --resume auto" if saved else "nothing was trained"
-            print(f"interrupted; {then}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    sys.stderr.flush()
-    try:
-        records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
-        if lost:  # so that the launcher sees the other's end first
-            time.sleep(2)
-        elif status == "failed" and not isinstance(error, UserError):
-            get_error_handler().record_exception(error)  # torchrun prints it last
-        if plan.offload_dir is not None and topology.local_rank == 0:
-            shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    finally:  # even where the disk is full
-        os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
-
-
-def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
-    """Where the memory went and what helps, most effective first."""
-    config, micro = plan.config, plan.batch.micro_batch_size
-    peak = gib(torch.cuda.max_memory_allocated(topology.device))
-    fixes = {
-        f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
-        "activation_checkpointing=full": config.activation_checkpointing != "full",
-        f"max_length={config.max_length // 2}": config.max_length > 128,
-        "strategy=zero3 or fsdp (they divide the state; activations stay)":
-            not plan.strategy.divides_parameters and topology.world_size > 1,
-        "strategy=offload": not plan.strategy.steps_on_host,
-    }  # fmt: skip
-    helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
-    return (
-        f"out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  {peak} were in use at the peak; predicted were {describe_memory(plan.prediction)}\n"
-        f"  in this order, try --set {helpful}"
-    )

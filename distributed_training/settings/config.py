@@ -85,6 +85,12 @@ class RunConfig(Options):
         help="scale the gradient of all parameters together down to this norm; None: never")
     dropout: Annotated[float, Field(ge=0, le=0.99)] = work(0.0,
         help="on embeddings, attention and residuals")
+    gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = work("none",
+        help="under dp: what is sent instead of fp32 gradients")
+    compression_rank: Count = work(4,
+        help="with powersgd: rank of the two factors that stand for a matrix's gradient")
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = work(0.01,
+        help="with topk-int8: share of the values that is sent as it is; the rest in 8 bits")
     pack: bool = work(True,
         help="True: full blocks of running text; False: one padded line a sample")
     max_steps: Count | Literal[-1] = work(-1,
@@ -113,7 +119,7 @@ class RunConfig(Options):
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
         help="steps between evaluations, besides each epoch's end; 0: none")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
-    generate: Text | None = kept("The ",
+    generate: Text | None = kept("The value of",
         help="prompt of the samples that are printed before and after training; None: none")
     output_dir: Text = kept("runs", aliases=("out_dir",),
         help="each run gets a folder in here; in CONFIG relative to the script")
@@ -125,6 +131,12 @@ class RunConfig(Options):
         help="older ones are deleted")
     keep_best: bool = kept(False,
         help="write best/, in Hugging Face's format, at each evaluation that beats those before")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
+        help="when a loss or gradient is not finite: stop; skip: leave the update out; rollback: "
+        "go back to the last checkpoint, once, and pass the batch over")
+    hang_timeout_s: CountOrZero = kept(600,
+        help="seconds after which a step of several processes counts as hung and ends the run; "
+        "0: never")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
     push: Text | None = kept(None, aliases=("hub_model_id",),
         help="user/name on the Hugging Face Hub that hf/ is sent to at the end")

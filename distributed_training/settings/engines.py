@@ -2,7 +2,7 @@
 
 An algorithm of one's own is a file in its strategy's folder: config.json names it ("engine":
 "engine.py"), and it holds `TRAITS`, `OPTIONS` where it has some, and the class that `TRAITS.build`
-names. No torch import.
+names, which may be in another file there ("local_sgd.py:LocalSGD"). No torch import.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Traits:
     axes: tuple[str, ...] = ALL_AXES  # axes of the mesh that may be larger than 1
     schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
     package: str | None = None  # what it needs besides torch
+    leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
+    compresses_gradients: bool = False  # whether DDP averages gradients where there are copies only
     takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
     # Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
     # master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)
@@ -55,7 +57,9 @@ ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
         schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+        leaves_out_updates=True,
         replays_steps=True,
+        compresses_gradients=True,
     ),
     "deepspeed": _DEEPSPEED,
     "deepspeed_pipeline": replace(
@@ -83,4 +87,5 @@ def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
     traits = names.get("TRAITS")
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
-    return replace(traits, build=f"{file}:{traits.build}"), names.get("OPTIONS", Options)
+    build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
+    return replace(traits, build=f"{folder}/{build}"), names.get("OPTIONS", Options)

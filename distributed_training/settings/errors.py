@@ -12,3 +12,9 @@ class UserError(ValueError):
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         parts = [part.strip().rstrip(".") for part in (what, why, fix) if part]
         super().__init__("; ".join(" ".join(part.split()) for part in parts))
+
+
+class RunError(UserError):
+    """What ended a run that had begun, said in the same way; exit code 1."""
+
+    exit_code = 1

@@ -30,6 +30,15 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
+    def steps_between_exchanges(self) -> int | None:
+        """Steps after which copies of the model exchange as many fp32 values as it has parameters,
+        when nothing else runs; None: their gradients, in every step, beside the backward pass."""
+        return None
+
+    def bytes_a_parameter(self) -> int:
+        """State that the engine keeps besides weights, gradients and AdamW's moments."""
+        return 0
+
 
 def key(
     default: Any,

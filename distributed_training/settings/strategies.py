@@ -149,6 +149,12 @@ def strategy_options(name: str) -> type[Options]:
     return find_traits(folder.engine, path.parent)[1]
 
 
+def own_options(config: RunConfig) -> Options:
+    """The values of those keys, and what follows from them."""
+    given = config.engine_options
+    return strategy_options(config.strategy)(**given) if given else Options()
+
+
 def load_strategy(config: RunConfig) -> Strategy:
     """Find and read the strategy that `config` names, with CONFIG's sizes of axes put over its own.
 

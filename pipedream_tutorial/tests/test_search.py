@@ -150,6 +150,7 @@ def test_a_found_order_runs_with_the_bits_of_one_process(tmp_path):
     assert case["measured"]["weights_equal"] is True
     (ours,) = torch.load(weights).values()
     settings = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate": 0.1}
+    torch.set_num_threads(1)  # as a stage has: sums are added up in another order with two
     alone = train("1f1b", num_stages=3, num_microbatches=6, **settings).weights
     for mine, theirs in zip(ours, alone, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)

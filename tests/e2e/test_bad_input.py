@@ -304,15 +304,15 @@ def checkpointed(tmp_path_factory):
 
 
 def _damage(change: str, checkpoint: Path) -> None:
-    largest = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    tensors = checkpoint / "rank-00000.safetensors"
     meta_file = checkpoint / "meta.json"
     meta = json.loads(meta_file.read_text())
     if change == "truncated":
-        largest.write_bytes(largest.read_bytes()[:-100])
+        tensors.write_bytes(tensors.read_bytes()[:-100])
     elif change == "missing file":
-        (checkpoint / "rng-rank0.pt").unlink()
+        tensors.unlink()
     elif change == "overwritten":
-        largest.write_bytes(b"\0" * largest.stat().st_size)
+        tensors.write_bytes(b"\0" * tensors.stat().st_size)
     elif change == "no meta.json":
         meta_file.unlink()
     elif change == "foreign format":
@@ -325,18 +325,21 @@ def _damage(change: str, checkpoint: Path) -> None:
         meta_file.write_text(json.dumps({**meta, "files": list(meta["files"])}))
     elif change == "later format":
         meta_file.write_text(json.dumps({**meta, "format": 99}))
+    elif change == "earlier format":
+        meta_file.write_text(json.dumps({**meta, "format": 3}))
 
 
 DAMAGE = {
     "truncated": "bytes long instead of",
-    "missing file": "rng-rank0.pt is missing",
+    "missing file": "rank-00000.safetensors is missing",
     "overwritten": "has other contents",
     "no meta.json": "no checkpoint",
     "foreign format": "not a checkpoint",
     "meta.json is not JSON": "not a checkpoint",
     "meta.json without identity": "not a checkpoint",
     "meta.json with a list of files": "not a checkpoint",
-    "later format": "format 99",
+    "later format": "of a later release (format 99",
+    "earlier format": "of an earlier release (format 3",
 }
 
 
@@ -354,9 +357,8 @@ def test_damaged_or_foreign_checkpoint_is_refused(change, checkpointed, tmp_path
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        ({"strategy": "fsdp"}, [], ["strategy was 'dp' and is 'fsdp'", "weights="]),
-        ({"learning_rate": 5e-4}, [], ["learning_rate was 0.001 and is 0.0005"]),
-        ({"batch_size": 1}, ["--num_gpus", "2"], ["num_processes was 1 and is 2"]),
+        ({"learning_rate": 5e-4}, [], ["learning_rate was 0.001 and is 0.0005", "weights="]),
+        ({}, ["--num_gpus", "2"], ["global_batch_size was", "batch_size x grad_accum_steps"]),
     ],
 )
 def test_checkpoint_of_other_work_is_refused(changes, arguments, words, checkpointed, tmp_path):
@@ -365,19 +367,18 @@ def test_checkpoint_of_other_work_is_refused(changes, arguments, words, checkpoi
     assert_refused(result, str(checkpointed), "another run", *words)
 
 
-def test_damage_that_only_another_rank_sees_is_said_once(tmp_path):
-    """Rank 0 could read its files, so it is rank 1 that must be heard."""
+def test_damage_in_another_ranks_file_is_said_once(tmp_path):
     values = {**CHECKPOINT_VALUES, "output_dir": tmp_path / "runs"}
     assert_ok(train(values, num_processes=2))
     (run_dir,) = run_folders(tmp_path / "runs")
-    file = run_dir / "checkpoints" / "step-00000002" / "rng-rank1.pt"
+    file = run_dir / "checkpoints" / "step-00000002" / "rank-00001.safetensors"
     file.write_bytes(b"\0" * file.stat().st_size)
     result = train({**values, "resume": run_dir}, num_processes=2)
     assert result.returncode != 0
     errors = our_errors(result.stderr)
     assert len(errors) == 1, result.stderr[-3000:]
     assert "is damaged" in errors[0]
-    assert "rng-rank1.pt" in errors[0]
+    assert "rank-00001.safetensors" in errors[0]
 
 
 @pytest.mark.parametrize(

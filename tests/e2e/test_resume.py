@@ -172,11 +172,40 @@ def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
     writing = run_dir / "checkpoints" / ".writing-00000070"
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()  # what a kill in the middle of a save leaves
-    (writing / "rng-rank0.pt").write_bytes(b"half")
+    (writing / "rank-00000.safetensors").write_bytes(b"half")
     assert_ok(train({**values, "resume": "auto"}))
     assert run_folders(output_dir) == [run_dir]
     assert_same_run(run_dir, uninterrupted("dp"))
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
+
+
+def as_of_step_20(whole: Path, output_dir: Path) -> Path:
+    """A copy of a run's folder as it would be, had the run been stopped then."""
+    run_dir = output_dir / whole.name
+    shutil.copytree(whole, run_dir)
+    shutil.rmtree(run_dir / "hf")
+    for folder in (run_dir / "checkpoints").iterdir():
+        if folder.name > "step-00000020":
+            shutil.rmtree(folder)
+    record = {**load_record(run_dir), "status": "interrupted"}
+    (run_dir / "record.json").write_text(json.dumps(record))
+    return run_dir
+
+
+def test_a_run_goes_on_under_another_strategy_on_fewer_processes(uninterrupted, tmp_path):
+    """How exactly, tests/parity/test_resharding.py shows; here dropout's masks are others."""
+    whole = uninterrupted("zero2")
+    run_dir = as_of_step_20(whole, tmp_path / "runs")
+    values = values_for("zero2", tmp_path / "runs", batch_size=GLOBAL_BATCH, resume="auto")
+    resumed = train({**values, "strategy": "dp"})
+    assert_ok(resumed)
+    assert "note: saved zero2 x 2 -> resuming dp x 1: resharding\n" in resumed.stdout
+    record, before = load_record(run_dir), load_record(whole)
+    assert (record["status"], record["world_size"]) == ("ok", 1)
+    assert record["loss_curve"][:20] == before["loss_curve"][:20]
+    for ours, theirs in zip(record["evaluations"], before["evaluations"], strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +215,7 @@ def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path)
     """The uninterrupted run's folder, as it was when it had saved step 20, and resumed there."""
     whole = uninterrupted(strategy)
     assert laid_out(load_record(whole)) == RECORDED.get(strategy, ("dp_shard 2", None))
-    run_dir = tmp_path / "runs" / whole.name
-    shutil.copytree(whole, run_dir)
-    shutil.rmtree(run_dir / "hf")
-    for folder in (run_dir / "checkpoints").iterdir():
-        if folder.name > "step-00000020":
-            shutil.rmtree(folder)
-    record = {**load_record(run_dir), "status": "interrupted"}
-    (run_dir / "record.json").write_text(json.dumps(record))
+    run_dir = as_of_step_20(whole, tmp_path / "runs")
     resumed = train(values_for(strategy, tmp_path / "runs", resume="auto"), num_processes=2)
     assert_ok(resumed)
     assert "step-00000020" in resumed.stdout

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from distributed_training.measure import calibrate
+from distributed_training.measure import clock as clock_module
 from distributed_training.plan.rates import HostCosts, cpu_rates, from_calibration, tiled
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """On the CPU, with next to no time for each figure."""
-    small = {"BUDGET_S": 0.0, "LAUNCHES": 1, "FILE_BYTES": 2**16, "TOKENS": (16,)}
-    for name, value in {**small, "VALUES": {"cpu": 2**12}}.items():
-        monkeypatch.setattr(calibrate, name, value)
+    small = {"FILE_BYTES": 2**16, "TOKENS": (16,), "VALUES": {"cpu": 2**12}}
+    for module, values in ((calibrate, small), (clock_module, {"BUDGET_S": 0.0, "LAUNCHES": 1})):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
     return calibrate.Clock(torch.device("cpu"))
 
 

@@ -117,6 +117,7 @@ def test_what_is_counted():
         functional.wait_tensor(functional.all_gather_tensor(part, 0, tp))
         functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, tp))
         dist.send(part, 2)
+        dist.all_to_all_single(torch.zeros(4), part, group=shards)
         dist.all_reduce(torch.zeros(1))  # a flag
     bytes_ = {key: (row["calls"], row["tensor_bytes"]) for key, row in traffic.counted.items()}
     assert bytes_ == {
@@ -124,9 +125,10 @@ def test_what_is_counted():
         "tp all_gather": (2, 64),
         "tp reduce_scatter": (2, 64),
         "dp_shard send": (1, 16),
+        "dp_shard all_to_all": (1, 16),
     }
-    with Traffic(topology), pytest.raises(NotImplementedError, match="alltoall"):
-        dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
+    with Traffic(topology), pytest.raises(NotImplementedError, match=r"c10d\.reduce_ "):
+        dist.reduce(torch.zeros(4), 0)
 
 
 TP = {"strategy": "tp", "batch_size": 8}

@@ -15,10 +15,19 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
+from distributed_training.measure import traffic
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
+from distributed_training.parallel.tensor_files import TensorFiles, write_parts
+from distributed_training.records.record import start_record
 from distributed_training.run import assemble
+from distributed_training.run.checkpoint import (
+    load_checkpoint,
+    load_own,
+    own_parts,
+    save_checkpoint,
+)
 from distributed_training.run.loop import learning_rate
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four
@@ -27,6 +36,10 @@ for word, depth in {"six": 6, "eight": 8}.items():
     SIZES[f"{word}-layers"] = gpt2_size(
         vocab_size=2048, num_positions=128, num_layers=depth, num_heads=4, hidden_size=32
     )
+# Two more tokens than the tokenizer's: the embedding's rows are padded.
+SIZES["eight-layers-2050"] = gpt2_size(
+    vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=32
+)
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
 STEPS_BEFORE, STEPS_AFTER = 3, 3  # a resume
 STEPS_UP_TO_A_REPLAY = 16  # of a CUDA graph
@@ -132,15 +145,62 @@ def _resume(run: Run) -> dict[str, Any]:
 
     second_half = range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     take(range(STEPS_BEFORE))
-    run.engine.save(path)
+    parts = [*run.engine.state_parts(), *own_parts(run.engine, run.topology)]
+    write_parts(path / f"rank-{dist.get_rank():05d}", parts)
+    counters = run.engine.counters()
     dist.barrier()
     take(second_half)
     straight = run.engine.full_state()
     run.engine.close()
     run.engine = assemble.build_engine(run.plan, run.topology)
-    run.engine.load(path)
+    saved = TensorFiles(sorted(path.iterdir()))
+    run.engine.load(saved, counters)
+    load_own(run.engine, saved, run.topology)
     take(second_half)
     return {"straight": straight, "resumed": run.engine.full_state()}
+
+
+def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Save after half of `steps`; each case's run folder, in the output_dir that it gives."""
+
+    def use(run: Run) -> str:
+        step = arguments["steps"] // 2
+        _losses(run, range(step), arguments["steps"])
+        if dist.get_rank() == 0:
+            start_record(run.plan.run_dir).update(status="interrupted")
+        plan, topology, fingerprint = run.plan, run.topology, run.data.fingerprint
+        save_checkpoint(run.engine, plan, topology, step=step, data_fingerprint=fingerprint)
+        return str(run.plan.run_dir)
+
+    return _all_cases(arguments, use)
+
+
+def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Losses and full state from each case's `resume` to `steps` in all."""
+
+    def use(run: Run) -> dict[str, Any]:
+        assert any("resharding" in note for note in run.plan.notes)
+        fingerprint = run.data.fingerprint
+        step = load_checkpoint(run.engine, run.plan, run.topology, data_fingerprint=fingerprint)
+        losses = _losses(run, range(step, arguments["steps"]), arguments["steps"])
+        return {"losses": losses, "state": run.engine.full_state()}
+
+    return _all_cases(arguments, use)
+
+
+def _losses(run: Run, steps: range, num_steps: int) -> list[float]:
+    """Train, at the rates of a run of `num_steps`."""
+    losses = []
+    for step in steps:
+        run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
+        batch = run.batch(step)
+        losses.append(_mean_loss([run.engine.train_step(batch).loss_sum], batch))
+    return losses
+
+
+def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What every rank sent in a step on average, and what the formulas say."""
+    return _all_cases(arguments, lambda run: assemble.gather(traffic.count_step(run)))
 
 
 DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}

@@ -75,7 +75,7 @@ def test_a_batch_script_that_a_shell_can_read(monkeypatch, capsys, tmp_path):
     assert plan(monkeypatch, *words) == 0
     text = job.read_text()
     assert "#SBATCH --nodes=2" in text
-    assert "--nproc_per_node=4" in text
+    assert "#SBATCH --gpus-per-node=4" in text
     assert subprocess.run(["bash", "-n", str(job)]).returncode == 0
     best = next(line for line in capsys.readouterr().out.splitlines() if "torchrun" in line)
     assert best.partition(".py ")[2] in text

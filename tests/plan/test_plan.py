@@ -91,7 +91,7 @@ def test_a_plan_holds_what_follows_from_config(name, tmp_path):
     assert plan.work["seed"] == 9
     mesh = "dp_replicate 4" if name == "dp" else "dp_shard 4"
     layout = {"num_processes": 4, "mesh": mesh, "stages": [[0, 2]], "sequence_parallel": False}
-    assert plan.identity == {**plan.work, "strategy": name, **layout}
+    assert plan.spread == {"strategy": name, **layout, "device": "cpu"}
     assert plan.size == SIZES["gpt2-tiny"]
     assert plan.run_dir.parent == tmp_path / "runs"
     assert plan.run_dir.name.endswith(f"-{name}-gpt2-tiny-x4")
@@ -146,16 +146,34 @@ def test_resuming_goes_on_in_the_old_folder(tmp_path):
     checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
     checkpoint.mkdir(parents=True)
     start_record(first.run_dir).update(status="interrupted")
-    meta = {"format": FORMAT, "step": 3, "identity": first.identity, "files": {}}
-    meta["checksums"] = {}
+    meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
+    meta |= {"counters": {}, "files": {}, "checksums": {}}
     (checkpoint / "meta.json").write_text(json.dumps(meta))
     again = plan_for(tmp_path, resume="auto", strategy="zero2")
     assert (again.run_dir, again.checkpoint) == (first.run_dir, checkpoint)
     other = plan_for(tmp_path, resume="auto", strategy="zero2", seed=7)
     assert other.checkpoint is None
     assert other.run_dir != first.run_dir
-    with refused("is of another run", "strategy was 'zero2' and is 'zero3'"):
-        plan_for(tmp_path, resume=str(first.run_dir), strategy="zero3")
+    with refused("is of another run", "seed was 42 and is 7"):
+        plan_for(tmp_path, resume=str(first.run_dir), seed=7)
+
+
+def test_another_layout_of_the_same_work_goes_on_and_says_so(tmp_path):
+    first = plan_for(tmp_path, batch_size=4, num_processes=2)
+    checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    start_record(first.run_dir).update(status="interrupted")
+    meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
+    meta |= {"counters": {}, "files": {}, "checksums": {}}
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    other = {"strategy": "fsdp", "batch_size": 2, "num_processes": 4}
+    again = plan_for(tmp_path, resume="auto", **other)
+    assert again.checkpoint == checkpoint
+    assert "saved zero2 x 2 -> resuming fsdp x 4: resharding" in again.notes
+    same = plan_for(tmp_path, resume="auto", batch_size=4, num_processes=2)
+    assert not any("resharding" in note for note in same.notes)
+    infinity = plan_for(tmp_path, strategy="infinity", batch_size=4, num_processes=2, resume="auto")
+    assert infinity.checkpoint is None, "it cannot be resumed"
 
 
 def test_weights_of_another_size_are_refused_before_anything_starts(tmp_path):
@@ -232,6 +250,9 @@ OPTIONS = {
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "compile": st.sampled_from(["auto", True, False]),
     "cuda_graphs": st.sampled_from(["auto", True, False]),
+    "gradient_compression": st.sampled_from(["none", "bf16", "powersgd", "topk-int8"]),
+    "compression_rank": st.integers(1, 100),
+    "compression_k": st.floats(0.001, 1.0),
     "pack": st.booleans(),
     "max_steps": st.integers(1, 2**31) | st.just(-1),
     "eval_every": st.integers(0, 100),
@@ -243,6 +264,8 @@ OPTIONS = {
     "keep_checkpoints": st.integers(1, 1000),
     "export": st.booleans(),
     "keep_best": st.booleans(),
+    "on_nonfinite": st.sampled_from(["stop", "skip", "rollback"]),
+    "hang_timeout_s": st.integers(0, 10000),
     "push": st.sampled_from([None, None, None, "user/name", "a/b/c"]),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),

@@ -94,7 +94,7 @@ DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("n
         (NO_GPU, "throughput", "131,072 tokens/s, 125.0 ms a step (median of 59)"),
         (UNTIMED, "perplexity", None),  # stopped before its first step
         (UNTIMED, "throughput", None),
-        ({"skipped_steps": [4, 5, 9]}, "skipped", "3 steps, gradients overflowed"),
+        ({"skipped_steps": [4, 5, 9]}, "skipped", "3 steps, gradients not finite"),
         ({"evaluations": DIVERGED}, "perplexity", "nan before, nan after 64 steps"),
     ],
 )

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.records.figures import keep_figures
 from distributed_training.records.report import main
 from distributed_training.settings.config import KEYS
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import list_strategies
 
@@ -34,10 +36,23 @@ def test_links_lead_somewhere(path):
             assert file.exists(), f"{path.name} links to {target}"
 
 
-def test_the_readme_has_every_key_and_strategy():
+def test_documents_have_every_key_and_strategy():
+    text = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
+    assert [key for key in KEYS if f"| `{key}` |" not in text] == []
     text = (ROOT / "README.md").read_text()
-    assert [key for key in KEYS if f"`{key}`" not in text] == []
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
+
+
+def test_a_figure_that_differs_from_its_records_is_told(tmp_path):
+    records, folder = ROOT / "results" / "records", tmp_path / "plots"
+    page = tmp_path / "page.md"
+    page.write_text("![bubbles](plots/bubbles.svg)")
+    keep_figures([page], records, folder, write=True)
+    assert [file.name for file in folder.iterdir()] == ["bubbles.svg"]
+    keep_figures([page], records, folder, write=False)
+    (folder / "bubbles.svg").write_text("<svg/>")
+    with pytest.raises(UserError, match="differs from its records"):
+        keep_figures([page], records, folder, write=False)
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("strategies/*/config.json")))

@@ -1,5 +1,7 @@
 import json
-import shutil
+import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,33 +9,62 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed_training.plan.resume import FORMAT, find_resume, list_checkpoints, read_meta
+from distributed_training.engines.base import Engine
+from distributed_training.parallel.tensor_files import part_of
+from distributed_training.plan import resume
+from distributed_training.plan.resume import (
+    FORMAT,
+    check_files,
+    describe_change,
+    list_checkpoints,
+    read_meta,
+)
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import start_record
 from distributed_training.run.checkpoint import load_checkpoint, save_checkpoint
 from tests.support import refused
 
-IDENTITY = {"strategy": "zero2", "num_processes": 1, "seed": 42, "learning_rate": 3e-4}
+WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
+SPREAD = {
+    "strategy": "zero2",
+    "num_processes": 1,
+    "mesh": "dp_shard 1",
+    "stages": [[0, 2]],
+    "sequence_parallel": False,
+    "device": "cpu",
+}
 TOPOLOGY = Topology(
     world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
 )
+RANK_0 = "rank-00000.safetensors"
 
 
-class FakeEngine:
-    """Saves one number; `saving` lets a test look at, or break, the moment of saving."""
+class FakeEngine(Engine):
+    """Holds one number; `saving` lets a test look at, or break, the moment of saving."""
 
     def __init__(self, value=0, saving=None):
-        self.value = value
-        self.saving = saving
+        self.state = torch.full((10, 4), float(value))
+        self.saving = saving or (lambda: None)
 
-    def save(self, folder):
-        (folder / "sub").mkdir()
-        (folder / "sub" / "state").write_text(f"{self.value:08}")
-        if self.saving:
-            self.saving(folder)
+    @property
+    def value(self):
+        (value,) = self.state.unique().tolist()
+        return value
 
-    def load(self, folder):
-        self.value = int((folder / "sub" / "state").read_text())
+    def state_parts(self):
+        yield replace(part_of("weight/w", self.state, (10, 4), (0, 0)), get=self.get)
+
+    def get(self):
+        self.saving()
+        return self.state
+
+    def counters(self):
+        return {"adam_steps": self.value}
+
+    def load(self, saved, counters):
+        for part in self.state_parts():
+            part.set(saved.read(part))
+        assert counters == self.counters()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,19 +74,32 @@ def _group():
     dist.destroy_process_group()
 
 
-def save(run_dir, step, *, keep=10, identity=IDENTITY, engine=None):
-    config = SimpleNamespace(keep_checkpoints=keep)
-    plan = SimpleNamespace(run_dir=run_dir, identity=identity, config=config)
-    engine = engine or FakeEngine(step)
+def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD, checkpoint=None):
+    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
+    names = {"run_dir": run_dir, "work": work, "spread": spread, "checkpoint": checkpoint}
+    return SimpleNamespace(config=config, **names)
+
+
+def save(run_dir, step, *, engine=None, **plan):
+    plan, engine = plan_of(run_dir, **plan), engine or FakeEngine(step)
     return save_checkpoint(engine, plan, TOPOLOGY, step=step, data_fingerprint="tokens")
 
 
-def make_run(output_dir, name, *steps, status="interrupted", identity=IDENTITY):
+def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
+    plan = plan_of(None, checkpoint=folder, spread=spread)
+    return load_checkpoint(engine or FakeEngine(), plan, TOPOLOGY, data_fingerprint=tokens)
+
+
+def find_resume(given, output_dir, work, strategy="zero2"):
+    return resume.find_resume(given, output_dir, work, {**SPREAD, "strategy": strategy})
+
+
+def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
     run_dir = output_dir / name
     run_dir.mkdir(parents=True)
     start_record(run_dir).update(status=status)
     for step in steps:
-        save(run_dir, step, identity=identity)
+        save(run_dir, step, work=work)
     return run_dir
 
 
@@ -67,22 +111,39 @@ def edit_meta(folder, **changes):
 def test_a_checkpoint_is_published_whole(tmp_path):
     seen = []
 
-    def saving(folder):
-        seen.append((folder, list_checkpoints(tmp_path)))
+    def saving():
+        seen.append(list((tmp_path / "checkpoints").iterdir()))
 
     folder = save(tmp_path, 5, engine=FakeEngine(7, saving))
-    ((writing, published),) = seen
+    ((writing,),) = seen
     assert writing != folder
-    assert published == []
     assert not writing.exists()
     assert list_checkpoints(tmp_path) == [folder]
     meta = read_meta(folder)
-    assert (meta.step, meta.identity) == (5, IDENTITY)
-    assert meta.files == {"rng-rank0.pt": (folder / "rng-rank0.pt").stat().st_size, "sub/state": 8}
+    assert (meta.step, meta.work, meta.spread) == (5, WORK, SPREAD)
+    assert meta.files == {RANK_0: (folder / RANK_0).stat().st_size}
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch):
+    done = []
+
+    def fsync(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def publish(source, target, os_replace=os.replace):
+        done.append(f"{Path(source).name} -> {Path(target).name}")
+        os_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", publish)
+    save(tmp_path, 5)
+    done = [name for name in done if "-> meta.json" not in name]
+    writing, final = ".writing-00000005", "step-00000005"
+    assert done == [RANK_0, "meta.json", writing, f"{writing} -> {final}", "checkpoints"]
 
 
 def test_a_failed_save_publishes_nothing_and_the_next_one_works(tmp_path):
-    def saving(_):
+    def saving():
         raise OSError("disk full")
 
     first = save(tmp_path, 1)
@@ -106,7 +167,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 5, engine=FakeEngine(1))
     folder = save(tmp_path, 5, engine=FakeEngine(2))
     engine = FakeEngine()
-    load_checkpoint(engine, folder, TOPOLOGY, data_fingerprint="tokens")
+    load(folder, engine)
     assert engine.value == 2
     assert list_checkpoints(tmp_path) == [folder]
 
@@ -117,43 +178,80 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
     expected = torch.rand(4)
     torch.manual_seed(2)
     engine = FakeEngine()
-    assert load_checkpoint(engine, folder, TOPOLOGY, data_fingerprint="tokens") == 12
+    assert load(folder, engine) == 12
     assert engine.value == 34
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_a_small_file_of_the_right_size_with_other_content_is_found(tmp_path):
-    folder = save(tmp_path, 1)
-    (folder / "sub" / "state").write_text("no digit")
-    with refused(str(folder), "is damaged", "sub/state has other contents"):
-        read_meta(folder)
+def test_another_layout_draws_random_numbers_of_its_own(tmp_path):
+    drawn = []
+    for step, seed in ((12, 1), (12, 2), (24, 1)):
+        torch.manual_seed(seed)
+        folder = save(tmp_path, step)
+        saved = torch.get_rng_state()
+        load(folder, spread={**SPREAD, "strategy": "fsdp"})
+        assert not torch.equal(torch.get_rng_state(), saved)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_large_file_of_the_right_size_with_other_content_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setattr("distributed_training.run.checkpoint.CHECKED_BYTES", 0)
-    folder = save(tmp_path, 1)
-    (folder / "sub" / "state").write_text("no digit")
-    with refused(str(folder), "cannot be loaded", "ValueError", "remove that folder"):
-        load_checkpoint(FakeEngine(), folder, TOPOLOGY, data_fingerprint="tokens")
-    save(tmp_path, 1)
-    size = (folder / "rng-rank0.pt").stat().st_size
-    (folder / "rng-rank0.pt").write_bytes(b"x" * size)
-    with refused(str(folder), "cannot be loaded"):
-        load_checkpoint(FakeEngine(), folder, TOPOLOGY, data_fingerprint="tokens")
+@pytest.mark.parametrize("rows", [1, 2**20], ids=["a small file", "a file of 17 MB"])
+def test_one_flipped_bit_is_found(rows, tmp_path):
+    engine = FakeEngine()
+    engine.state = torch.ones(rows, 4)
+    engine.state_parts = lambda: [part_of("weight/w", engine.state, (rows, 4), (0, 0))]
+    engine.counters = dict
+    folder = save(tmp_path, 1, engine=engine)
+    with open(folder / RANK_0, "r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    with refused(str(folder), "is damaged", f"{RANK_0} has other contents", "resume to None"):
+        check_files(folder, read_meta(folder))
 
 
 def test_damage_is_named_with_sizes(tmp_path):
     folder = save(tmp_path, 1)
-    (folder / "sub" / "state").write_text("1")
-    with refused("is damaged", "sub/state is 1 bytes long instead of 8", "resume to None"):
-        read_meta(folder)
-    (folder / "sub" / "state").unlink()
-    with refused("is damaged", "sub/state is missing"):
-        read_meta(folder)
+    meta, file = read_meta(folder), folder / RANK_0
+    file.write_bytes(file.read_bytes()[:-1])
+    size = meta.files[RANK_0]
+    with refused("is damaged", f"{size - 1} bytes long instead of {size}", "resume to None"):
+        check_files(folder, meta)
+    file.unlink()
+    with refused("is damaged", f"{RANK_0} is missing"):
+        check_files(folder, meta)
+
+
+class Trap:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+def test_what_runs_code_when_it_is_loaded_is_never_loaded(tmp_path):
+    """Neither a planted file nor one that stands in a real one's place."""
+    folder, sprung = save(tmp_path, 1), tmp_path / "sprung"
+    trap = pickle.dumps(Trap(sprung))
+    pickle.loads(trap)
+    assert sprung.exists()
+    sprung.unlink()
+    for name in ("rng-rank0.pt", "dcp/.metadata", "deepspeed/mp_rank_00_model_states.pt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(trap)
+    assert load(folder) == 1
+    (folder / RANK_0).write_bytes(trap)
+    with refused(str(folder), "cannot be loaded", "remove that folder"):
+        load(folder)
+    assert not sprung.exists()
 
 
 META_OF_ANOTHER_FORM = [
-    {"identity": None}, {"files": []}, {"checksums": None}, {"step": "1"}, {"step": True},
+    {"work": None}, {"files": []}, {"checksums": None}, {"step": "1"}, {"step": True},
 ]  # fmt: skip
 
 
@@ -170,10 +268,14 @@ def test_a_corrupt_meta_is_no_checkpoint(content, tmp_path):
         read_meta(folder)
 
 
-def test_another_format_is_refused(tmp_path):
+def test_another_releases_format_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     edit_meta(folder, format=FORMAT + 1)
-    with refused(f"checkpoint format {FORMAT + 1}"):
+    with refused("of a later release", f"format {FORMAT + 1} instead of {FORMAT}"):
+        read_meta(folder)
+    old = {"format": 3, "step": 1, "identity": {}, "files": {}, "checksums": {}}
+    (folder / "meta.json").write_text(json.dumps(old))
+    with refused(str(folder), "of an earlier release", "weights=<run>/hf"):
         read_meta(folder)
 
 
@@ -181,34 +283,44 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work(tmp_path):
     make_run(tmp_path, "20260101-a", 1)
     wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260103-finished", 5, status="ok")
-    make_run(tmp_path, "20260104-other-seed", 6, identity={**IDENTITY, "seed": 1})
+    make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
     make_run(tmp_path, "20260105-without-checkpoint")
     (tmp_path / "20260106-without-record").mkdir()
     (tmp_path / "a-file").write_text("")
-    found = find_resume("auto", tmp_path, IDENTITY)
+    found = find_resume("auto", tmp_path, WORK)
     assert found == (wanted, wanted / "checkpoints" / "step-00000004")
 
 
-def test_auto_leaves_a_run_that_is_going_on_alone(tmp_path, caplog):
-    older = make_run(tmp_path, "20260101-a", 1)
+def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
+    """Otherwise of two strategies that are compared one would go on with the other's run."""
+    own = make_run(tmp_path, "20260101-a", 1)
+    other = make_run(tmp_path, "20260102-b", 2)
+    edit_meta(list_checkpoints(other)[0], spread={**SPREAD, "strategy": "dp"})
+    assert find_resume("auto", tmp_path, WORK)[0] == own
+    assert find_resume("auto", tmp_path, WORK, "dp")[0] == other
+    assert find_resume("auto", tmp_path, WORK, "fsdp")[0] == other
+
+
+def test_auto_names_a_run_that_is_going_on(tmp_path):
+    make_run(tmp_path, "20260101-a", 1)
     going = make_run(tmp_path, "20260102-b", 5, status="running")  # of this very process
-    assert find_resume("auto", tmp_path, IDENTITY)[0] == older
-    assert caplog.records == []  # nothing is wrong with it
+    with refused("20260102-b", "is going on", f"process {os.getpid()} on"):
+        find_resume("auto", tmp_path, WORK)
     record = json.loads((going / "record.json").read_text())
     (going / "record.json").write_text(json.dumps({**record, "hostname": "another-host"}))
-    assert find_resume("auto", tmp_path, IDENTITY)[0] == going  # killed, or so it must be taken
+    assert find_resume("auto", tmp_path, WORK)[0] == going  # killed, or so it must be taken
 
 
 def test_auto_finds_nothing_where_nothing_is(tmp_path):
-    assert find_resume("auto", tmp_path, IDENTITY) is None
-    assert find_resume("auto", tmp_path / "missing", IDENTITY) is None
+    assert find_resume("auto", tmp_path, WORK) is None
+    assert find_resume("auto", tmp_path / "missing", WORK) is None
     make_run(tmp_path, "a", 1, status="ok")
-    assert find_resume("auto", tmp_path, IDENTITY) is None
-    assert find_resume(None, tmp_path, IDENTITY) is None
+    assert find_resume("auto", tmp_path, WORK) is None
+    assert find_resume(None, tmp_path, WORK) is None
 
 
 def damage(checkpoint):
-    shutil.rmtree(checkpoint / "sub")
+    (checkpoint / RANK_0).unlink()
 
 
 def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
@@ -216,60 +328,75 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     first, second, third = list_checkpoints(run_dir)
     damage(third)
     (second / "meta.json").write_text("{")
-    assert find_resume("auto", tmp_path, IDENTITY) == (run_dir, first)
+    assert find_resume("auto", tmp_path, WORK) == (run_dir, first)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
-    assert f"{third} is damaged; sub/state is missing" in told[0]
-    assert f"{second} is not a checkpoint" in told[1]
+    assert f"{second} is not a checkpoint" in told[0]
+    assert f"{third} is damaged; {RANK_0} is missing" in told[1]
 
 
 def test_auto_falls_back_to_an_older_run_and_says_so(tmp_path, caplog):
     older = make_run(tmp_path, "20260101-a", 1)
     newer = make_run(tmp_path, "20260102-b", 5)
     damage(list_checkpoints(newer)[0])
-    assert find_resume("auto", tmp_path, IDENTITY) == (older, list_checkpoints(older)[0])
+    assert find_resume("auto", tmp_path, WORK) == (older, list_checkpoints(older)[0])
     assert str(list_checkpoints(newer)[0]) in caplog.text
     damage(list_checkpoints(older)[0])
-    assert find_resume("auto", tmp_path, IDENTITY) is None
-    with refused("is damaged", "sub/state is missing", "fall back to the one before"):
-        find_resume(str(newer), tmp_path, IDENTITY)
+    assert find_resume("auto", tmp_path, WORK) is None
+    with refused("is damaged", f"{RANK_0} is missing", "fall back to the one before"):
+        find_resume(str(newer), tmp_path, WORK)
 
 
 def test_what_was_passed_over_gives_way_to_new_checkpoints(tmp_path):
     """Otherwise the damaged one, being of a later step, would be the one that is kept."""
     run_dir = make_run(tmp_path, "a", 10, 20)
     damage(list_checkpoints(run_dir)[1])
-    found = find_resume("auto", tmp_path, IDENTITY)
+    found = find_resume("auto", tmp_path, WORK)
     assert found == (run_dir, list_checkpoints(run_dir)[0])
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
-    assert find_resume("auto", tmp_path, IDENTITY) == (run_dir, folder)
+    assert find_resume("auto", tmp_path, WORK) == (run_dir, folder)
 
 
 def test_a_path_names_a_run_or_a_checkpoint(tmp_path):
     run_dir = make_run(tmp_path, "a", 1, 2, status="ok")
     older, newer = list_checkpoints(run_dir)
-    assert find_resume(str(run_dir), tmp_path, IDENTITY) == (run_dir, newer)
-    assert find_resume(str(older), tmp_path, IDENTITY) == (run_dir, older)
+    assert find_resume(str(run_dir), tmp_path, WORK) == (run_dir, newer)
+    assert find_resume(str(older), tmp_path, WORK) == (run_dir, older)
 
 
 @pytest.mark.parametrize("name", ["missing", "a", "a/record.json"])
 def test_a_path_without_a_checkpoint(name, tmp_path):
     make_run(tmp_path, "a")
     with refused(f"resume='{tmp_path / name}' holds no checkpoint", "auto, or None"):
-        find_resume(str(tmp_path / name), tmp_path, IDENTITY)
+        find_resume(str(tmp_path / name), tmp_path, WORK)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("strategy", "zero3"), ("num_processes", 2), ("learning_rate", 1e-3), ("new", 1)],
+    ("key", "value"), [("global_batch_size", 4), ("learning_rate", 1e-3), ("new", 1)]
 )
 def test_a_foreign_checkpoint_says_what_differs(key, value, tmp_path):
-    run_dir, saved = make_run(tmp_path, "a", 1), IDENTITY.get(key)
+    run_dir, saved = make_run(tmp_path, "a", 1), WORK.get(key)
     with refused("is of another run", f"{key} was {saved!r} and is {value!r}", "hf/"):
-        find_resume(str(run_dir), tmp_path, {**IDENTITY, key: value})
+        find_resume(str(run_dir), tmp_path, {**WORK, key: value})
     with refused("seed was 42 and is None"):
-        find_resume(str(run_dir), tmp_path, {"strategy": "zero2"})
+        find_resume(str(run_dir), tmp_path, {})
+
+
+CHANGES = {
+    "saved zero2 x 1 -> resuming fsdp x 4: resharding": {"strategy": "fsdp", "num_processes": 4},
+    "saved zero2 x 1 (mesh dp_shard 1) -> resuming zero2 x 1 (mesh tp 1): resharding": {
+        "mesh": "tp 1"
+    },
+    "saved zero2 x 1 (stages [[0, 2]]) -> resuming zero2 x 1 (stages [[0, 1], [1, 2]]): "
+    "resharding": {"stages": [[0, 1], [1, 2]]},
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_another_layout_is_said(said):
+    assert describe_change(SPREAD, {**SPREAD, **CHANGES[said]}) == said
+    assert describe_change(SPREAD, {**SPREAD}) is None
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"[]", b"{", b'{"version": 2}'])
@@ -277,11 +404,11 @@ def test_auto_passes_over_what_is_no_record_of_ours(content, tmp_path, caplog):
     wanted = make_run(tmp_path, "20260101-a", 1)
     other = make_run(tmp_path, "20260102-b", 1)
     (other / "record.json").write_bytes(content)
-    assert find_resume("auto", tmp_path, IDENTITY)[0] == wanted
+    assert find_resume("auto", tmp_path, WORK)[0] == wanted
     (warning,) = caplog.records
     assert f"passes over {other}" in warning.getMessage()
     with refused(str(other)):
-        find_resume(str(other), tmp_path, IDENTITY)
+        find_resume(str(other), tmp_path, WORK)
 
 
 def test_auto_passes_over_a_folder_that_may_not_be_read(tmp_path, monkeypatch, caplog):
@@ -296,7 +423,7 @@ def test_auto_passes_over_a_folder_that_may_not_be_read(tmp_path, monkeypatch, c
         return read_text(path, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", forbidden)
-    assert find_resume("auto", tmp_path, IDENTITY)[0] == wanted
+    assert find_resume("auto", tmp_path, WORK)[0] == wanted
     assert "Permission denied" in caplog.text
 
 
@@ -305,21 +432,21 @@ def test_a_named_checkpoint_needs_its_runs_record(tmp_path):
     (run_dir / "record.json").unlink()
     for path in (run_dir, list_checkpoints(run_dir)[0]):
         with refused("record", "record.json does not exist"):
-            find_resume(str(path), tmp_path, IDENTITY)
+            find_resume(str(path), tmp_path, WORK)
 
 
 def test_a_relative_checkpoint_names_its_run(tmp_path, monkeypatch):
     run_dir = make_run(tmp_path, "a", 1)
     monkeypatch.chdir(run_dir / "checkpoints")
     for path in ("step-00000001", "./step-00000001/", "..", "../checkpoints/step-00000001"):
-        found = find_resume(path, tmp_path, IDENTITY)
+        found = find_resume(path, tmp_path, WORK)
         assert found == (run_dir, run_dir / "checkpoints" / "step-00000001")
 
 
 def test_other_tokens_are_refused(tmp_path):
     folder = save(tmp_path, 1)
     with refused(str(folder), "is not what", "resume to None"):
-        load_checkpoint(FakeEngine(), folder, TOPOLOGY, data_fingerprint="other tokens")
+        load(folder, tokens="other tokens")
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):

@@ -1,15 +1,18 @@
-"""The weights that keep_best keeps, and the samples around training."""
+"""The weights that keep_best keeps, those of checkpoints, and the samples around training."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import load_plan
-from tests.conftest import SMALL, assert_ok, only_record, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, train
+from tests.e2e.support import assert_refused
 
 # The rate is so high that the last evaluation is not the best.
 NOISY = {"learning_rate": 0.03, "lr_schedule": "constant", "warmup_steps": 0, "eval_every": 1,
@@ -67,3 +70,31 @@ def test_the_text_before_training_is_that_of_the_initial_weights(strategy, tmp_p
     assert silent["sample_before"] is silent["sample"] is None
     assert "sample" not in out.partition("step      0")[2]
     assert silent["loss_curve"] == record["loss_curve"]
+
+
+def export(*words):
+    return heavy_pool().script(["export", *words])
+
+
+def test_an_interrupted_run_is_exported_from_its_checkpoint(tmp_path):
+    """Here one that was killed after it had saved: its last weights are in hf/ to compare with."""
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
+    record, _ = run(tmp_path / "runs", "zero3", **changes)
+    run_dir = Path(record["run_dir"])
+    (run_dir / "hf").rename(tmp_path / "expected")
+    (run_dir / "record.json").write_text(json.dumps({**record, "status": "running"}))
+    result = export(run_dir)
+    assert_ok(result)
+    assert result.stdout.startswith("exported ")
+    assert "/hf (Hugging Face's format, after step 4)" in result.stdout
+    for file in (tmp_path / "expected").iterdir():
+        assert (run_dir / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert_refused(export(run_dir), "hf is there already", "--to")
+    older = run_dir / "checkpoints" / "step-00000002"
+    assert_ok(export(older, "--to", tmp_path / "older"))
+    assert "after step 2" in (tmp_path / "older" / "README.md").read_text()
+    other = load_file(tmp_path / "older" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "expected" / "model.safetensors").items():
+        assert other[name].shape == weight.shape
+        assert not torch.equal(other[name], weight), name
+    assert_refused(export(tmp_path), "holds no checkpoint", "runs/latest")

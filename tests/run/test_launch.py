@@ -99,7 +99,7 @@ def spawn(tmp_path, monkeypatch):
     """Calls spawn() with another torchrun: it touches the record, then ends as the test says."""
     monkeypatch.setattr(launch, "prepare_environment", lambda _: None)
 
-    def call(error=None, *, offload_dir=None, recorded=True):
+    def call(error=None, *, offload_dir=None, recorded=True, push=None):
         def main(arguments):
             assert arguments[-3:] == ["x.py", "--run_dir", str(tmp_path)]
             if recorded:
@@ -111,7 +111,8 @@ def spawn(tmp_path, monkeypatch):
 
         monkeypatch.setattr(torchrun, "main", main)
         here = {"num_processes": 2, "processes_here": 2}
-        plan = SimpleNamespace(run_dir=tmp_path, offload_dir=offload_dir, **here)
+        config = SimpleNamespace(push=push)
+        plan = SimpleNamespace(run_dir=tmp_path, offload_dir=offload_dir, config=config, **here)
         return launch.spawn(plan, "x.py")
 
     return call
@@ -153,6 +154,22 @@ def test_who_was_killed_is_recorded(signals, said, spawn, tmp_path, capsys):
     assert state.status == "failed"
     assert state.error.startswith(said)
     assert capsys.readouterr().err == f"failed: {state.error}\n"
+
+
+@pytest.mark.parametrize(("push", "code"), [(None, 0), ("user/name", 1)])
+def test_a_process_killed_after_the_end_takes_nothing_back(push, code, spawn, tmp_path, capsys):
+    start_record(tmp_path).update(status="ok")
+    assert spawn(failed({1: "SIGKILL"}), push=push) == code
+    assert load_state(tmp_path).status == "ok"
+    said = capsys.readouterr().err
+    assert said.startswith("note: rank 1: killed by SIGKILL") == (code == 0)
+    assert spawn(failed({0: "<N/A>", 1: "SIGTERM"})) == 1, "the first could not push, say"
+
+
+def test_who_was_killed_before_the_record_is_said(spawn, capsys):
+    assert spawn(failed({1: "SIGKILL"}), recorded=False) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("failed: rank 1: killed by SIGKILL; most often memory ran out, before")
 
 
 def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):

@@ -289,7 +289,7 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     ]
     engine = CountingEngine()
     engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
-    trainer = make_trainer(engine)
+    trainer = make_trainer(engine, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
     trainer.record = SimpleNamespace(update=lambda **_: None)
     # The first duration is of a step that was flushed before.

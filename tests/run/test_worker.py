@@ -10,7 +10,7 @@ import torch
 from distributed_training.engines import deepspeed, native
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
-from distributed_training.run import assemble, worker
+from distributed_training.run import assemble, ending, worker
 from distributed_training.run.launch import Process
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -74,7 +74,7 @@ def test_dividing_is_advised_where_it_would_help(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
     plan = small_plan(tmp_path, strategy=strategy, machine=GPU_MACHINE, num_processes=num_processes)
     last = cpu_topology(plan, rank=num_processes - 1)
-    text = worker.explain_out_of_memory(plan, last, "tried to allocate")
+    text = ending.explain_out_of_memory(plan, last, "tried to allocate")
     assert ("strategy=zero3 or fsdp" in text) == advised
     assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
     assert f"on rank {last.rank}: tried to allocate\n  1.00 GiB" in text

@@ -29,6 +29,7 @@ WORK = {
     "weights": "random", "precision": "fp32", "learning_rate": 0.5, "lr_schedule": "linear",
     "warmup_steps": 5, "weight_decay": 0.5,
     "max_grad_norm": None, "dropout": 0.5, "pack": False, "max_steps": 5,
+    "gradient_compression": "bf16", "compression_rank": 2, "compression_k": 0.5,
 }  # fmt: skip
 NOT_WORK = {
     "strategy": "dp", "batch_size": 5, "grad_accum_steps": 5,  # the last two: global_batch_size
@@ -39,6 +40,7 @@ NOT_WORK = {
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
     "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
     "log_to": "wandb", "verbose": True, "keep_best": True, "push": "user/name",
+    "on_nonfinite": "rollback", "hang_timeout_s": 60,
 }  # fmt: skip
 OTHER = WORK | NOT_WORK
 ALIASES = {

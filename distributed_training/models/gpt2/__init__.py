@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
     """A GPT-2; `num_parameters` equals Hugging Face's count for `GPT2LMHeadModel`."""
-    matrices = 12 * hidden_size**2  # attention 3 d^2 + d^2, MLP 4 d^2 + 4 d^2
+    d = hidden_size
+    matrices = 12 * d**2
     return ModelSize(
         **shape,
         num_positions=num_positions,
         hidden_size=hidden_size,
-        block_matrix_parameters=matrices,
+        block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
         block_parameters=matrices + 13 * hidden_size,  # biases 9 d, two norms 4 d
         block_parameters_split=matrices + 7 * hidden_size,
         block_norm_parameters=4 * hidden_size,

@@ -18,7 +18,7 @@ def _size(num_layers: int, *, tied: bool = True) -> ModelSize:
         num_layers=num_layers,
         num_heads=4,
         hidden_size=d,
-        block_matrix_parameters=10 * d**2,  # attention 3 + 1, MLP 2 x 2 + 2
+        block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 2 * d)),  # attention, MLP
         block_parameters=10 * d**2 + 2 * d,
         block_parameters_split=10 * d**2,
         block_norm_parameters=2 * d,
@@ -29,7 +29,9 @@ def _size(num_layers: int, *, tied: bool = True) -> ModelSize:
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if folder is not None:
-        return {folder.name: ModelSize(**json.loads((folder / "config.json").read_text()))}
+        shape = json.loads((folder / "config.json").read_text())
+        shape["block_matrices"] = tuple(map(tuple, shape["block_matrices"]))
+        return {folder.name: ModelSize(**shape)}
     return {"six": _size(6), "untied": _size(6, tied=False)}
 
 

@@ -1,0 +1,151 @@
+"""Gradients of copies of the model, sent smaller: DDP's communication hooks.
+
+torch has those for bf16 and PowerSGD (Vogels et al., 1905.13727). Top-k with int8 is ours: each
+process sends of each of P equal parts of a bucket the k values of largest magnitude as they are and
+the others as multiples of one scale in 8 bits, to the process that averages that part, and gets the
+averages of all parts back in the same form. What is lost is added to the next gradient, on both
+ways (error feedback, Karimireddy et al., 1901.09847).
+
+DDP reads the hooks' annotations, which must not be text: no `from __future__ import annotations`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed_training.plan.traffic import num_exact
+from distributed_training.settings.config import RunConfig
+
+LEVELS = 127
+FIRST_POWERSGD_STEP = 2  # the earliest that torch allows: by then buckets are arranged
+# One bucket: gloo matches collectives by their order, and a hook starts its second one whenever the
+# first is done, which with several buckets is at another time on each process.
+ONE_BUCKET_MIB = 2**20
+# What a resumed run needs to go on exactly.
+KEPT = {
+    "powersgd": ("iter", "error_dict", "p_memory_dict", "q_memory_dict"),
+    "topk-int8": ("lost", "lost_of_means"),
+}
+
+
+def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
+    """fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]: of each row the exact values, their
+    places, the scale of the rest, the rest."""
+    places = x.abs().topk(num_exact, dim=1).indices
+    exact, rest = x.gather(1, places), x.scatter(1, places, 0.0)
+    scale = rest.abs().amax(1, keepdim=True) / LEVELS
+    small = (rest / scale.where(scale > 0, 1.0)).round().to(torch.int8)
+    parts = (exact, places.to(torch.int32), scale, small)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
+    """The rows, as near as `compress` kept them."""
+    sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
+    whole = torch.contiguous_format
+    parts = [part.clone(memory_format=whole) for part in message.split(sizes, dim=1)]
+    exact, scale = parts[0].view(torch.float32), parts[2].view(torch.float32)
+    places = parts[1].view(torch.int32).long()
+    return (parts[3].view(torch.int8) * scale).scatter(1, places, exact)
+
+
+@dataclass(slots=True)
+class TopkInt8:
+    """What compression has lost so far, by bucket."""
+
+    share: float  # of the values, sent as they are
+    lost: dict[int, torch.Tensor] = field(default_factory=dict)
+    lost_of_means: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket's gradients over all processes, nearly. Two collectives over them."""
+    flat, index, count = bucket.buffer(), bucket.index(), dist.get_world_size()
+    part = -(-flat.numel() // count)
+    k = num_exact(part, state.share)
+    own = flat.new_zeros(count * part)
+    own[: flat.numel()] = flat
+    own = own.view(count, part) + state.lost.get(index, 0.0)
+    message = compress(own, k)
+    state.lost[index] = own - decompress(message, k)
+    received = torch.empty_like(message)
+    sent = dist.all_to_all_single(received, message, async_op=True)
+
+    def answer(_: Any) -> torch.Tensor:
+        mean = decompress(received, k).mean(0, keepdim=True) + state.lost_of_means.get(index, 0.0)
+        reply = compress(mean, k)
+        state.lost_of_means[index] = mean - decompress(reply, k)
+        replies = torch.empty_like(message)
+        dist.all_gather_into_tensor(replies, reply)
+        return flat.copy_(decompress(replies, k).flatten()[: flat.numel()])
+
+    return sent.get_future().then(answer)
+
+
+def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's, under a name that DDP does not refuse on CPUs."""
+    return bf16_compress_hook(state, bucket)
+
+
+def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any:
+    """Let `module` exchange gradients as CONFIG says; what the hook remembers, or None."""
+    kind = config.gradient_compression
+    if kind == "bf16":
+        module.register_comm_hook(None, bf16_hook)
+    elif kind == "powersgd":
+        state = PowerSGDState(
+            None,
+            config.compression_rank,
+            start_powerSGD_iter=FIRST_POWERSGD_STEP,
+            orthogonalization_epsilon=1e-8,  # else a column of zeros divides by zero
+        )
+        module.register_comm_hook(state, powerSGD_hook)
+        return state
+    elif kind == "topk-int8" and config.compression_k < 1:  # else nothing would be lost, nor saved
+        lost = TopkInt8(config.compression_k)
+        module.register_comm_hook(lost, topk_int8_hook)
+        return lost
+    return None
+
+
+def ddp_options(config: RunConfig, device_type: str) -> dict[str, Any]:
+    """What DistributedDataParallel needs for it."""
+    one = config.gradient_compression in KEPT and device_type == "cpu"
+    return {"bucket_cap_mb": ONE_BUCKET_MIB} if one else {}
+
+
+def forget(remembered: Any) -> None:
+    """Begin anew: with nothing lost, in a DDP that has arranged its buckets."""
+    if isinstance(remembered, TopkInt8):
+        remembered.lost, remembered.lost_of_means = {}, {}
+    else:
+        remembered.iter = FIRST_POWERSGD_STEP
+
+
+def state_of(remembered: Any) -> dict[str, torch.Tensor]:
+    """This process's part, for a checkpoint: tensors by "attribute/bucket", numbers as tensors."""
+    found = dict[str, torch.Tensor]()
+    for name in _kept(remembered):
+        value = getattr(remembered, name)
+        entries = value if isinstance(value, dict) else {"": torch.tensor([float(value)])}
+        found |= {f"{name}/{bucket}": tensor for bucket, tensor in entries.items()}
+    return found
+
+
+def restore(remembered: Any, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put it back."""
+    for key, tensor in state.items():
+        name, _, bucket = key.partition("/")
+        if bucket:
+            getattr(remembered, name)[int(bucket)] = tensor.to(device)
+        else:
+            setattr(remembered, name, int(tensor))
+
+
+def _kept(remembered: Any) -> tuple[str, ...]:
+    return KEPT["topk-int8" if isinstance(remembered, TopkInt8) else "powersgd"]

@@ -1,0 +1,194 @@
+"""Tensors in files of many processes: each writes the parts that it holds; any layout reads them.
+
+Files are in safetensors' format: a header in JSON, then numbers, so that reading runs no code. A
+part is a box of its tensor, or a range of the tensor's elements in order, as ZeRO divides; the
+header says where it belongs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from distributed_training.parallel.private import first_index
+from distributed_training.plan.topology import Topology
+
+SUFFIX = ".safetensors"
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one process holds of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor, without padding
+    start: tuple[int, ...]  # of the box; one number for more dimensions: a range of elements
+    size: tuple[int, ...]
+    get: Callable[[], torch.Tensor]  # of `size`, on any device
+    set: Callable[[torch.Tensor], Any]  # takes what `get` gives, from the CPU
+    writes: bool = True  # False: another process holds the same and writes it
+    dtype: torch.dtype = torch.float32
+
+
+def part_of(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    start: Sequence[int],
+    *,
+    writes: bool = True,
+) -> Part:
+    """The part that `tensor` is, from `start` on; what lies beyond `shape` is padding."""
+    limits = shape if len(start) == len(shape) else (math.prod(shape),)
+    size = tuple(
+        max(0, min(length, limit - first))
+        for length, limit, first in zip(tensor.shape, limits, start, strict=True)
+    )
+    inside = tensor.detach()[tuple(map(slice, size))]
+    return Part(
+        name=name, shape=tuple(shape), start=tuple(start), size=size, writes=writes,
+        dtype=tensor.dtype, get=lambda: inside, set=inside.copy_,
+    )  # fmt: skip
+
+
+def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
+    """(where this process's part of a parameter begins, the process's place among those that hold
+    the same part, how many these are)."""
+    start: tuple[int, ...] = (0,) * parameter.dim()
+    axes, others = set[str](), list[tuple[int, int]]()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        start, axes = first_index(parameter), set(mesh.mesh_dim_names or ())
+        places = zip(mesh.get_coordinate() or (), mesh.shape, parameter.placements, strict=True)
+        others = [(place, size) for place, size, layout in places if layout.is_replicate()]
+    if not axes & {"dp_replicate", "dp_shard"}:
+        others.append((topology.dp_rank, topology.dp_size))
+    if "tp" not in axes:
+        others.append((topology.tp_rank, topology.tp))
+    place, copies = 0, 1
+    for along, size in others:
+        place, copies = place * size + along, copies * size
+    return start, place, copies
+
+
+def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
+    """Write those parts that are this process's to write, one in memory at a time; return the
+    file's bytes and its CRC-32 once it is on the disk."""
+    parts = [part for part in parts if part.writes and math.prod(part.size)]
+    header: dict[str, Any] = {}
+    end = 0
+    for part in parts:
+        begin, end = end, end + math.prod(part.size) * part.dtype.itemsize
+        place = {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": [begin, end]}
+        header[part.name] = place
+    places = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
+    text = json.dumps({**header, "__metadata__": {"places": json.dumps(places)}}).encode()
+    text += b" " * (-len(text) % 8)
+    size = checksum = 0
+    with open(path, "wb") as file:
+        for data in _contents(text, parts):
+            file.write(data)
+            checksum, size = zlib.crc32(data, checksum), size + len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, checksum
+
+
+def _contents(header: bytes, parts: Iterable[Part]) -> Iterator[bytes | memoryview]:
+    yield struct.pack("<Q", len(header)) + header
+    for part in parts:
+        yield part.get().detach().cpu().contiguous().numpy().data.cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A part in a file."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    data: Any  # safetensors' slice: indexing it reads from the disk
+
+    def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
+        """Fill in what this part has of a box (or range), which begins at `start`; how much."""
+        sizes = zip(start, box.shape, self.start, self.data.get_shape(), strict=True)
+        common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sizes]
+        if any(low >= high for low, high in common):
+            return 0
+        there, here = (
+            tuple(slice(low - a, high - a) for (low, high), a in zip(common, origin, strict=True))
+            for origin in (self.start, start)
+        )
+        box[here] = self.data[there]
+        return math.prod(high - low for low, high in common)
+
+
+class TensorFiles:
+    """The tensors in some files, of which any part can be read."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.stored: dict[str, list[_Stored]] = {}
+        for path in paths:
+            file = safe_open(path, "pt")
+            for name, place in json.loads(file.metadata()["places"]).items():
+                stored = _Stored(tuple(place["shape"]), tuple(place["start"]), file.get_slice(name))
+                self.stored.setdefault(name, []).append(stored)
+
+    def read(self, part: Part) -> torch.Tensor:
+        """This part's values, [size], on the CPU; only what it needs is read.
+
+        Raises ValueError where a tensor is missing, incomplete or of another shape.
+        """
+        stored, start, size = self.stored.get(part.name, []), part.start, part.size
+        for shape in {found.shape for found in stored}:
+            if shape != part.shape:
+                expected = f"{list(shape)} instead of {list(part.shape)}"
+                raise ValueError(f"{part.name} has the shape {expected}")
+        if all(len(found.start) == len(start) for found in stored):
+            box = torch.empty(size, dtype=part.dtype)
+            _check_filled(part.name, box, sum(found.copy_into(box, start) for found in stored))
+            return box
+        # A box and a range have whole rows in common.
+        width = math.prod(part.shape[1:])
+        if len(start) == len(part.shape):
+            rows = self._rows(part, start[0], start[0] + size[0])
+            columns = zip(start[1:], size[1:], strict=True)
+            return rows[(slice(None), *(slice(first, first + n) for first, n in columns))]
+        first, last = start[0] // width, -(-(start[0] + size[0]) // width)
+        return self._rows(part, first, last).flatten()[start[0] - first * width :][: size[0]]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, on the CPU."""
+        shape = self.stored[name][0].shape
+        whole = part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape))
+        return self._rows(whole, 0, shape[0])
+
+    def _rows(self, part: Part, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` of the part's tensor."""
+        rows = torch.empty((last - first, *part.shape[1:]), dtype=part.dtype)
+        flat, width = rows.view(-1), math.prod(part.shape[1:])
+        origin = (first, *(0 for _ in part.shape[1:]))
+        filled = 0
+        for found in self.stored[part.name]:
+            if len(found.start) == len(part.shape):
+                filled += found.copy_into(rows, origin)
+            else:
+                filled += found.copy_into(flat, (first * width,))
+        _check_filled(part.name, rows, filled)
+        return rows
+
+
+def _check_filled(name: str, box: torch.Tensor, filled: int) -> None:
+    if filled != box.numel():
+        raise ValueError(f"{filled} of {box.numel()} numbers of {name} are there")

@@ -1,0 +1,216 @@
+"""The figures of TRAINING_RESULTS.md and README.md, drawn from published records.
+
+`report --write` draws all of them anew, `report --check` compares them with what is there.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from distributed_training.records.display import GIB
+from distributed_training.records.record import Record, load_record
+from distributed_training.records.tables import layout_words
+from distributed_training.settings.errors import UserError
+
+# Okabe and Ito's colours, which the colour-blind tell apart: one for each way to divide.
+COLOURS = {
+    "nothing": "#000000", "state": "#0072b2", "layers": "#009e73", "each layer": "#d55e00",
+    "layers and more": "#cc79a7",
+}  # fmt: skip
+SCHEDULES = {
+    "gpipe": "#999999", "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00",
+    "zb-v": "#d55e00",
+}  # fmt: skip
+XL = "gpt2-xl's sizes with 20 heads, 4 H200s, 128 x 1,024 tokens a step"
+
+
+def render(draw: Callable[[Path], Figure], records: Path) -> str:
+    """A figure as SVG; equal records give equal text."""
+    file, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
+    with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
+        figure = draw(records)
+        figure.savefig(file, format="svg", metadata=nothing)
+    return file.getvalue()
+
+
+def one_launch(records: Path) -> Figure:
+    """Steps launched op by op, and as one CUDA graph."""
+    rows = _read(records / "h200-x4-graphs")
+    pairs = {
+        label: [r for r in rows if _name(r) == name and r.batch.micro_batch_size == size]
+        for label, name, size in (
+            ("dp, 4 x 512", "dp", 4),
+            ("fsdp, 4 x 512", "fsdp", 4),
+            ("pp 2 x tp 2, 16 x 1,024", "3d pp2 tp2 1f1b-m8", 16),
+        )
+    }
+    figure, axes = _figure("Tokens a second, launched op by op and as one graph", 2.6)
+    axes.set_title("gpt2-medium, 4 H200s; micro-batch of each GPU", fontsize=9, loc="left")
+    for graph, colour, label in ((False, "#bbbbbb", "op by op"), (True, "#0072b2", "one graph")):
+        speeds = [
+            next(_speed(r) for r in found if r.config["cuda_graphs"] is graph)
+            for found in pairs.values()
+        ]
+        places = [place + 0.4 * graph for place in range(len(pairs))]
+        bars = axes.barh(places, speeds, 0.38, color=colour, label=label)
+        axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
+    axes.set_yticks([place + 0.2 for place in range(len(pairs))], list(pairs))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 540_000)
+    axes.xaxis.set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    return figure
+
+
+def tradeoff(records: Path) -> Figure:
+    """Tokens a second against GiB of the fullest GPU, by layout."""
+    chosen = {
+        "dp": (8, -3), "zero1": (2, 8), "zero2": (8, -8), "zero3": (8, -8), "fsdp": (-30, -3),
+        "tp tp4": (8, -3), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -3),
+        "3d pp2 dp_shard2 1f1b-m8": (8, -12), "hybrid pp2 dp_shard2 1f1b-m8": (-60, 10),
+        "pp pp4 1f1b-m16": (-84, 2), "pp pp4 interleaved-m8": (-60, 10),
+        "pp pp4 interleaved-m16": (8, -6),
+    }  # fmt: skip
+    figure, axes = _figure("Where state fits, copies are fastest; pipelines need least memory", 4.4)
+    axes.set_title(XL, fontsize=9, loc="left")
+    best = {_name(r): r for r in sorted(_xl(records), key=_speed)}
+    for name, shift in chosen.items():
+        record = best[name]
+        point = (_fullest(record) / GIB, _speed(record))
+        axes.plot(*point, "o", color=COLOURS[_divides(record)], markersize=7)
+        words = name.removeprefix("3d ").replace("pp pp4", "pp4").replace("tp tp4", "tp4")
+        offset: Any = {"textcoords": "offset points", "xytext": shift}
+        axes.annotate(words, point, fontsize=8.5, color=COLOURS[_divides(record)], **offset)
+    for kind, colour in COLOURS.items():
+        axes.plot([], [], "o", color=colour, label=kind)
+    axes.legend(title="divides", frameon=False, fontsize=8.5, loc="lower right", ncols=1)
+    axes.set(xlabel="GiB on the fullest GPU", ylabel="tokens a second", xlim=(0, 125))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(100_000, 200_000)
+    axes.grid(alpha=0.25)
+    return figure
+
+
+def bubbles(records: Path) -> Figure:
+    """Measured and ideal bubble of each schedule against the number of micro-batches."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure.suptitle("Idle share of a step: measured, and by the schedule's formula", x=0.01,
+                    ha="left", fontsize=11, fontweight="bold")  # fmt: skip
+    panels = figure.subplots(1, 2, sharey=True)
+    pipelines = [r for r in _xl(records) if r.strategy["name"] == "pp"]
+    kinds = (("compiled", ("gpipe", "1f1b", "interleaved")), ("eager", ("zb-h1", "zb-v")))
+    for axes, (kind, names) in zip(panels, kinds, strict=True):
+        for name in names:
+            found = [r for r in pipelines if (r.pipeline or {})["schedule"] == name]
+            found = [r for r in found if r.config["compile"] is (kind == "compiled") and r.bubble]
+            points = sorted(
+                (r.batch.num_microbatches, (r.bubble or {})["idle_share"],
+                 (r.pipeline or {})["ideal_bubble"]) for r in found
+            )  # fmt: skip
+            m, measured, ideal = zip(*points, strict=True)
+            axes.plot(m, [100 * x for x in measured], "o-", color=SCHEDULES[name], label=name)
+            formula = [(x, 100 * y) for x, y in zip(m, ideal, strict=True) if y is not None]
+            axes.plot(*zip(*formula, strict=True), ":", color=SCHEDULES[name])
+        axes.set_title(f"pp 4, {kind}", fontsize=9, loc="left")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([4, 8, 16], ["4", "8", "16"])
+        axes.set_xlabel("micro-batches")
+        axes.grid(alpha=0.25)
+        axes.plot([], [], ":", color="#555555", label="formula")
+        axes.legend(frameon=False, fontsize=8.5)
+    panels[0].set_ylim(0, 50)
+    panels[0].set_ylabel("% idle")
+    return figure
+
+
+def memory(records: Path) -> Figure:
+    """State, and what comes on top, of the fullest GPU."""
+    names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 gpipe-m16",
+             "pp pp4 1f1b-m16", "pp pp4 1f1b-m8", "pp pp4 zb-v-m8", "pp pp4 interleaved-m8",
+             "3d pp2 tp2 1f1b-m8")  # fmt: skip
+    figure, axes = _figure("What the fullest GPU holds, GiB", 4.0)
+    axes.set_title(XL, fontsize=9, loc="left")
+    best = {_name(r): r for r in sorted(_xl(records), key=_speed)}
+    state = [
+        sum(best[name].estimated_state_bytes[part] for part in ("parameters", "gradients",
+                                                                "optimizer")) / GIB
+        for name in names
+    ]  # fmt: skip
+    rest = [_fullest(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
+    labels = [name.replace("pp pp4", "pp4").replace("tp tp4", "tp4") for name in names]
+    axes.barh(labels, state, color="#0072b2", label="state (by law)")
+    bars = axes.barh(labels, rest, left=state, color="#e69f00", label="activations and the rest")
+    axes.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(state, rest, strict=True)], padding=3)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def _figure(title: str, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _read(folder: Path) -> list[Record]:
+    return [load_record(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _xl(records: Path) -> list[Record]:
+    """gpt2-xl's layouts on four GPUs, compiled where they could be."""
+    found = _read(records / "h200-x4-layouts")
+    return [r for r in found if r.config["model"] == "gpt2-xl-20-heads"]
+
+
+def _name(record: Record) -> str:
+    return " ".join([record.strategy["name"], *layout_words(record)])
+
+
+def _speed(record: Record) -> float:
+    return float(record.performance["tokens_per_s"])
+
+
+def _fullest(record: Record) -> float:
+    """Peak bytes of tensors on the fullest rank."""
+    return float(record.memory["peak_allocated_bytes"])
+
+
+def _divides(record: Record) -> str:
+    mesh, name = record.mesh, record.strategy["name"]
+    if mesh["pp"] > 1:
+        return "layers" if mesh["tp"] == mesh["dp_shard"] == 1 else "layers and more"
+    return "each layer" if mesh["tp"] > 1 else "nothing" if name == "dp" else "state"
+
+
+FIGURES: dict[str, Callable[[Path], Figure]] = {
+    "one-launch.svg": one_launch,
+    "tradeoff.svg": tradeoff,
+    "bubbles.svg": bubbles,
+    "memory.svg": memory,
+}
+
+
+def keep_figures(documents: Sequence[Path], records: Path, folder: Path, *, write: bool) -> None:
+    """Draw into `folder` the figures that documents show. Without `write`, raise UserError for one
+    that is not what its records give."""
+    texts = [document.read_text(encoding="utf-8") for document in documents]
+    for name, draw in FIGURES.items():
+        file = folder / name
+        if not any(f"{folder.name}/{name}" in text for text in texts):
+            continue
+        svg = render(draw, records)
+        if write:
+            folder.mkdir(exist_ok=True)
+            file.write_text(svg, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != svg:
+            raise UserError(f"{file} differs from its records", fix="draw it with report --write")

@@ -1,0 +1,108 @@
+"""How a run that fails ends: it says why, once, records it, and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.resume import CHECKPOINTS, list_checkpoints
+from distributed_training.plan.topology import Topology
+from distributed_training.records import record as records
+from distributed_training.records.display import describe_memory, gib, short_path
+from distributed_training.settings.errors import RunError, UserError
+
+# gloo's words and NCCL's where the process at the other end is gone.
+SIGNS_OF_LOSS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+)  # fmt: skip
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, none of one's quota, of one's limit
+# What torch.save says instead.
+SIGNS_OF_A_FULL_DISK = ("file write failed", "PytorchStreamWriter failed", "unexpected pos")
+
+
+def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
+    """Print and record what went wrong, then leave at once."""
+    if found := find_full_disk(error):
+        remove_unfinished(plan.run_dir)
+        what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
+        error = RunError(what, found, "make room, then go on with --resume auto")
+    first_line, rank = str(error).strip().partition("\n")[0], f"rank {topology.rank}"
+    status, reason = "failed", f"{rank}: {type(error).__name__}: {first_line}"
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
+    if lost:
+        reason = f"{rank} {records.LOST}: {first_line}"
+        print(reason, file=sys.stderr)
+    elif isinstance(error, UserError):
+        reason = str(error)
+        if records.claim_failure(plan.run_dir):
+            print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, torch.cuda.OutOfMemoryError):
+        status = "oom"
+        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):  # while it starts or ends: training itself saves
+        status = "interrupted"
+        if topology.rank == 0:
+            saved = list_checkpoints(plan.run_dir)
+            then = "go on with --resume auto" if saved else "nothing was trained"
+            print(f"interrupted; {then}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    try:
+        records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        if lost:  # so that the launcher sees the other's end first
+            time.sleep(2)
+        elif status == "failed" and not isinstance(error, UserError):
+            get_error_handler().record_exception(error)  # torchrun prints it last
+        if plan.offload_dir is not None and topology.local_rank == 0:
+            shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    finally:  # even where the disk is full
+        os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
+
+
+def find_full_disk(error: BaseException) -> str:
+    """What the system said where an error comes from a disk without room; else ""."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in FULL:
+            return os.strerror(seen.errno)
+        seen = seen.__cause__ or seen.__context__
+    said = next((os.strerror(number) for number in FULL if os.strerror(number) in str(error)), "")
+    return said or next((sign for sign in SIGNS_OF_A_FULL_DISK if sign in str(error)), "")
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """What was being written; published checkpoints and exports stay."""
+    for folder in (run_dir, run_dir / CHECKPOINTS):
+        for unfinished in folder.glob(".writing-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
+    """Where the memory went and what helps, most effective first."""
+    config, micro = plan.config, plan.batch.micro_batch_size
+    peak = gib(torch.cuda.max_memory_allocated(topology.device))
+    fixes = {
+        f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
+        "activation_checkpointing=full": config.activation_checkpointing != "full",
+        f"max_length={config.max_length // 2}": config.max_length > 128,
+        "strategy=zero3 or fsdp (they divide the state; activations stay)":
+            not plan.strategy.divides_parameters and topology.world_size > 1,
+        "strategy=offload": not plan.strategy.steps_on_host,
+    }  # fmt: skip
+    helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
+    return (
+        f"out of GPU memory on rank {topology.rank}: {detail}\n"
+        f"  {peak} were in use at the peak; predicted were {describe_memory(plan.prediction)}\n"
+        f"  in this order, try --set {helpful}"
+    )

@@ -1,0 +1,215 @@
+"""Signs of life: threads of each process tell the others where it is, and end it when its launcher,
+another process, or all progress is gone.
+
+Every process writes what it is doing to the process group's store and reads what the next rank
+wrote; so whoever is frozen or cut off is missed by one other. Rank 0 also looks at how long a step
+takes. Time in which this process did not run itself, as after Ctrl-Z, does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from distributed_training.plan import claims
+from distributed_training.plan.topology import Topology
+from distributed_training.records.record import mark_stopped
+from distributed_training.settings.errors import RunError
+
+BEAT_S = 2.0
+LOST_S = 30.0  # without a sign of life from another process
+SLOW_S = 45.0  # of one step, after which rank 0 says who is waited for
+GRACE_S = 10.0  # to save in, once the launcher is gone
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # set by torchrun, by deepspeed
+
+
+class Watch:
+    """The threads of one process. `at` is called by the main thread, wherever it comes to."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self.launchers = find_launchers() if any(map(environment.get, _LAUNCHED)) else []
+        self.address = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        self.main = threading.get_ident()
+        self.run_dir, self.rank, self.world_size, self.limit_s = Path(), 0, 1, 0.0
+        self._place, self._since, self._count, self._limited = "starting", 0.0, 0, False
+        self._clock = 0.0  # seconds that this process has been running, by the thread that watches
+        self._others: dict[int, dict[str, Any]] = {}
+        self._heard = self._answered = 0.0
+        self._said_slow = 0
+        self._ended = threading.Event()
+        self._start(self._look)
+
+    def begin(self, run_dir: Path, topology: Topology, limit_s: float) -> None:
+        """The run is known; from now on the others are watched, too."""
+        self.run_dir, self.limit_s = run_dir, limit_s
+        self.rank, self.world_size = topology.rank, topology.world_size
+        self._heard = self._answered = self._clock
+        self._start(self._beat)
+
+    def at(self, place: str, *, limited: bool = False) -> None:
+        """The main thread begins something; `limited`: which ends before `hang_timeout_s`."""
+        self._place, self._since, self._limited = place, self._clock, limited
+        self._count += 1
+
+    def end(self) -> None:
+        """Nothing is watched any more."""
+        self._ended.set()
+
+    def _start(self, loop: Any) -> None:
+        threading.Thread(target=loop, name=f"watch{loop.__name__}", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Write and read signs of life. May block where the store does not answer."""
+        store: dist.Store | None = None
+        if self.world_size > 1:
+            host, port = self.address
+            limit = timedelta(seconds=LOST_S)
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+            store = dist.PrefixStore("watch", store)
+        following = (self.rank + 1) % self.world_size
+        renewed, beats = float("-inf"), 0
+        while not self._ended.wait(BEAT_S):
+            if self.rank == 0 and self._clock - renewed > 4 * BEAT_S:
+                claims.renew(self.run_dir)
+                renewed = self._clock
+            if store is None:
+                continue
+            beats += 1
+            try:
+                store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
+                wanted = {following}
+                if self.rank == 0 and self._clock - self._since > SLOW_S / 2:
+                    wanted.update(range(self.world_size))
+                found = {rank: json.loads(store.get(str(rank))) for rank in sorted(wanted)}
+            except (RuntimeError, ValueError):
+                return  # the connection is gone for good, which _look notices
+            self._answered = self._clock
+            if found[following] != self._others.get(following):
+                self._heard = self._clock
+            self._others |= found
+
+    def _describe(self) -> dict[str, Any]:
+        """Where this process is, for the others."""
+        frame, waits, where = sys._current_frames().get(self.main), None, ""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if waits is None:  # for others: in a collective, or a backward pass that has some
+                waits = "torch/distributed" in file or "torch/autograd" in file
+            if "distributed_training/" in file:
+                where = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                break
+            frame = frame.f_back
+        return {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "place": self._place,
+            "count": self._count,
+            "waits": bool(waits),
+            "where": where,
+        }
+
+    def _look(self) -> None:
+        """Once a second: is everybody there, and does it go on?"""
+        before, orphaned = time.monotonic(), 0.0
+        while not self._ended.wait(1.0):
+            now = time.monotonic()
+            self._clock += min(now - before, 2.0)
+            before = now
+            if not orphaned and not all(map(_lives, self.launchers)):
+                orphaned = self._clock
+                self._stop_orphaned()
+            elif orphaned and self._clock - orphaned > GRACE_S:
+                os._exit(128 + signal.SIGTERM)
+            if self.world_size > 1 and self._heard:
+                self._look_at_others()
+
+    def _stop_orphaned(self) -> None:
+        """Training saves and ends as after SIGTERM; before and after it the process just ends."""
+        pids = ", ".join(str(process.pid) for process in self.launchers)
+        mark_stopped(self.run_dir, "interrupted", f"the launcher (process {pids}) was killed")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _look_at_others(self) -> None:
+        following = (self.rank + 1) % self.world_size
+        other = self._others.get(following, {})
+        silent = f"shows no sign of life for {LOST_S:.0f} s"
+        if self._clock - self._answered > LOST_S:
+            host = self.address[0]
+            self._report(
+                f"rank {self.rank} on {platform.node()} lost rank 0 on {host}: it {silent}"
+            )
+            os._exit(1)
+        elif self._clock - self._heard > LOST_S:
+            at = f"rank {following} on {other['host']}" if other else f"rank {following}"
+            place = other.get("place", "starting")
+            self._report(f"lost {at}, last seen in {place}: it {silent}, is frozen or cut off")
+            if other and other["host"] == platform.node():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other["pid"], signal.SIGKILL)  # frozen, it would not hear SIGTERM
+            os._exit(1)
+        elif self.rank == 0 and self._limited and self._others:
+            self._look_at_progress(self._clock - self._since)
+
+    def _look_at_progress(self, seconds: float) -> None:
+        states = [self._others[rank] for rank in sorted(self._others)]
+        if seconds > SLOW_S and self._said_slow != self._count and len(states) == self.world_size:
+            self._said_slow = self._count
+            told = f"; after {self.limit_s:g} s (hang_timeout_s) the run ends" * bool(self.limit_s)
+            said = f"{self._place} has taken {seconds:.0f} s: {who_is_late(states)}{told}"
+            print(f"note: {said}", file=sys.stderr, flush=True)
+        if self.limit_s and seconds > self.limit_s:
+            self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}")
+            os._exit(1)
+
+    def _report(self, reason: str) -> None:
+        """Before this process ends, after which its launcher ends the others."""
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk
+            mark_stopped(self.run_dir, "failed", reason)
+            get_error_handler().record_exception(RunError(reason))
+
+
+def find_launchers() -> list[psutil.Process]:
+    """The parent, and where that is a part of deepspeed's launcher the deepspeed before it."""
+    found = [parent for parent in [psutil.Process().parent()] if parent is not None]
+    for process in found:
+        above = process.parent()
+        if above is not None and "deepspeed" in " ".join(above.cmdline()):
+            found.append(above)
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def who_is_late(states: Sequence[Mapping[str, Any]]) -> str:
+    """Those that the other ranks wait for: the furthest behind, or, where all are at one place,
+    those that are in no collective."""
+    least = min(state["count"] for state in states)
+    late = [rank for rank, state in enumerate(states) if state["count"] == least]
+    if len(late) == len(states):
+        busy = [rank for rank, state in enumerate(states) if not state["waits"]]
+        late = busy or late
+    if len(late) == len(states):
+        return f"all ranks are in {states[0]['where']}"
+    named = [f"rank {rank} on {states[rank]['host']}" for rank in late[:4]]
+    first = states[late[0]]
+    return f"waiting for {', '.join(named)}, in {first['place']} at {first['where']}"

@@ -1,0 +1,136 @@
+// What a timeline costs: idle time, activations, versions, the critical path (simulate/measures.py).
+
+import { Fraction, whole } from "./fraction.mjs";
+import { timeOf } from "./simulator.mjs";
+
+// Idle time by rank, in ticks: until the last rank ends, and within the rank's own span.
+export function idle(timeline) {
+  const { starts, ends, last } = timeline;
+  const busy = ends.map((line, r) => line.reduce((sum, end, k) => sum + end - starts[r][k], 0));
+  const spans = ends.map((line, r) => (line.length ? line.at(-1) - starts[r][0] : last));
+  const total = (numbers) => numbers.reduce((a, b) => a + b, 0);
+  const share = (all) => new Fraction(BigInt(all - total(busy)), BigInt(all) || 1n);
+  return {
+    makespan: busy.map((b) => timeOf(timeline, last - b)),
+    span: spans.map((s, r) => timeOf(timeline, s - busy[r])),
+    makespanFraction: share(last * busy.length),
+    spanFraction: share(total(spans)),
+  };
+}
+
+// By rank: after each operation, how many stages' activations of a microbatch the rank holds. A
+// forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
+export function activationSteps(schedule) {
+  return schedule.orders.map((order) => {
+    let held = 0;
+    return order.flatMap((item) =>
+      item.parts.map((op) => {
+        held += { F: 1, B: -1, I: 0, W: -1 }[op.kind];
+        return { op, held };
+      }),
+    );
+  });
+}
+
+// Most activations that each rank holds, in microbatches of a rank's whole share.
+export function peakActivations(schedule) {
+  const v = BigInt(schedule.stagesPerRank);
+  return activationSteps(schedule).map(
+    (steps) => new Fraction(BigInt(Math.max(0, ...steps.map((step) => step.held))), v),
+  );
+}
+
+// The items that fix the makespan, first to last, as {rank, index}.
+export function criticalPath(timeline) {
+  const at = placesOf(timeline.schedule);
+  let rank = timeline.ends.findIndex((line) => line.at(-1) === timeline.last);
+  let index = timeline.ends[rank].indexOf(timeline.last);
+  const path = [{ rank, index }];
+  while (timeline.bounds[rank][index] !== null) {
+    ({ rank, index } = at.get(timeline.bounds[rank][index]));
+    path.push({ rank, index });
+  }
+  return path.reverse();
+}
+
+// operation -> {rank, index of its item}
+export function placesOf(schedule) {
+  const found = new Map();
+  schedule.orders.forEach((order, rank) =>
+    order.forEach((item, index) => {
+      for (const op of item.parts) found.set(op.text, { rank, index });
+    }),
+  );
+  return found;
+}
+
+// By rank: [time in ticks, stages' activations held from then on], from the start of a forward pass
+// to the end of the pass that frees them.
+export function heldActivations(timeline) {
+  const at = placesOf(timeline.schedule);
+  return activationSteps(timeline.schedule).map((steps, rank) =>
+    changes(
+      steps.map(({ op, held }) => {
+        const { index } = at.get(op.text);
+        const side = op.kind === "F" ? timeline.starts : timeline.ends;
+        return [side[rank][index], held];
+      }),
+      0,
+    ),
+  );
+}
+
+// By rank: [time in ticks, weight versions of its stages kept from then on].
+export function liveVersions(timeline, use) {
+  return timeline.schedule.orders.map((order, rank) => {
+    const stages = [...new Set(order.flatMap((item) => item.parts.map((op) => op.stage)))];
+    const kept = new Map(stages.map((stage) => [stage, 1]));
+    const after = new Map(stages.flatMap((s) => use.get(s).live.map((l) => [l.op.text, l.count])));
+    const points = order.flatMap((item, index) =>
+      item.parts.map((op) => {
+        kept.set(op.stage, after.get(op.text));
+        return [timeline.ends[rank][index], [...kept.values()].reduce((a, b) => a + b, 0)];
+      }),
+    );
+    return changes(points, stages.length);
+  });
+}
+
+// By rank: [time in ticks, how many updates behind the newest microbatch's weights were].
+export function stalenessSteps(timeline, use) {
+  return timeline.schedule.orders.map((order, rank) => {
+    const points = order.flatMap((item, index) =>
+      item.parts
+        .filter((op) => op.kind === "B" || op.kind === "W")
+        .map((op) => [timeline.ends[rank][index], use.get(op.stage).staleness.get(op.microbatch)]),
+    );
+    return changes(points, 0);
+  });
+}
+
+// Only where the value changes; of several points at one time the last.
+function changes(points, first) {
+  const found = [];
+  for (const [time, value] of new Map([[0, first], ...points])) {
+    if (!found.length || found.at(-1)[1] !== value) found.push([time, value]);
+  }
+  return found;
+}
+
+// The numbers of the tutorial's tables for one timeline.
+export function summary(timeline, use) {
+  const { schedule } = timeline;
+  const uses = schedule.chains.flat().map((stage) => use.get(stage));
+  return {
+    makespan: timeOf(timeline, timeline.last),
+    idle: idle(timeline),
+    peakActivations: peakActivations(schedule),
+    peakVersions: uses.map((u) => Math.max(...u.live.map((l) => l.count))),
+    staleness: uses.map((u) => Math.max(...u.staleness.values())),
+    mixed: uses.some((u) => [...u.backward].some(([i, version]) => u.forward.get(i) !== version)),
+  };
+}
+
+export function largest(fractions) {
+  return fractions.reduce((a, b) => (a.compare(b) < 0 ? b : a), whole(0));
+}

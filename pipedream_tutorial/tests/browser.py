@@ -1,0 +1,157 @@
+"""A headless Chromium that tests drive through a pipe, in the DevTools protocol.
+
+python tests/browser.py figures/explorer.png   takes the README's picture of explorer.html
+"""
+
+import base64
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--remote-debugging-pipe", "--hide-scrollbars", "--disable-dev-shm-usage",
+]  # fmt: skip
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
+
+
+def find_browser():
+    """Chromium's or Chrome's path, or None."""
+    return next((path for path in map(shutil.which, NAMES) if path), None)
+
+
+class Browser:
+    """One page. `errors` holds uncaught exceptions and what it wrote to the console as errors."""
+
+    def __init__(self, profile):
+        to_browser, ours = os.pipe()
+        theirs, from_browser = os.pipe()
+        self.out, self.back = os.fdopen(ours, "wb", 0), os.fdopen(theirs, "rb", 0)
+
+        def wire():  # Chromium reads from 3 and writes to 4
+            held = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
+            os.dup2(held[0], 3)
+            os.dup2(held[1], 4)
+
+        self.process = subprocess.Popen(
+            [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            close_fds=False, preexec_fn=wire, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self.number, self.waiting, self.errors, self.session = 0, b"", [], None
+        targets = self.send("Target.getTargets")["targetInfos"]
+        page = next(target["targetId"] for target in targets if target["type"] == "page")
+        attached = self.send("Target.attachToTarget", targetId=page, flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method, **parameters):
+        """Its result; what else arrives in between is looked at for errors."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        if self.session:
+            message["sessionId"] = self.session
+        self.out.write(json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self.read()
+            if answer.get("id") == self.number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+
+    def read(self):
+        while b"\0" not in self.waiting:
+            arrived = self.back.read(1 << 16)
+            assert arrived, "the browser has ended"
+            self.waiting += arrived
+        line, _, self.waiting = self.waiting.partition(b"\0")
+        message = json.loads(line)
+        method, parameters = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(parameters["exceptionDetails"]["exception"]["description"])
+        if method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.errors.append(parameters["entry"]["text"])
+        if method == "Runtime.consoleAPICalled" and parameters["type"] == "error":
+            self.errors.append(str(parameters["args"]))
+        return message
+
+    def open(self, path, hash_="", *, width=1000, height=900, dark=False):
+        """Load a file anew in a window of this size."""
+        self.resize(width, height, dark)
+        self.send("Page.navigate", url="about:blank")
+        self.send("Page.navigate", url=path.as_uri() + hash_)
+        self.wait("document.readyState === 'complete' && document.querySelector('canvas') !== null")
+
+    def resize(self, width, height, dark):
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                  deviceScaleFactor=1, mobile=False)  # fmt: skip
+
+    def js(self, expression):
+        """The value of an expression, a promise's result too."""
+        answer = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait(self, expression):
+        self.until(lambda: self.js(expression), expression)
+
+    def until(self, holds, what="", limit_s=20):
+        end = time.monotonic() + limit_s
+        while not holds():
+            assert time.monotonic() < end, f"never true: {what}"
+            time.sleep(0.02)
+
+    def mouse(self, kind, x, y, button="none"):
+        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button,
+                  buttons=int(button == "left"), clickCount=int(kind != "mouseMoved"))  # fmt: skip
+
+    def key(self, key):
+        text = {"Enter": "\r", "Space": " "}.get(key)
+        named = {"key": " " if key == "Space" else key, **({"text": text} if text else {})}
+        self.send("Input.dispatchKeyEvent", type="keyDown", **named)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **named)
+
+    def screenshot(self, path):
+        """The whole page, as long as it is."""
+        page = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        shot = self.send(
+            "Page.captureScreenshot", captureBeyondViewport=True, clip={**page, "scale": 1}
+        )
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.out.close()
+        self.back.close()
+
+
+def main():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(profile)
+        browser.open(Path(__file__).resolve().parent.parent / "explorer.html", SHOWN)
+        browser.wait("!explorer.searcher.busy")
+        browser.js("explorer.main.focus = explorer.main.links.places.get('1I3')")
+        browser.js("explorer.store.change({})")
+        browser.js("document.querySelector('footer').remove()")
+        browser.screenshot(Path(sys.argv[1]))
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

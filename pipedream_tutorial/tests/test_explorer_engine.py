@@ -1,0 +1,325 @@
+"""The explorer's JavaScript engine against the Python one, cell by cell.
+
+Questions go to a node process (explorer_cells.mjs); what Python says of them is computed here.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import Op, load_csv, one_chain, repeat, save_csv
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import activation_steps, idle, peak_activations
+from pipedream.simulate.needs import DeadlockError
+from pipedream.simulate.search import (
+    _limits,
+    as_schedule,
+    build_problem,
+    greedy,
+    lower_bound,
+    pattern,
+)
+from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.simulate.trace import MeasuredEvent, write_trace
+
+HERE = Path(__file__).resolve().parent
+NODE = shutil.which("node")
+
+pytestmark = pytest.mark.skipif(
+    NODE is None and "CI" not in os.environ, reason="node, which runs the engine, is not installed"
+)
+
+
+def ask(questions):
+    done = subprocess.run(
+        ["node", HERE / "explorer_cells.mjs"],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0):
+    names = dict(zip("FIWc", map(str, durations), strict=True))
+    return names | {
+        "p": p, "m": m, "v": v, "n": n, "scale": [*map(str, scale)], "saving": str(saving), "K": 0,
+    }  # fmt: skip
+
+
+def grid():
+    """Every schedule at sizes and durations drawn once and for all, and a few on purpose."""
+    chance = random.Random(0)
+    durations = ["1/4", "1/3", "1/2", "1", "3/2", "2.25", "3"]
+    found = []
+    for name in SCHEDULES:
+        for p, m in [(1, 1), (1, 5), (2, 8), (3, 6), (4, 8), (4, 12), (5, 3), (8, 16)]:
+            for even in (True, False):
+                given = [1, 1, 1, 0] if even else chance.choices(durations, k=4)
+                scale = [] if even else chance.choices(["1/2", "1", "1.5", "2"], k=p)
+                saving = 0 if even else chance.choice(["0", "1/2", "1"])
+                v, n = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
+                found.append((name, chosen(p, m, v, n, given, scale, saving)))
+        found.append((name, chosen(4, 8, durations=(1, 1, 0, 1))))
+    return found
+
+
+def in_python(name, c):
+    """What explorer_cells.mjs answers to `run`."""
+    policy = POLICIES[SCHEDULES[name].policy]
+    repeats = c["n"] if SCHEDULES[name].policy == "flush" else 1
+    m = c["m"] * c["n"] // repeats
+    schedule = repeat(build_schedule(name, c["p"], m, c["v"]), repeats)
+    stages = len(schedule.chains[0])
+    scale = [c["scale"][place * c["p"] // stages] for place in range(stages) if c["scale"]]
+    costs = build_costs(
+        schedule,
+        forward=c["F"],
+        input_gradient=c["I"],
+        weight_gradient=c["W"],
+        communication=c["c"],
+        scale=scale or None,
+        overlap_saving=c["saving"],
+    )
+    timeline, use = simulate(schedule, costs), weight_use(schedule, policy, c["m"])
+    found, in_order = idle(timeline), [use[stage] for chain in schedule.chains for stage in chain]
+    return {
+        "tick": str(timeline.tick),
+        "cells": [",".join(map(str, order)) for order in schedule.orders],
+        "starts": [[*line] for line in timeline.starts],
+        "ends": [[*line] for line in timeline.ends],
+        "bounds": [[b and str(Op._make(b)) for b in line] for line in timeline.bounds],
+        "makespan": str(timeline.makespan),
+        "idle": [*map(str, found.makespan)],
+        "span": [*map(str, found.span)],
+        "shares": [str(found.makespan_fraction), str(found.span_fraction)],
+        "activations": [*map(str, peak_activations(schedule))],
+        "versions": [u.peak_versions for u in in_order],
+        "staleness": [max(u.staleness.values()) for u in in_order],
+        "mixed": any(u.backward != u.forward for u in in_order),
+        "forward": {stage: [[*pair] for pair in u.forward.items()] for stage, u in use.items()},
+    }
+
+
+def python_or_error(name, c):
+    try:
+        return in_python(name, c)
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def test_every_cell_is_the_python_simulators():
+    cases = grid()
+    refused = 0
+    for (name, c), found in zip(
+        cases, ask([{"ask": "run", "name": name, "chosen": c} for name, c in cases]), strict=True
+    ):
+        wanted = python_or_error(name, c)
+        if "error" in wanted:
+            assert found == wanted, (name, c)
+            refused += 1
+            continue
+        path = found.pop("path")
+        found["forward"] = dict(found["forward"])
+        assert found == wanted, (name, c)
+        assert_critical(path, found)
+    assert refused < len(cases) / 4
+
+
+def assert_critical(path, found):
+    """Each began when the one before it ended and had arrived, from time 0 to the last end."""
+    starts, ends, bounds = {}, {}, {}
+    for rank, line in enumerate(found["cells"]):
+        for k, cell in enumerate(line.split(",")):
+            for op in cell.strip("()").removesuffix(")OVERLAP_F_B").split(";"):
+                starts[op] = found["starts"][rank][k]
+                ends[op], bounds[op] = found["ends"][rank][k], found["bounds"][rank][k]
+    first_ops = [cell.strip("()").split(";")[0].removesuffix(")OVERLAP_F_B") for cell in path]
+    assert starts[first_ops[0]] == 0
+    assert ends[first_ops[-1]] == max(ends.values())
+    for before, after in zip(path, first_ops[1:], strict=False):
+        assert bounds[after] in before
+
+
+def test_the_explorer_has_the_python_registry():
+    wanted = [[name, entry.title, entry.policy] for name, entry in SCHEDULES.items()]
+    assert ask([{"ask": "names"}]) == [wanted]
+
+
+def test_search_writes_the_same_words_by_rule_and_finds_the_proved_optimum():
+    cases = [(4, 8, k, (1, 1, 1, 1), ()) for k in (4, 5, 6, 7)]
+    cases += [(3, 5, 2, ("1/2", 1, "3/2", "1/3"), (1, 2, 1)), (6, 13, 9, (1, 2, 1, "1/2"), ())]
+    questions = [
+        {"chosen": chosen(p=p, durations=d, scale=s), "m": m, "memory": k}
+        for p, m, k, d, s in cases
+    ]
+    ruled = ask([{"ask": "rules", **q} for q in questions])
+    searched = ask([{"ask": "search", "tries": 12_000, **q} for q in questions])
+    for (p, m, memory, durations, scale), rules, found in zip(cases, ruled, searched, strict=True):
+        f, i, w, c = durations
+        costs = build_costs(
+            build_schedule("1f1b", p, 1), forward=f, input_gradient=i, weight_gradient=w,
+            communication=c, scale=scale or None,
+        )  # fmt: skip
+        problem = build_problem(costs, m, memory)
+        limits = _limits(problem)
+        assert rules["leads"] == [[*limit] for limit in limits]
+        assert rules["greedy"] == [greedy(problem, limit) for limit in limits]
+        assert rules["pattern"] == [pattern(problem, limit) for limit in limits]
+        bound = lower_bound(problem) * problem.tick
+        assert rules["bound"] == pytest.approx(float(bound), abs=1e-12)
+        schedule = as_schedule(found["words"], "search")
+        assert str(simulate(schedule, costs).makespan) == found["makespan"]
+        assert max(peak_activations(schedule)) <= memory
+    assert [found["makespan"] for found in searched[:4]] == ["39", "36", "33", "30"]
+
+
+def test_csv_comes_back_and_says_what_is_wrong(tmp_path):
+    good = [build_schedule(name, 4, 8) for name in ("1f1b", "zb-v", "dualpipe-v", "interleaved")]
+    texts = []
+    for schedule in good:
+        save_csv(schedule, tmp_path / "it.csv")
+        texts.append((tmp_path / "it.csv").read_bytes().decode())
+    bad = ["", "0F0,oops", "0F0,1B0\n1F0,0B0", "5F0,5B0", "0B0,0F0", "0F0", "0F1,0B1"]
+    found = ask([{"ask": "csv", "text": text} for text in texts + bad])
+    for schedule, text, answer in zip(good, texts, found, strict=False):
+        assert answer == {"again": text, "stagesPerRank": schedule.stages_per_rank}
+    for text, answer in zip(bad, found[len(good) :], strict=True):
+        assert answer.keys() == {"error"}, text
+
+
+def test_orders_from_a_csv_run_and_cut_backwards_stay_where_they_are(tmp_path):
+    schedule = build_schedule("interleaved", 3, 6, 2)
+    save_csv(schedule, tmp_path / "it.csv")
+    c = chosen(p=3, m=6, n=2, durations=(1, "1/2", 2, "1/3"), scale=(1, 2, 1))
+    c |= {"csv": (tmp_path / "it.csv").read_bytes().decode()}
+    whole, cut = ask(
+        [{"ask": "run", "name": "csv", "chosen": c | {"cut": cut}} for cut in (False, True)]
+    )
+    wanted = repeat(load_csv(tmp_path / "it.csv"), 2)
+    scale = [1, 1, 2, 2, 1, 1]
+    costs = {"forward": 1, "input_gradient": "1/2", "weight_gradient": 2, "communication": "1/3"}
+    timeline = simulate(wanted, build_costs(wanted, **costs, scale=scale))
+    assert whole["makespan"] == str(timeline.makespan)
+    assert whole["ends"] == [[*line] for line in timeline.ends]
+    halved = [
+        re.sub(r"(\d+)B(\d+)", r"\1I\2,\1W\2", ",".join(map(str, order))) for order in wanted.orders
+    ]
+    assert cut["cells"] == halved
+
+
+def test_a_moved_operation_is_judged_as_the_simulator_would():
+    """Every move of every operation of rank 1, by up to three places."""
+    schedule = build_schedule("zb-h1", 3, 4)
+    costs = build_costs(schedule, communication="1/2")
+    c = chosen(p=3, m=4, durations=(1, 1, 1, "1/2"))
+    order, memory = schedule.orders[1], 3
+    moves = [
+        {"rank": 1, "from": a, "to": b}
+        for a in range(len(order))
+        for b in range(max(0, a - 3), min(len(order), a + 4))
+    ]
+    answers = ask(
+        [
+            {"ask": "move", "name": "zb-h1", "chosen": c, "move": move, "memory": memory}
+            for move in moves
+        ]
+    )
+    old, verdicts = simulate(schedule, costs).makespan, set()
+    for move, answer in zip(moves, answers, strict=True):
+        line = [*order]
+        line.insert(move["to"], line.pop(move["from"]))
+        changed = type(schedule)(
+            name="moved",
+            orders=(schedule.orders[0], tuple(line), schedule.orders[2]),
+            chains=one_chain(3),
+        )
+        held = max(count for _, count in activation_steps(changed)[1])
+        try:
+            new = simulate(changed, costs).makespan
+        except DeadlockError:
+            new = None
+        if new is None or held > memory:
+            wanted = "illegal"
+        else:
+            wanted = "same" if new == old else "longer" if new > old else "shorter"
+        assert answer["verdict"] == wanted, (move, answer)
+        verdicts.add(wanted)
+    assert verdicts >= {"illegal", "same", "longer"}
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path):
+    schedule = build_schedule("zb-h1", 2, 3)
+    timeline = simulate(schedule, build_costs(schedule, communication="1/2"))
+    events = [
+        MeasuredEvent(
+            rank=e.rank, kind=e.item.kind, stage=e.item.stage, microbatch=e.item.microbatch,
+            start_ns=int(e.start * 10**6) + 5, end_ns=int(e.end * 10**6) + 5, thread="compute",
+        )
+        for e in timeline.all_events()
+    ]  # fmt: skip
+    write_trace(tmp_path / "trace.json", predicted=timeline, measured=events)
+    save_csv(schedule, tmp_path / "it.csv")
+    (found,) = ask([{"ask": "trace", "text": (tmp_path / "trace.json").read_text()}])
+    assert found["group"] == "measured"
+    assert found["csv"] == (tmp_path / "it.csv").read_bytes().decode()
+    for rank, line in enumerate(timeline.events):
+        assert found["starts"][rank] == pytest.approx([float(e.start) for e in line])
+        assert found["ends"][rank] == pytest.approx([float(e.end) for e in line])
+    assert found["durations"] == {"F": 1, "I": 1, "W": 1, "c": 0.5, "scale": [1, 1]}
+    write_trace(tmp_path / "trace.json", predicted=timeline, unit_s=1e-3)
+    (found,) = ask([{"ask": "trace", "text": (tmp_path / "trace.json").read_text()}])
+    assert found["group"] == "predicted"
+    assert found["durations"] == {"F": 1, "I": 1, "W": 1, "c": 0.5, "scale": [1, 1]}
+    assert "error" in ask([{"ask": "trace", "text": "{}"}])[0]
+
+
+def test_gradients_are_autograds():
+    (found,) = ask([{"ask": "exact", "numStages": 3, "microbatch": 5, "batchSize": 4}])
+    rows, width = found["sizes"]["ROWS"], found["sizes"]["WIDTH"]
+    shapes = {"U": (width, -1), "V": (-1, width), "C": (width, -1)}
+
+    def tensor(own, name):
+        return torch.tensor(own[name], dtype=torch.float64).reshape(shapes[name])
+
+    weights = [{n: tensor(own, n).requires_grad_() for n in own} for own in found["weights"]]
+    x = torch.tensor(found["x"], dtype=torch.float64).reshape(rows, width)
+    for own in weights:
+        x = x + torch.tanh(x @ own["U"]) @ own["V"]
+    loss = torch.nn.functional.cross_entropy(x @ weights[-1]["C"], torch.tensor(found["classes"]))
+    (loss / 4).backward()
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    for own, theirs in zip(weights, found["gradients"], strict=True):
+        for name, weight in own.items():
+            assert torch.allclose(weight.grad, tensor(theirs, name), rtol=1e-10, atol=1e-15)
+
+
+def test_only_stashing_makes_the_gradient_valid():
+    rates = (0.001, 0.01)
+    names = ("1f1b", "pipedream", "pipedream-vertical", "pipedream-2bw", "pipedream-no-stash")
+    questions = [
+        {"ask": "train", "name": name, "chosen": chosen(n=4), "learningRate": rate}
+        for name in names
+        for rate in rates
+    ]
+    found = ask(questions)
+    for question, answer in zip(questions, found, strict=True):
+        if question["name"] != "pipedream-no-stash":
+            assert answer["perStage"] == [0, 0, 0, 0], question
+            assert (answer["newest"] == 0) == (question["name"] == "1f1b")
+    little, much = found[-2:]
+    assert little["perStage"][-1] == much["perStage"][-1] == 0
+    for a, b in zip(little["perStage"][:-1], much["perStage"][:-1], strict=True):
+        assert 0 < a < b
+        assert b / a == pytest.approx(10, rel=0.1)  # linear in the learning rate while it is small
+    assert all(sum(f["losses"][-8:]) < sum(f["losses"][:8]) for f in found[1::2])

@@ -1,0 +1,374 @@
+"""explorer.html as a reader has it: what the build makes, and at work in a headless browser."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import Browser, find_browser
+from matplotlib.image import imread
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.ops import save_csv
+from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.simulate.trace import MeasuredEvent, write_trace
+from test_explorer_engine import grid, python_or_error
+
+TUTORIAL = Path(__file__).resolve().parent.parent
+PAGE, SOURCES = TUTORIAL / "explorer.html", TUTORIAL / "explorer"
+
+
+def test_the_committed_page_is_what_the_build_makes():
+    done = subprocess.run(
+        [sys.executable, SOURCES / "build.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_needs_no_network_and_its_sources_are_short():
+    page = PAGE.read_text()
+    assert "http" not in page
+    assert " src=" not in page
+    for path in SOURCES.rglob("*.*"):
+        if path.suffix in (".mjs", ".py", ".css", ".html"):
+            assert len(path.read_text().splitlines()) <= 320, path
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    if find_browser() is None:
+        assert "CI" not in os.environ, "CI needs Chromium or Chrome for explorer.html"
+        pytest.skip("Chromium or Chrome, which opens the explorer, is not installed")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(started):
+    started.errors.clear()
+    yield started
+    assert not started.errors
+
+
+def text(browser, id_):
+    return browser.js(f"document.getElementById('{id_}').textContent")
+
+
+def numbers(browser, pane="main"):
+    """What stands over a timeline, such as {"time": "33", ...}."""
+    return dict(
+        browser.js(
+            f"[...explorer.{pane}.numbers.children]"
+            ".map(pair => [...pair.children].map(part => part.textContent))"
+        )
+    )
+
+
+def middle(browser, operation):
+    """Where an operation's cell is in the window."""
+    return browser.js(
+        f"""(() => {{
+            const {{ links, run, layout, canvas, scroller }} = explorer.main;
+            const {{ rank, index }} = links.places.get("{operation}");
+            const {{ starts, ends, tick }} = run.timeline;
+            const time = ((starts[rank][index] + ends[rank][index]) / 2) * tick.toNumber();
+            canvas.scrollIntoView({{ block: "center" }});
+            const box = canvas.getBoundingClientRect();
+            const x = box.left + layout.gutter + time * layout.perUnit - scroller.scrollLeft;
+            return [x, box.top + 18 + rank * layout.rank + layout.row / 2];
+        }})()"""
+    )
+
+
+def drag(browser, operation, to):
+    """With the mouse, to the place of another operation and a little on."""
+    x, y = middle(browser, operation)
+    end, _ = middle(browser, to)
+    browser.mouse("mouseMoved", x, y)
+    browser.mouse("mousePressed", x, y, "left")
+    for share in (0.5, 1):
+        browser.mouse("mouseMoved", x + share * (end + 3 - x), y, "left")
+    browser.mouse("mouseReleased", end + 3, y, "left")
+
+
+@pytest.mark.parametrize("width", [1000, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_can_be_read_wide_and_narrow_light_and_dark(browser, tmp_path, width, dark):
+    hash_ = "#schedule=zb-h1&other=dualpipe-v&path=1&arrows=1&versions=1&stale=1&c=1&K=3"
+    browser.open(PAGE, hash_, width=width, dark=dark)
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    browser.screenshot(tmp_path / "page.png")
+    shot = (255 * imread(tmp_path / "page.png")[:, :, :3]).round().astype(int)
+    assert shot.shape[1] == width
+    paper = shot[2, 2]
+    assert paper.max() < 40 if dark else paper.min() > 240
+    colours = {f"#{colour:06x}" for colour in np.unique(shot @ [65536, 256, 1])}
+    assert {browser.js(f"explorer.main.theme.{kind}") for kind in "FIW"} <= colours
+
+
+# Machado, Oliveira and Fernandes (2009): linear RGB as seen without one kind of cone.
+BLINDNESS = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+               [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+               [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+               [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(linear):
+    """CIELAB of linear RGB, in which equal distances look about equally large."""
+    xyz = np.clip(TO_XYZ @ linear / (TO_XYZ @ np.ones(3)), 0, 1)
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_of_kinds_differ_for_the_colour_blind(browser, dark):
+    """By 20 and more, where 2.3 is a difference that one just sees."""
+    browser.open(PAGE, dark=dark)
+    theme = browser.js("Object.fromEntries(Object.entries(explorer.main.theme).slice(0, 6))")
+    seen = {}
+    for name in ("F", "B", "I", "W", "lane"):
+        srgb = np.frombuffer(bytes.fromhex(theme[name][1:]), np.uint8) / 255
+        seen[name] = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    for kind, matrix in BLINDNESS.items():
+        for one, other in combinations(seen, 2):
+            a, b = (lab(np.clip(matrix @ seen[name], 0, 1)) for name in (one, other))
+            assert np.linalg.norm(a - b) > 20, (kind, one, other)
+
+
+def test_a_slider_changes_the_timeline_and_the_address(browser):
+    browser.open(PAGE)
+    assert numbers(browser)["time"] == "33"
+    browser.js("document.getElementById('m').focus()")
+    browser.key("ArrowRight")
+    browser.js("document.getElementById('c-field').focus()")
+    browser.js("document.getElementById('c-field').value = '1/3'")
+    browser.js("document.getElementById('c-field').dispatchEvent(new Event('change'))")
+    schedule = build_schedule("1f1b", 4, 9)
+    wanted = simulate(schedule, build_costs(schedule, communication="1/3")).makespan
+    assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
+    browser.wait("location.hash.includes('m=9')")
+    hash_ = browser.js("location.hash")
+    browser.open(PAGE, hash_)
+    assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
+
+
+def test_every_cell_in_the_browser_is_the_python_simulators(browser):
+    browser.open(PAGE)
+    cases = grid()
+    answers = browser.js(
+        f"""{json.dumps(cases)}.map(([name, chosen]) => {{
+            try {{
+                const {{ timeline }} = explorer.run(name, chosen);
+                return {{
+                    tick: timeline.tick.toString(), starts: timeline.starts, ends: timeline.ends,
+                    cells: timeline.schedule.orders.map((order) => order.map((i) => i.text).join()),
+                }};
+            }} catch (error) {{
+                return {{ error: error.message }};
+            }}
+        }})"""
+    )
+    for case, answer in zip(cases, answers, strict=True):
+        wanted = python_or_error(*case)
+        assert answer == {key: wanted[key] for key in answer}, case
+
+
+def test_every_schedule_is_drawn_or_says_why_not(browser):
+    browser.open(PAGE)
+    for name in SCHEDULES:
+        browser.js(f"explorer.store.change({{ schedule: '{name}', other: '{name}', m: 8 }})")
+        assert numbers(browser) == numbers(browser, "beside"), name
+    browser.js("explorer.store.change({ schedule: 'dualpipe-v', m: 7, other: '' })")
+    assert "at least 2 microbatches a rank" in browser.js("explorer.main.error.textContent")
+    assert browser.js("explorer.main.scroller.hidden")
+
+
+def test_an_address_that_makes_no_sense_is_left_out(browser):
+    browser.open(PAGE, "#p=99&m=x&F=-1&schedule=nonsense&moves=1.2&csv=%&scale=1,0&rate=0&zz=1")
+    assert numbers(browser)["time"] == str(3 * (15 + 8))
+    browser.open(PAGE, "#moves=9.9.9")
+    assert "a move names a place that is not there" in browser.js("explorer.main.error.textContent")
+    browser.open(PAGE, "#schedule=csv&csv=0B0%2C0F0")
+    assert "0B0" in browser.js("explorer.main.error.textContent")
+
+
+def test_pointing_at_an_operation_says_what_it_waits_for(browser):
+    browser.open(PAGE, "#c=1")
+    browser.mouse("mouseMoved", *middle(browser, "1B3"))
+    said = text(browser, "lines")
+    assert "1B3: backward pass of microbatch 3 on stage 1. Rank 1, from 26 to 28." in said
+    assert "1F3 (own, ended at 16) and 2B3 (from rank 2, there at 26). 2B3 came last." in said
+
+
+def with_late_forward():
+    """1F1B at c = 1 with 0F4 and the 0B1 behind it exchanged."""
+    schedule = build_schedule("1f1b", 4, 8)
+    first, *others = schedule.orders
+    assert [*map(str, first[5:7])] == ["0F4", "0B1"]
+    swapped = (*first[:5], first[6], first[5], *first[7:])
+    changed = replace(schedule, orders=(swapped, *others))
+    return simulate(changed, build_costs(changed, communication=1)).makespan
+
+
+def test_a_drag_is_refused_or_done_and_undone(browser):
+    browser.open(PAGE, "#c=1")
+    drag(browser, "1B3", "1F3")
+    assert text(browser, "said").startswith("Not possible: the ranks would wait for each other.")
+    assert numbers(browser)["time"] == "49"
+    drag(browser, "0F4", "0B1")
+    wanted = with_late_forward()
+    assert text(browser, "said") == f"Costs {wanted - 49}: time rises from 49 to {wanted}."
+    assert numbers(browser)["time"] == str(wanted)
+    browser.js("document.getElementById('undo').click()")
+    assert numbers(browser)["time"] == "49"
+
+
+def test_the_keyboard_is_enough(browser):
+    browser.open(PAGE, "#c=1")
+    browser.js("explorer.main.canvas.focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        browser.key(key)
+    assert "1F0" in text(browser, "lines")
+    for key in ("ArrowUp", "Home", *["ArrowRight"] * 4, "Enter", *["ArrowLeft"] * 4):
+        browser.key(key)
+    refused = "Not possible: 0B0 needs 0F0, which this rank would run later."
+    assert text(browser, "said") == refused
+    browser.key("Escape")
+    browser.key("ArrowRight")
+    assert "0F4" in text(browser, "lines")
+    for key in ("Enter", "ArrowRight", "Enter"):
+        browser.key(key)
+    assert numbers(browser)["time"] == str(with_late_forward())
+    browser.key("Space")
+    browser.wait("explorer.player.time > 0")
+    browser.key("Space")
+    before = browser.js("explorer.player.time")
+    browser.key(".")
+    assert browser.js("explorer.player.time") > before
+
+
+def solve_third(browser):
+    browser.js("document.getElementById('cut').click()")
+    drag(browser, "2W0", "2W3")
+
+
+def solve_sixth(browser):
+    for rank, start, end in ((0, 5, 6), (0, 7, 9)):
+        move = f"{{ rank: {rank}, from: {start}, to: {end} }}"
+        browser.js(f"explorer.store.change({{ moves: [...explorer.store.chosen.moves, {move}] }})")
+
+
+def choose(**patch):
+    return lambda browser: browser.js(f"explorer.store.change({patch})")
+
+
+SOLUTIONS = [
+    choose(schedule="gpipe", m=12), choose(schedule="1f1b"), solve_third,
+    choose(schedule="eager-1f1b"), choose(schedule="pipedream-2bw"), solve_sixth,
+]  # fmt: skip
+
+
+def test_the_levels_can_be_solved_and_are_not_at_first(browser):
+    browser.open(PAGE)
+    for level, solve in enumerate(SOLUTIONS, 1):
+        browser.js(f"document.querySelectorAll('#levels button')[{level}].click()")
+        browser.wait("!explorer.searcher.busy")
+        assert text(browser, "lesson-title").startswith(f"Level {level}: ")
+        assert browser.js("document.getElementById('learned').hidden"), level
+        solve(browser)
+        assert not browser.js("document.getElementById('learned').hidden"), level
+    assert browser.js("explorer.store.chosen.solved") == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_search_finds_the_proved_optimum(browser):
+    browser.open(PAGE, "#schedule=search&K=5&c=1")
+    browser.wait("!explorer.searcher.busy")
+    assert numbers(browser)["time"] == "36"
+    assert text(browser, "searching").startswith("Search: 36 after 20000 of 20000 tries")
+
+
+def upload(browser, id_, path):
+    root = browser.send("DOM.getDocument")["root"]["nodeId"]
+    node = browser.send("DOM.querySelector", nodeId=root, selector=f"#{id_}")["nodeId"]
+    browser.send("DOM.setFileInputFiles", files=[str(path)], nodeId=node)
+    browser.wait("document.getElementById('said').textContent !== ''")
+
+
+def test_csv_goes_out_and_comes_in(browser, tmp_path):
+    browser.open(PAGE, "#schedule=zb-v")
+    browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.js("document.getElementById('save-csv').click()")
+    save_csv(build_schedule("zb-v", 4, 8), tmp_path / "wanted.csv")
+    wanted = (tmp_path / "wanted.csv").read_bytes()
+    browser.until(lambda: (tmp_path / "zb-v.csv").is_file())
+    assert (tmp_path / "zb-v.csv").read_bytes() == wanted
+    browser.open(PAGE)
+    upload(browser, "load-csv", tmp_path / "wanted.csv")
+    assert numbers(browser)["time"] == "25.5"
+    browser.wait("location.hash.includes('csv=')")
+    browser.open(PAGE, browser.js("location.hash"))
+    assert numbers(browser)["time"] == "25.5"
+    (tmp_path / "broken.csv").write_text("0F0,1B0\n1F0,0B0\n")
+    upload(browser, "load-csv", tmp_path / "broken.csv")
+    assert "stage 1 is on ranks 0 and 1" in text(browser, "said")
+
+
+def test_a_csv_cannot_say_everything(browser):
+    browser.open(PAGE)
+    for choice, reason in (
+        ("{ schedule: 'pipedream' }", "does not flush"),
+        ("{ schedule: 'chimera' }", "two copies of the model"),
+        ("{ schedule: '1f1b', n: 2 }", "one batch"),
+    ):
+        browser.js(f"explorer.store.change({choice})")
+        browser.js("document.getElementById('save-csv').click()")
+        assert reason in text(browser, "said")
+
+
+def test_a_measured_trace_lies_under_its_prediction(browser, tmp_path):
+    timeline = simulate(s := build_schedule("zb-h1", 3, 6), build_costs(s, communication="1/2"))
+    events = [
+        MeasuredEvent(
+            rank=e.rank, kind=e.item.kind, stage=e.item.stage, microbatch=e.item.microbatch,
+            start_ns=int(e.start * 10**7), end_ns=int(e.end * 10**7), thread="compute",
+        )
+        for e in timeline.all_events()
+    ]  # fmt: skip
+    write_trace(tmp_path / "trace.json", measured=events)
+    browser.open(PAGE)
+    upload(browser, "load-trace", tmp_path / "trace.json")
+    wanted = float(timeline.makespan) * 10
+    assert float(numbers(browser)["time"]) == wanted
+    assert numbers(browser)["measured"] == f"{wanted:.1f} ms, +0%"
+
+
+def test_sixteen_ranks_play_at_sixty_frames_a_second(browser):
+    """The time that drawing takes is measured too: a frame has 16.7 ms."""
+    browser.open(PAGE, "#schedule=zb-h2&p=16&m=64&arrows=1&path=1")
+    drawing = browser.js(
+        """new Promise((done) => {
+            const { main, player } = explorer;
+            player.toggle();
+            const times = [];
+            const frame = () => {
+                const begun = performance.now();
+                main.focus = { rank: times.length % 16, index: times.length };
+                main.draw();
+                times.push(performance.now() - begun);
+                if (times.length < 60) requestAnimationFrame(frame);
+                else done(times.sort((a, b) => a - b));
+            };
+            requestAnimationFrame(frame);
+        })"""
+    )
+    assert drawing[30] < 8

@@ -1,0 +1,38 @@
+"""What local SGD can do, and the keys that it adds to CONFIG. No torch import."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from distributed_training.settings.engines import Traits
+from distributed_training.settings.keys import Options, key
+
+TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",))
+
+
+class OPTIONS(Options):
+    """Local SGD by default; DiLoCo with an outer rate of 0.7 and an outer momentum of 0.9."""
+
+    local_steps: Annotated[int, Field(ge=1, le=2**20)] = key(
+        8, work=True, help="steps that each replica takes by itself before all of them meet"
+    )
+    outer_lr: Annotated[float, Field(ge=0.001, le=10)] = key(
+        1.0, work=True, help="rate of the step towards the replicas' mean; 1: the mean itself"
+    )
+    outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = key(
+        0.0, work=True, help="Nesterov momentum of that step; DiLoCo: 0.9 with outer_lr 0.7"
+    )
+
+    @property
+    def averages(self) -> bool:
+        """Whether the replicas' mean is taken as it is."""
+        return self.outer_lr == 1 and self.outer_momentum == 0
+
+    def steps_between_exchanges(self) -> int | None:
+        return self.local_steps
+
+    def bytes_a_parameter(self) -> int:
+        """fp32 weights of the last meeting, and the outer momentum."""
+        return 0 if self.averages else 4 + 4 * (self.outer_momentum > 0)

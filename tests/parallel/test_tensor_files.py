@@ -1,0 +1,91 @@
+"""What was written in one cut is read in any other."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from distributed_training.parallel.tensor_files import TensorFiles, part_of, write_parts
+
+SHAPE = (11, 6)
+WHOLE = torch.arange(66.0).view(SHAPE)
+PADDED = torch.nn.functional.pad(WHOLE, (0, 0, 0, 5))  # as a vocabulary is
+
+
+def ranges(seed):
+    """Of elements in order, as ZeRO divides, the last one with padding behind."""
+    marks = [0, *sorted(random.Random(seed).sample(range(96), 4)), 96]
+    return [((low,), PADDED.flatten()[low:high]) for low, high in itertools.pairwise(marks)]
+
+
+def boxes(seed):
+    draw = random.Random(seed)
+    rows = [0, *sorted(draw.sample(range(17), 2)), 16]
+    columns = [0, draw.randrange(1, 6), 6]
+    return [
+        ((top, left), PADDED[top:bottom, left:right])
+        for top, bottom in itertools.pairwise(rows)
+        for left, right in itertools.pairwise(columns)
+    ]
+
+
+CUTS = {
+    "whole": [((0, 0), PADDED)],
+    **{f"ranges {seed}": ranges(seed) for seed in range(3)},
+    **{f"boxes {seed}": boxes(seed) for seed in range(3)},
+}
+
+
+def save(folder, cut):
+    """A file for each part."""
+    for number, (start, values) in enumerate(cut):
+        part = part_of("w", values, SHAPE, start)
+        write_parts(folder / f"rank-{number:05d}.safetensors", [part])
+    return TensorFiles(sorted(folder.iterdir()))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_cut_is_read_in_any_other(cut, tmp_path):
+    saved = save(tmp_path, CUTS[cut])
+    assert torch.equal(saved.whole("w"), WHOLE)
+    for other in CUTS.values():
+        for start, values in other:
+            found = torch.zeros_like(values)
+            part = part_of("w", found, SHAPE, start)
+            part.set(saved.read(part))
+            assert torch.equal(found, values)
+
+
+def test_a_file_is_in_safetensors_format_and_holds_no_padding(tmp_path):
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a", CUTS["whole"])
+    (file,) = (tmp_path / "a").iterdir()
+    assert torch.equal(load_file(file)["w"], WHOLE)
+    state = torch.arange(7, dtype=torch.uint8)
+    size, _ = write_parts(tmp_path / "b", [part_of("state", state, (7,), (0,))])
+    assert size == (tmp_path / "b").stat().st_size
+    assert torch.equal(load_file(tmp_path / "b")["state"], state)
+
+
+def test_what_another_process_writes_is_not_written(tmp_path):
+    file = tmp_path / "rank-00000.safetensors"
+    write_parts(file, [part_of("w", WHOLE, SHAPE, (0, 0), writes=False)])
+    with safe_open(file, "pt") as found:
+        assert list(found.keys()) == []
+
+
+def test_missing_and_foreign_tensors_are_not_read(tmp_path):
+    save(tmp_path, boxes(0))
+    kept = [path for path in sorted(tmp_path.iterdir()) if path.name != "rank-00001.safetensors"]
+    saved = TensorFiles(kept)
+    with pytest.raises(ValueError, match="of 66 numbers of w"):
+        saved.whole("w")
+    with pytest.raises(ValueError, match="0 of 66 numbers of other"):
+        saved.read(part_of("other", WHOLE, SHAPE, (0, 0)))
+    with pytest.raises(ValueError, match=r"\[11, 6\] instead of \[6, 11\]"):
+        saved.read(part_of("w", WHOLE.t(), SHAPE[::-1], (0, 0)))

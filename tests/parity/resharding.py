@@ -1,0 +1,149 @@
+"""Runs that are saved under one layout and go on under another.
+
+python -m tests.parity.resharding                    all pairs, to results/resharding.json
+python -m tests.parity.resharding --ring             each layout saved once and resumed once
+python -m tests.parity.resharding --pairs 20 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from distributed_training.records.record import versions
+from distributed_training.settings.files import ROOT
+from tests.parity.support import DEEP, cut, reference, run_cases, split
+
+# Two stages for each of four processes, and an embedding with rows of padding.
+EIGHT = {**DEEP, "model": "eight-layers-2050"}
+NUM_STEPS = 6  # it is saved after half of them
+AT_ONCE = 40  # pairs, in one start of processes
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+_ZB_V = {"pipeline_schedule": "zb-v"}
+# Name -> CONFIG and, last in the name, processes.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{
+        f"{name} x {count}": {"strategy": name, **cut(1)}
+        for name in ("dp", "zero1", "zero2", "zero3", "offload", "fsdp")
+        for count in (1, 2, 4)
+    },
+    **{f"tp x {count}": {**split(tp=count), **cut(1)} for count in (2, 4)},
+    **{f"pp-1f1b x {count}": {**split(pp=count), **cut(4)} for count in (2, 4)},
+    **{f"pp-zb-v x {count}": {**split(pp=count), **cut(8), **_ZB_V} for count in (2, 4)},
+    **{f"hybrid x {count}": {"strategy": "hybrid", **cut(2)} for count in (2, 4)},
+    "hsdp x 4": {"strategy": "fsdp", "dp_replicate": 2, **cut(1)},
+    "3d-tp-pp x 4": {**split(tp=2, pp=2), **cut(4)},
+    "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
+    "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
+}
+Pair = tuple[str, str]
+
+
+def all_pairs() -> list[Pair]:
+    return list(itertools.permutations(LAYOUTS, 2))
+
+
+def draw_pairs(count: int, seed: int) -> list[Pair]:
+    """Different ones, drawn from all."""
+    return random.Random(seed).sample(all_pairs(), count)
+
+
+def processes_of(layout: str) -> int:
+    return int(layout.rpartition(" ")[2])
+
+
+def draw_ring(seed: int) -> list[Pair]:
+    """Each layout once on either side."""
+    names = list(LAYOUTS)
+    random.Random(seed).shuffle(names)
+    return list(itertools.pairwise([*names, names[0]]))
+
+
+def reshard(pairs: Iterable[Pair], folder: Path) -> dict[Pair, dict[str, float]]:
+    """How far each pair's second half is from one process that was never stopped: the largest
+    relative difference of a loss, and of a weight's 2-norm."""
+    pairs = list(pairs)
+    return resume(pairs, save({saved for saved, _ in pairs}, folder))
+
+
+def save(layouts: Iterable[str], folder: Path) -> dict[str, str]:
+    """Train each for half of the steps; its run's folder."""
+    runs: dict[str, str] = {}
+    for count, names in _by_processes(layouts):
+        cases = {
+            name: {**EIGHT, **LAYOUTS[name], "output_dir": str(folder / name.replace(" ", ""))}
+            for name in names
+        }
+        runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS)
+    return runs
+
+
+def resume(pairs: Iterable[Pair], runs: dict[str, str]) -> dict[Pair, dict[str, float]]:
+    """As `reshard`, from the folders that `save` gave."""
+    pairs = list(pairs)
+    expected, found = reference(EIGHT, steps=NUM_STEPS), {}
+    for count, names in _by_processes({goes_on for _, goes_on in pairs}):
+        cases = {
+            f"{saved} -> {goes_on}": {**EIGHT, **LAYOUTS[goes_on], "resume": runs[saved]}
+            for saved, goes_on in pairs
+            if goes_on in names
+        }
+        for words, actual in run_cases(cases, count, what="go_on", steps=NUM_STEPS).items():
+            saved, goes_on = words.split(" -> ")
+            found[saved, goes_on] = _distance(actual, expected)
+    return found
+
+
+def _by_processes(layouts: Iterable[str]) -> list[tuple[int, list[str]]]:
+    ordered = sorted(layouts, key=processes_of)
+    return [(count, list(names)) for count, names in itertools.groupby(ordered, processes_of)]
+
+
+def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    assert set(actual["state"]) == set(expected["state"])
+    losses = zip(actual["losses"], expected["losses"][NUM_STEPS // 2 :], strict=True)
+    return {
+        "loss": max(abs(ours / theirs - 1) for ours, theirs in losses),
+        "weight": max(
+            float((actual["state"][name] - weight).norm() / weight.norm().clamp(min=1e-9))
+            for name, weight in expected["state"].items()
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, help="so many, drawn at random (default: all)")
+    parser.add_argument("--ring", action="store_true", help="each layout once on either side")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
+    a = parser.parse_args()
+    pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
+    pairs = sorted(draw_ring(a.seed) if a.ring else pairs, key=lambda pair: processes_of(pair[1]))
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = save({saved for saved, _ in pairs}, Path(folder))
+        for first in range(0, len(pairs), AT_ONCE):
+            found = resume(pairs[first : first + AT_ONCE], runs)
+            rows += [{"saved": one, "resumed": other, **far} for (one, other), far in found.items()]
+            print(
+                f"{len(rows)} of {len(pairs)} pairs, {time.monotonic() - began:.0f} s", flush=True
+            )
+    record = {"model": EIGHT["model"], "num_steps": NUM_STEPS, "versions": versions()}
+    a.out.write_text(json.dumps({**record, "pairs": rows}, indent=1) + "\n")
+    for key, limit in (("loss", LOSS_TOLERANCE), ("weight", WEIGHT_TOLERANCE)):
+        worst = max(rows, key=lambda row: row[key])
+        print(f"largest difference of a {key}: {worst[key]:.1e} ({worst})")
+        assert worst[key] <= limit
+
+
+if __name__ == "__main__":
+    main()
