@@ -6,7 +6,7 @@ import pytest
 
 from distributed_training.measure.cpu import COUNTS, PLAN, entry
 from distributed_training.settings.files import load_json
-from distributed_training.settings.strategies import list_strategies
+from distributed_training.settings.strategies import list_strategies, strategy_options
 from tests.support import made_record
 
 
@@ -23,6 +23,7 @@ def test_time_is_kept_only_where_it_means_something(timed):
 
 
 def test_every_strategy_is_in_the_plan():
-    runs = load_json(PLAN, "plan")["runs"]
-    assert [run["strategy"] for run in runs] == list(list_strategies())
+    """But those whose engine changes the work."""
+    names = [run["strategy"] for run in load_json(PLAN, "plan")["runs"]]
+    assert names == [name for name in list_strategies() if not strategy_options(name).model_fields]
     assert sorted(COUNTS) == [1, 2, 4]
