@@ -222,12 +222,8 @@ class Trainer:
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint of this run: engine, random numbers, history, record and metrics
         are as they were. Collective."""
-        step = checkpoint.load_checkpoint(
-            self.engine,
-            replace(self.plan, checkpoint=folder),
-            self.topology,
-            data_fingerprint=self.data.fingerprint,
-        )
+        plan, tokens = replace(self.plan, checkpoint=folder), self.data.fingerprint
+        step = checkpoint.load_checkpoint(self.engine, plan, self.topology, data_fingerprint=tokens)
         self.history.cut(step)
         self.write_record()  # so that a kill before the next save does not lose it
         if self.topology.rank == 0:
