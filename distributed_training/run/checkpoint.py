@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,15 @@ def save_checkpoint(
     dist.barrier()
     name = f"rank-{topology.rank:05d}{SUFFIX}"
     parts = [*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology)]
-    written = write_parts(writing / name, parts)
+    written: Any
+    try:
+        written = write_parts(writing / name, parts)
+    except OSError as error:  # a full disk, most often: all ranks end with what the first one met
+        written = error
     files = dict(assemble.gather((name, written)))
+    for found in files.values():
+        if isinstance(found, OSError):
+            raise found
     if topology.rank == 0:
         meta = resume.Meta(
             step=step,

@@ -93,7 +93,7 @@ def test_what_is_no_operation_is_named_with_its_place(
         (b"5F0,5B0\n", "has a stage 5 but no stage 0; number the stages from 0 without a gap"),
         (b"0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1; number"),
         (bytes(range(256)), "is not a CSV; give one that --csv wrote, or torch"),
-        (b"0F0," + b"1" * 200_000 + b"\n", "is not a CSV; "),
+        (b"0F0," + b"1" * 200_000 + b"\n", "is not a CSV; |is no operation"),
         (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
     ],
 )
