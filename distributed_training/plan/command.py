@@ -17,6 +17,7 @@ from distributed_training.plan import scaling
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.predict import fits_gpu
 from distributed_training.plan.rank import Choice, choose_spread, rank_layouts
 from distributed_training.plan.rates import calibration_file
 from distributed_training.plan.show import as_json, batch_script, command, table, why_first
@@ -147,6 +148,12 @@ def _estimated(cluster: Cluster) -> bool:
 
 def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
     """The layout that needs least, and the machine that would have it."""
+    if roomy := [c for c in choices if fits_gpu(c.plan, c.prediction.memory)]:
+        count, ram = cluster.processes_a_node, cluster.machine.ram_bytes / GIB
+        least_ram = min(choice.prediction.memory.host_bytes for choice in roomy) * count / GIB
+        what = f"{count} processes need about {least_ram:.1f} GiB of RAM"
+        why = f"{ram:.1f} GiB are available; the kernel would kill them"
+        return UserError(what, why, "use a smaller model, or fewer processes: --num_gpus")
     least = min(choices, key=lambda choice: choice.prediction.memory.needed_bytes)
     needed = least.prediction.memory.needed_bytes / GIB
     config = least.plan.config
@@ -154,5 +161,5 @@ def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
     why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB a process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
-        fix = f"take GPUs with {needed:.0f} GiB or more of them, or " + fix.removeprefix("")
+        fix = f"take GPUs with {needed:.0f} GiB or more of them, or {fix}"
     return UserError(what, why, fix)

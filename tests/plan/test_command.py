@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from distributed_training.cli import main
+from distributed_training.plan import command
 from distributed_training.plan.cluster import parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
@@ -121,6 +122,15 @@ def test_clusters_are_read():
         assert (cluster.nodes, cluster.processes_a_node) == (nodes, here)
         assert cluster.machine.gpu_name == name
     assert parse_cluster("2x8", OWN).machine.gpu_memory_bytes == 48 * 2**30
+
+
+def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
+    poor = type(GPU_MACHINE)(**{**vars_of(GPU_MACHINE), "ram_bytes": 2**30})
+    monkeypatch.setattr(command, "detect_machine", lambda: poor)
+    assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
+    said = capsys.readouterr().err
+    assert "of RAM; 1.0 GiB are available" in said
+    assert "GPUs with" not in said
 
 
 def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
