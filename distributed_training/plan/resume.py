@@ -5,12 +5,11 @@ A checkpoint's files are described in run/checkpoint.py, which writes them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,53 +109,60 @@ def find_resume(
     """
     if resume is None:
         return None
-    if resume != "auto":
-        folder = user_path("resume", resume).resolve()
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
-            raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
-        meta = read_meta(checkpoint)
-        if differences := _differences(meta, work):
-            fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
-            if "global_batch_size" in differences:
-                fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
-            raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
-        check_files(checkpoint, meta)
-        load_state(checkpoint.parents[1])  # the run goes on with its record
-        claims.refuse_held(checkpoint.parents[1])
-        return checkpoint.parents[1], checkpoint
+    return _newest(output_dir, work, spread) if resume == "auto" else _named(resume, work)
+
+
+def _named(resume: str, work: Mapping[str, Any]) -> tuple[Path, Path]:
+    folder = user_path("resume", resume).resolve()
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is None:
+        fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
+        raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
+    meta = read_meta(checkpoint)
+    if differences := _differences(meta, work):
+        fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
+        if "global_batch_size" in differences:
+            fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
+        raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
+    check_files(checkpoint, meta)
+    load_state(checkpoint.parents[1])  # the run goes on with its record
+    claims.refuse_held(checkpoint.parents[1])
+    return checkpoint.parents[1], checkpoint
+
+
+def _newest(
+    output_dir: Path, work: Mapping[str, Any], spread: Mapping[str, Any]
+) -> tuple[Path, Path] | None:
     claims.refuse_doubling(output_dir, identity(work, spread))
-    candidates = []
+    same, others = list[tuple[Path, Meta]](), list[tuple[Path, Meta]]()
     for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
-        if checkpoint.parents[1].is_symlink():  # latest
+        run_dir = checkpoint.parents[1]
+        if run_dir.is_symlink():  # latest
             continue
-        alive = alike = False
-        with _passing_over(checkpoint):
-            state = load_state(checkpoint.parents[1])
+        try:
+            state = load_state(run_dir)
             if state.status == "ok" or _differences(meta := read_meta(checkpoint), work):
                 continue
-            alike = meta.spread.get("strategy") == spread["strategy"]
-            alive = is_alive(state)  # as for some seconds after its launcher was killed
-            if not alive:
-                candidates.append((not alike, checkpoint, meta))
-        if alive and alike:
-            raise claims.going_on(checkpoint.parents[1], state.pid, state.hostname)
-    # Those of the same strategy first: runs that are compared go on each for itself.
-    for _, checkpoint, meta in sorted(candidates, key=lambda found: found[0]):
-        with _passing_over(checkpoint):
+        except (UserError, OSError) as error:
+            _warn(checkpoint, error)
+            continue
+        alike = meta.spread.get("strategy") == spread["strategy"]
+        if not is_alive(state):
+            (same if alike else others).append((checkpoint, meta))
+        elif alike:  # as for some seconds after its launcher was killed
+            raise claims.going_on(run_dir, state.pid, state.hostname)
+    # Of the same strategy before others: runs that are compared go on each for itself.
+    for checkpoint, meta in [*same, *others]:
+        try:
             check_files(checkpoint, meta)
             return checkpoint.parents[1], checkpoint
+        except (UserError, OSError) as error:
+            _warn(checkpoint, error)
     return None
 
 
-@contextlib.contextmanager
-def _passing_over(checkpoint: Path) -> Iterator[None]:
-    """Warn of a checkpoint that cannot be read, and go on."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
+def _warn(checkpoint: Path, error: Exception) -> None:
+    logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
 
 
 def identity(work: Mapping[str, Any], spread: Mapping[str, Any]) -> dict[str, Any]:
