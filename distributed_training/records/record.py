@@ -188,6 +188,16 @@ def claim_failure(run_dir: Path) -> bool:
     return True
 
 
+def wait_until_stopped(run_dir: Path, limit_s: float) -> None:
+    """Wait until another process has set the record's terminal status; `limit_s` at most."""
+    file, ends = run_dir / RECORD_FILE, time.monotonic() + limit_s
+    while file.is_file() and time.monotonic() < ends:
+        with contextlib.suppress(ValueError):  # being written where the disk is full
+            if json.loads(file.read_text(encoding="utf-8"))["status"] != "running":
+                return
+        time.sleep(0.05)
+
+
 def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = False) -> None:
     """Set a terminal status on a record that says "running", from any rank or the launcher: the
     first reason is kept, unless it follows from another process's end (`LOST`) and the cause comes.

@@ -37,6 +37,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
         error = RunError(what, found, "make room, then go on with --resume auto")
     first_line, rank = str(error).strip().partition("\n")[0], f"rank {topology.rank}"
+    reports = True
     status, reason = "failed", f"{rank}: {type(error).__name__}: {first_line}"
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
     if lost:
@@ -44,7 +45,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         print(reason, file=sys.stderr)
     elif isinstance(error, UserError):
         reason = str(error)
-        if records.claim_failure(plan.run_dir):
+        if reports := records.claim_failure(plan.run_dir):
             print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
@@ -59,7 +60,10 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         traceback.print_exception(error)
     sys.stderr.flush()
     try:
-        records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        if reports:
+            records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        else:  # whoever printed its reason records that one; torchrun ends it once this one is gone
+            records.wait_until_stopped(plan.run_dir, 2.0)
         if lost:  # so that the launcher sees the other's end first
             time.sleep(2)
         elif status == "failed" and not isinstance(error, UserError):
