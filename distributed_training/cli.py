@@ -99,7 +99,7 @@ def config_reference() -> str:
         lines += [f"### {title}\n", "| key | default | accepts | what it is |", "|---|---|---|---|"]
         for key in keys:
             also = ", ".join(f"`{alias}`" for alias in key.aliases)
-            text = key.help + (f". Also called {also}" if also else "")
+            text = key.help + (f" (also {also})" if also else "")
             lines.append(f"| `{key.name}` | `{key.default!r}` | {accepts(key)} | {text} |")
         lines.append("")
     return "\n".join(lines)

@@ -140,18 +140,17 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
 
 
 def on_cpus() -> str:
-    """Every run on CPUs."""
-    rows, timed = [], any(row.seconds for row in cpu_rows())
+    """Every run on CPUs, a strategy a row: what was measured, and by how much it was missed."""
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in cpu_rows():
-        sizes = (row.measured_bytes, row.predicted_bytes)
-        cells = [row.name, *(f"{size / 2**20:,.0f}" for size in sizes), f"{row.memory_error:+.1%}"]
-        if timed:
-            both = row.seconds
-            cells += ["-"] * 3 if both is None else [f"{1000 * s:,.0f}" for s in both]
-            cells += [] if row.time_error is None else [f"{row.time_error:+.0%}"]
-        rows.append(cells)
-    headers = ["gpt2-tiny, 4 x 512 a process", "MiB measured", "predicted", "error"]
-    return _table(rows, headers + ["ms measured", "predicted", "error"] * timed)
+        strategy, _, count = row.name.partition(" x ")
+        text = f"{row.measured_bytes / 2**20:,.0f}, {row.memory_error:+.1%}"
+        if row.seconds is not None and row.time_error is not None:
+            text += f"; {1000 * row.seconds[0]:,.0f} ms, {row.time_error:+.0%}"
+        cells[strategy][count] = text
+    counts = sorted({count for found in cells.values() for count in found}, key=int)
+    rows = [[name, *(found.get(count, "-") for count in counts)] for name, found in cells.items()]
+    return _table(rows, ["processes", *counts])
 
 
 def share_within(errors: Sequence[float], limit: float) -> float:
@@ -202,21 +201,21 @@ def calibrated_errors() -> list[float]:
 
 
 def choices() -> str:
-    """The first choice of each set of runs of the same work, against the best of them."""
-    found = []
-    for name, (first, best) in first_choices(gpu_rows()).items():
+    """How often the first choice among runs of the same work is the quickest, and where not."""
+    found, sets = [], first_choices(gpu_rows())
+    for name, (first, best) in sets.items():
         behind = first.measured_s / best.measured_s - 1
-        found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
-    return _table(found, ["runs of the same work", "first choice", "quickest", "behind"])
+        if behind:
+            found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
+    right = f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work"
+    table = _table(found, ["else", "first choice", "quickest", "behind"])
+    return f"{right} the first choice was the quickest.\n\n{table}"
 
 
 def every_row() -> str:
     """Every run."""
-    return _table(
-        [_cells(row) for row in gpu_rows()],
-        ["record", "layout", "GiB measured", "predicted", "error",
-         "ms measured", "predicted", "error", "bound by"],
-    )  # fmt: skip
+    headers = ["record", "GiB, error", "ms a step, error", "bound by"]
+    return _table([_cells(row) for row in gpu_rows()], headers)
 
 
 def worst(what: Callable[[Row], float], count: int = 5) -> str:
@@ -241,18 +240,10 @@ def _layout(row: Row) -> str:
 def _cells(row: Row) -> list[str]:
     step = row.prediction.step
     assert step is not None  # the GPUs of published runs are in the table
-    measured = row.record.memory["peak_allocated_bytes"]
-    config, batch = row.record.config, row.record.batch
-    shape = f"{config['model']} {batch.micro_batch_size} x {config['max_length']}"
     return [
         f"{row.page}/{row.name}",
-        f"{_layout(row)}, {shape} {config['precision']}",
-        f"{measured / GIB:.2f}",
-        f"{row.prediction.memory.peak_bytes / GIB:.2f}",
-        f"{row.memory_error:+.1%}",
-        f"{1000 * row.measured_s:,.1f}",
-        f"{1000 * step.seconds:,.1f}",
-        f"{row.time_error:+.1%}",
+        f"{row.record.memory['peak_allocated_bytes'] / GIB:.2f}, {row.memory_error:+.1%}",
+        f"{1000 * row.measured_s:,.1f}, {row.time_error:+.1%}",
         step.bound_by,
     ]
 

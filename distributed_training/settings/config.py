@@ -38,42 +38,41 @@ class RunConfig(Options):
     # fmt: off
     model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
         help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
-        "gpt2-tiny without a GPU, gpt2 on a GPU below 12 GiB, else gpt2-medium")
+        "gpt2-tiny without a GPU, gpt2 below 12 GiB, else gpt2-medium")
     strategy: Text = spread(AUTO,
         help="where state lives and who computes what; auto: the planner's first choice")
     batch_size: Count | Auto = spread(4, aliases=("per_device_train_batch_size",),
         help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
     epochs: Count = work(2, aliases=("num_epochs", "num_train_epochs"),
-        help="passes over the training samples, each in another order")
+        help="passes over the training samples")
     max_length: Annotated[int, Field(ge=2, le=2**20)] = work(512,
         aliases=("seq_len", "max_seq_length", "block_size"),
         help="tokens per sample, up to the model's positions (1024)")
     num_samples: CountOrAll | Auto = work(AUTO,
-        help="training samples per epoch, the first so many; -1: all; auto: 1000, or as many as "
-        "the text has")
+        help="samples to train on, the first so many; -1: all; auto: at most 1000")
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = work(42,
         help="initial weights, order of the data, dropout, the generated sample")
     deepspeed_config: Text | None = spread(None,
         help="path of a DeepSpeed JSON; None: the strategy's own")
     dataset: Text = work(AUTO, aliases=("data", "train_file"),
         help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name or "
-        "user/name:config of the Hub, wikitext-2, embedded; auto: wikitext-2 where it is "
-        "available, else embedded")
+        "user/name:config of the Hub, wikitext-2, embedded; auto: wikitext-2 where available, "
+        "else embedded")
     validation_dataset: Text | None = work(None, aliases=("validation_file", "eval_dataset"),
-        help="what is evaluated on, given like dataset; None: the dataset's own validation split, "
-        "or else its last 5%")
+        help="what is evaluated on, given like dataset; None: dataset's validation split, or its "
+        "last 5%")
     tokenizer: Text = work(AUTO,
         help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
     weights: Text = work(AUTO,
-        help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where that "
-        "is possible")
+        help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where "
+        "possible")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = work(AUTO,
-        help="dtype of the arithmetic; master weights are fp32 in every case")
+        help="dtype of the arithmetic; master weights are fp32")
     grad_accum_steps: Count = spread(1, aliases=("gradient_accumulation_steps",),
         help="accumulation steps per optimizer step; multiplies batch_size")
     learning_rate: Rate | Auto = work(AUTO, aliases=("lr",),
-        help="peak of the schedule; auto: 5e-5 for pretrained weights, 3e-4 for random ones, 3e-3 "
-        "for gpt2-tiny")
+        help="peak of the schedule; auto: 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for "
+        "gpt2-tiny")
     lr_schedule: Literal["constant", "linear", "cosine"] = work("cosine",
         aliases=("lr_scheduler_type",),
         help="shape after the warm-up; linear and cosine end at 0 with the last step")
@@ -82,47 +81,47 @@ class RunConfig(Options):
     weight_decay: Rate = work(0.01, help="AdamW's, on matrices; not on biases and norms")
     max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = work(
         1.0, aliases=("gradient_clipping",),
-        help="scale the gradient of all parameters together down to this norm; None: never")
+        help="clip the norm of the whole gradient to this; None: never")
     dropout: Annotated[float, Field(ge=0, le=0.99)] = work(0.0,
         help="on embeddings, attention and residuals")
     gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = work("none",
         help="under dp: what is sent instead of fp32 gradients")
     compression_rank: Count = work(4,
-        help="with powersgd: rank of the two factors that stand for a matrix's gradient")
+        help="with powersgd: rank of what stands for a matrix's gradient")
     compression_k: Annotated[float, Field(ge=1e-6, le=1)] = work(0.01,
-        help="with topk-int8: share of the values that is sent as it is; the rest in 8 bits")
+        help="with topk-int8: share of the values sent as they are; the rest in 8 bits")
     pack: bool = work(True,
         help="True: full blocks of running text; False: one padded line a sample")
     max_steps: Count | Literal[-1] = work(-1,
-        help="stop after so many optimizer steps, where the schedule ends too; -1: whole epochs")
+        help="stop, and end the schedule, after so many optimizer steps; -1: whole epochs")
     micro_batch_size: Count | Auto = spread(AUTO,
         help="sequences that pass through the model at a time; auto: by layout")
     num_microbatches: Count | Auto = spread(AUTO,
         help="micro-batches of a replica in one optimizer step; auto: by layout")
     dp_replicate: Axis = spread(None,
-        help="copies of the model; for each axis None: as the strategy says, -1: what is left")
+        help="copies of the model; each axis: None: as the strategy says, -1: what is left")
     dp_shard: Axis = spread(None, help="processes that a copy's state is divided over")
     tp: Axis = spread(None, help="processes that every layer is split over")
     pp: Axis = spread(None, help="processes that the layers are dealt out to")
     sequence_parallel: bool = spread(True,
         help="with tp: split the tokens between the split layers, too")
     pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = spread(
-        AUTO, help="with pp: in which order stages work on the micro-batches; auto: 1f1b")
+        AUTO, help="with pp: order of the micro-batches; auto: 1f1b")
     pipeline_cut: Text | None = spread(None,
         help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
     activation_checkpointing: Literal["none", "full", "selective"] = spread("none",
-        help="what the backward pass computes again instead of keeping it")
+        help="what is computed again for the backward pass instead of kept")
     compile: bool | Auto = spread(AUTO,
         help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
     cuda_graphs: bool | Auto = spread(AUTO,
         help="launch a training step as one CUDA graph; auto: wherever that is correct")
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
-        help="steps between evaluations, besides each epoch's end; 0: none")
+        help="steps between evaluations; 0: at each epoch's end only")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
     generate: Text | None = kept("The value of",
-        help="prompt of the samples that are printed before and after training; None: none")
+        help="prompt of the samples before and after training; None: none")
     output_dir: Text = kept("runs", aliases=("out_dir",),
-        help="each run gets a folder in here; in CONFIG relative to the script")
+        help="a folder for each run goes here; in CONFIG relative to the script")
     offload_dir: Text | None = kept(None,
         help="where infinity keeps its files; None: output_dir/.offload")
     checkpoint_every: CountOrZero | None = kept(None, aliases=("save_steps",),
@@ -130,13 +129,12 @@ class RunConfig(Options):
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = kept(1, aliases=("save_total_limit",),
         help="older ones are deleted")
     keep_best: bool = kept(False,
-        help="write best/, in Hugging Face's format, at each evaluation that beats those before")
+        help="write best/ at each evaluation that beats those before")
     on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
-        help="when a loss or gradient is not finite: stop; skip: leave the update out; rollback: "
-        "go back to the last checkpoint, once, and pass the batch over")
+        help="when a loss or gradient is not finite: stop; skip the update; rollback: go back to "
+        "the last checkpoint, once, and pass the batch over")
     hang_timeout_s: CountOrZero = kept(600,
-        help="seconds after which a step of several processes counts as hung and ends the run; "
-        "0: never")
+        help="seconds after which a step of several processes counts as hung; 0: never")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
     push: Text | None = kept(None, aliases=("hub_model_id",),
         help="user/name on the Hugging Face Hub that hf/ is sent to at the end")

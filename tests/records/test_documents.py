@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -26,6 +27,14 @@ DOCUMENTS = sorted(
 )
 def test_figures_equal_their_records(name):
     assert main(["--check", str(ROOT / name)]) == 0
+
+
+def test_the_strategies_pages_begin_with_their_drawing():
+    pages = sorted(ROOT.glob("strategies/*/README.md"))
+    assert main(["--check", *map(str, pages)]) == 0
+    for page in pages:
+        name = json.loads(page.with_name("config.json").read_text())["name"]
+        assert f'drawing("{name}")' in page.read_text().partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
