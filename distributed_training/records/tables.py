@@ -86,7 +86,7 @@ def _by_rank(ranks: Sequence[dict[str, Any]]) -> str:
     """Peaks in GiB without what earlier runs of the process left (measure/layouts.py)."""
     pairs = [(rank["peak_reserved_bytes"], rank.get("left_over_bytes", 0)) for rank in ranks]
     peaks = [f"{(peak - left) / 2**30:.1f}" for peak, left in pairs if peak is not None]
-    return " / ".join(peaks) + " GiB" if peaks else NOT_MEASURED
+    return ", ".join(peaks) + " GiB" if peaks else NOT_MEASURED
 
 
 def _last(values: Sequence[float | None], form: str) -> str:

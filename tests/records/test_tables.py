@@ -30,7 +30,7 @@ def test_cells_are_the_records_figures():
         "timed steps": "59",
         "MFU": "31.4%",
         "peak GPU memory": "12.00 GiB",
-        "GPU memory by rank": "12.0 / 11.0 / 10.0 / 9.0 GiB",
+        "GPU memory by rank": "12.0, 11.0, 10.0, 9.0 GiB",
         "peak host memory": "5.00 GiB",
         "bubble": "-",
         "ideal bubble": "-",
@@ -63,7 +63,7 @@ def test_what_was_not_measured_says_so():
 
 def test_what_earlier_runs_left_is_not_a_ranks_memory():
     ranks = [{"peak_reserved_bytes": 3 * 2**30, "left_over_bytes": 2**30} for _ in range(2)]
-    assert one_row(memory__by_rank=ranks)["GPU memory by rank"] == "2.0 / 2.0 GiB"
+    assert one_row(memory__by_rank=ranks)["GPU memory by rank"] == "2.0, 2.0 GiB"
 
 
 def test_disk_traffic_is_a_steps():
