@@ -9,6 +9,7 @@ exit code comes back. What the script starts with sys.executable goes the same w
 nothing but import and fork, and ends when its standard input does.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -24,11 +25,15 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
+FOLDER = Path(__file__).resolve().parent.parent
 # sympy, by way of symbolic_shapes: the first autograd.grad with grad_outputs imports it.
 PRELOAD = (
     "torch.distributed.pipelining", "torch.fx.experimental.symbolic_shapes", "matplotlib.pyplot",
-    "PIL.Image",
+    "PIL.Image", "pipedream.draw.figures", "pipedream.draw.steps", "pipedream.plan.planner",
+    "pipedream.results.pages", "pipedream.runtime.session", "pipedream.simulate.search",
+    "pipedream.train.studies",
 )  # fmt: skip
 
 CLIENT = """
@@ -73,6 +78,7 @@ def warm_python(folder: Path) -> Iterator[Path]:
 
 def serve(listener: socket.socket, tool: str) -> None:
     """Import, then fork for each call until the standard input ends."""
+    sys.path.insert(0, str(FOLDER))
     for name in PRELOAD:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
@@ -86,13 +92,12 @@ def serve(listener: socket.socket, tool: str) -> None:
             continue
         listener.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        watched = take_over(connection, tool)
-        if watched is not None:
-            run(watched)
-            return
+        argv = take_over(connection, tool)
+        del sys.path[0]  # this folder's, which each call replaces by its own
+        end_with(argv)
 
 
-def take_over(connection: socket.socket, tool: str) -> list[str] | None:
+def take_over(connection: socket.socket, tool: str) -> list[str]:
     """In the process that is to run the call its arguments; the other one ends here."""
     head, files, _, _ = socket.recv_fds(connection, 8, 64)
     text = b""
@@ -122,6 +127,24 @@ def take_over(connection: socket.socket, tool: str) -> list[str] | None:
         os.close(file)
     sys.executable = tool
     return call["argv"]
+
+
+def end_with(argv: list[str]) -> NoReturn:
+    """Run it and exit, without clearing all that was imported, which would copy its memory."""
+    code = 0
+    try:
+        run(argv)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(argv: list[str]) -> None:
