@@ -394,3 +394,14 @@ def test_output_that_nobody_reads_to_the_end_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("p = 4 ranks")
+
+
+def test_a_file_whose_operations_wait_for_each_other_says_which(tmp_path):
+    path = tmp_path / "circle.csv"
+    path.write_text("0F0,0I0,0F1,0W0,0I1,0W1\n1F0,1F1,1I0,1W0,1I1,1W1\n")
+    circle = (
+        "deadlock: rank 0 is at 0I0, which needs 1I0; rank 1 is at 1F1, which needs 0F1; "
+        "mend the order in the file"
+    )
+    with pytest.raises(UserError, match=re.escape(f"circle.csv cannot run: {circle}")):
+        measure_csv(path, CASE)
