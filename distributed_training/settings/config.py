@@ -134,6 +134,9 @@ class RunConfig(Options):
     on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
         help="when a loss or gradient is not finite: stop; skip: leave the update out; rollback: "
         "go back to the last checkpoint, once, and pass the batch over")
+    profile: Annotated[int, Field(ge=0, le=20)] = kept(0,
+        help="steps, after a warm-up, of which each rank writes a trace into the run's folder and, "
+        "on a GPU, a snapshot of its memory; 0: none")
     hang_timeout_s: CountOrZero = kept(600,
         help="seconds after which a step of several processes counts as hung and ends the run; "
         "0: never")
