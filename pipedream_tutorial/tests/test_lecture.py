@@ -188,7 +188,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("1_idle_share", (lambda p, m: p / (m + p - 1),), "Rank 0 starts at once"),
     ("1_idle_share", (lambda p, m: 1 / p,), "the simulator says 3/11"),
     ("1_idle_share", (lambda p, m: None,), "returns nothing"),
-    ("1_idle_share", (lambda p, m: "3/11",), "your code raises|simulator"),
+    ("1_idle_share", (lambda p, m: "3/11",), "'3/11', which is no number"),
     ("2_swapped_receive", (pipeline(order=backwards),), "0% on stage 1"),
     ("2_swapped_receive", (pipeline(last=backwards),), "0% on stage 1"),
     ("2_swapped_receive", (pipeline(scale=2),), "100% on stage 0 and by 100%"),

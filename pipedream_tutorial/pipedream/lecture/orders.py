@@ -26,6 +26,8 @@ def check_idle_share(idle_share: Callable[[int, int], float]) -> str:
         answer = idle_share(p, m)
         if answer is None:
             raise WrongAnswer("idle_share returns nothing")
+        if not isinstance(answer, (int, float, Fraction)):
+            raise WrongAnswer(f"idle_share returns {answer!r}, which is no number")
         schedule = gpipe(p, m)
         share = idle(simulate(schedule, build_costs(schedule))).makespan_fraction
         if abs(Fraction(answer) - share) > 1e-9:
