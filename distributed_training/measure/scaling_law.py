@@ -11,7 +11,6 @@ tuned: constants hold for this text only, and how far they carry to larger model
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from distributed_training.records.display import short_path
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.schedule import learning_rate
 from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.parser import Parser
 
 PLAN = load_json(ROOT / "results/plans/scaling-law.json", "plan")
 MODELS = Path(__file__).with_name("scaling_models")
@@ -129,7 +129,7 @@ def draw(runs: Runs, summary: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is not in the folder yet, then fit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="FOLDER")
     parser.add_argument("--sizes", nargs="+", default=list(PLAN["sizes"]), choices=PLAN["sizes"])
     parser.add_argument("--tokens", nargs="+", default=list(PLAN["tokens"]), choices=PLAN["tokens"])
