@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from distributed_training.plan.cluster import parse_cluster
 from distributed_training.records.record import BEST, LAST
@@ -31,6 +31,7 @@ from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
+from distributed_training.settings.parser import Parser, not_negative
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
@@ -45,21 +46,15 @@ class Program:
     about: str
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, fix="see --help")
-
-
 def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentParser:
     """Every key as an option, by all of its names, grouped as in CONFIG."""
     name = program.script.name
-    parser = _Parser(
+    parser = Parser(
         prog=name,
         description=program.about,
         usage=f"{name} [train] [--KEY VALUE ...] [--preset NAME] [--num_gpus N] [--dry-run]\n"
         + "".join(f"       {name} {command} ...\n" for command in COMMANDS if command != "train"),
         epilog=f"torchrun --nproc_per_node=N {name} and deepspeed --num_gpus=N {name} work, too.",
-        allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 28, 100),
     )
     # Overrides are kept as key=value texts, in the order of the command line.
@@ -71,7 +66,7 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
-    add("--max_restarts", metavar="N", type=int, default=0, help=restarts)
+    add("--max_restarts", metavar="N", type=not_negative, default=0, help=restarts)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
@@ -173,7 +168,7 @@ def compare(argv: Sequence[str], program: Program) -> int:
 
 def doctor(argv: Sequence[str], program: Program) -> int:
     """What this machine has and lacks for training; --nodes: the links between processes."""
-    parser = _Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__)
+    parser = Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__)
     add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
     add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
@@ -202,7 +197,7 @@ def train(argv: Sequence[str], program: Program) -> int:
         raise UserError(what, fix=fix)
     return start(
         config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster,
-        max_restarts=max(0, arguments.max_restarts),
+        max_restarts=arguments.max_restarts,
     )  # fmt: skip
 
 
@@ -221,7 +216,7 @@ def report(argv: Sequence[str], program: Program) -> int:
 
 def generate(argv: Sequence[str], program: Program) -> int:
     """Text from the model of a run."""
-    parser = _Parser(
+    parser = Parser(
         prog=f"{program.script.name} generate", description="Text from a trained model."
     )
     add = parser.add_argument
@@ -245,7 +240,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
 def export(argv: Sequence[str], program: Program) -> int:
     """The weights of a checkpoint, in Hugging Face's format."""
     about = "A checkpoint's weights in Hugging Face's format; the run may have been interrupted."
-    parser = _Parser(prog=f"{program.script.name} export", description=about)
+    parser = Parser(prog=f"{program.script.name} export", description=about)
     parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
     parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
     a = parser.parse_args(argv)
@@ -254,7 +249,7 @@ def export(argv: Sequence[str], program: Program) -> int:
 
 def push(argv: Sequence[str], program: Program) -> int:
     """The model of a run, to the Hugging Face Hub."""
-    parser = _Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
+    parser = Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
     parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
     parser.add_argument("name", help="user/name on the Hub")
     parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
@@ -264,7 +259,7 @@ def push(argv: Sequence[str], program: Program) -> int:
 
 def links(argv: Sequence[str], program: Program) -> int:
     """How fast this machine's processes talk to each other."""
-    parser = _Parser(prog=f"{program.script.name} links", description=links.__doc__)
+    parser = Parser(prog=f"{program.script.name} links", description=links.__doc__)
     module = importlib.import_module("distributed_training.measure.links")
     return module.start(argv, program.script, output_dir_of(program)[1], parser)
 

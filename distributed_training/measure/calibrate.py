@@ -9,7 +9,6 @@ the host, the disk under FILE, and every collective over each group size. Median
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import time
@@ -27,6 +26,7 @@ from distributed_training.measure.links import time_group
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.records.record import timestamp, versions, write_json
+from distributed_training.settings.parser import Parser
 
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
 FILE_BYTES = 2**28
@@ -189,7 +189,7 @@ def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure this machine for the planner.")
+    parser = Parser(description="Measure this machine for the planner.")
     parser.add_argument("file", type=Path, help="where the JSON goes")
     file = parser.parse_args(argv).file
     with harness.open_group() as group:

@@ -9,7 +9,6 @@ only where nothing else runs and `plan --calibrate --num_gpus N` has been typed 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from distributed_training.records.record import Record, git_commit, timestamp, v
 from distributed_training.records.report import find_records
 from distributed_training.records.side_by_side import predicted, step_s
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.parser import Parser
 
 PLAN = ROOT / "results" / "plans" / "cpu.json"
 COUNTS = (2, 4, 1)  # the first leaves the tokens of the text, which takes a process RAM
@@ -41,7 +41,7 @@ def entry(record: Record, timed: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--timed", action="store_true")
     arguments = parser.parse_args(argv)

@@ -8,7 +8,6 @@ Losses do not depend on how busy the machine is; there are no times in it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from distributed_training.plan.traffic import fullest_sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.loop import learning_rate
 from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.parser import Parser
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
 CURVE_STEPS = 8  # losses are kept as means of so many steps
@@ -74,7 +74,7 @@ def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train every case with one seed and put them into the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)

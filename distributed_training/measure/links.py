@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from tabulate import tabulate
 
 from distributed_training.measure import clock, harness
 from distributed_training.measure.clock import Clock
+from distributed_training.plan.machine import start_processes
 from distributed_training.plan.topology import Topology, show_axes
 from distributed_training.plan.traffic import sent_bytes
 from distributed_training.records.display import short_path
@@ -272,6 +271,4 @@ def start(
     machine = launch.detect_machine()
     count = launch.requested_processes(options.num_gpus, machine, {})
     mesh_of(options, count)  # refused here rather than by every process
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    command = [sys.executable, *launcher, str(script), "links", *argv]
-    return subprocess.run(command).returncode
+    return start_processes(count, [str(script), "links", *argv])

@@ -10,7 +10,6 @@ CONFIG's "auto" says so; nanoGPT's is composed as in its train.py.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import statistics
@@ -26,6 +25,7 @@ from distributed_training.engines.base import to_device
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.settings.parser import Parser
 
 CONFIG: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",
@@ -88,7 +88,7 @@ def compare(run: Run, file: Path) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare with nanoGPT's model.")
+    parser = Parser(description="Compare with nanoGPT's model.")
     parser.add_argument("nanogpt_model", type=Path)
     parser.add_argument("output", type=Path)
     arguments = parser.parse_args(argv)

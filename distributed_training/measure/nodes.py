@@ -12,8 +12,6 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.measure.harness import open_group
-from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.machine import detect_machine, start_processes
 from distributed_training.run.assemble import gather
 from distributed_training.run.doctor import Finding, ok, show, warn
 from distributed_training.run.launch import current_process, requested_processes
@@ -122,10 +120,7 @@ def run(num_gpus: str | None, script: Path) -> int:
         if count == 1:
             what = "one process has no links"
             raise UserError(what, fix="type --num_gpus 2, or start with torchrun on the nodes")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        return subprocess.run(
-            [sys.executable, *launcher, str(script), "doctor", "--nodes"]
-        ).returncode
+        return start_processes(count, [str(script), "doctor", "--nodes"])
     with open_group() as group:
         links = measure_links(group.process.rank, group.process.world_size, group.device)
     if process.rank == 0:

@@ -15,6 +15,7 @@ from typing import Any
 
 from distributed_training.records.record import Record, write_json
 from distributed_training.records.tables import layout_words, table
+from distributed_training.settings.parser import Parser
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
 Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there is none
@@ -22,7 +23,7 @@ Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
     """The command line of what goes through a plan, the plan, and its runs by name."""
-    parser = argparse.ArgumentParser(description=about)
+    parser = Parser(description=about)
     parser.add_argument("plan", type=Path, help="a JSON file of results/plans/, for example")
     parser.add_argument("out", type=Path, help="a folder for the records")
     parser.add_argument("--deadline_s", type=float, default=float("inf"))

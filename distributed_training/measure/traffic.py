@@ -11,13 +11,10 @@ count and its formula differ.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +28,14 @@ from torch.distributed.tensor import DTensor
 from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.private import TorchDispatchMode, resolve_process_group
+from distributed_training.plan.machine import start_processes
 from distributed_training.plan.topology import Topology
 from distributed_training.plan.traffic import Formulas, sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run import launch
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.parser import Parser
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
 DEEPER = ", 12 blocks"  # ends the name of a case's second row: the difference is what blocks send
@@ -213,7 +213,7 @@ def differences(cases: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the processes, put their parts together, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args(argv).out
     if launch.current_process(os.environ) is not None:
@@ -223,9 +223,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for count in PLAN["cases"]:
             part = Path(folder) / f"{count}.json"
-            command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-            command += [str(ROOT / "real_model_example.py"), "measure", "traffic", str(part)]
-            subprocess.run([sys.executable, "-m", *command], check=True)
+            command = [str(ROOT / "real_model_example.py"), "measure", "traffic", str(part)]
+            if start_processes(count, command) != 0:
+                raise UserError(
+                    f"measuring {count} processes failed", fix="see what is printed above"
+                )
             cases.update(json.loads(part.read_text()))
     rows = {name: table_row(case) for name, case in cases.items()}
     deeper = {name.removesuffix(DEEPER): rows.pop(name) for name in cases if DEEPER in name}

@@ -100,7 +100,7 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Want
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan's JSON. Raises UserError for what is none."""
+    """A plan's JSON. Raises UserError for what is not a strategy."""
     plan = load_json(path, "plan")
     runs = plan.get("runs") if isinstance(plan, dict) else None
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
@@ -110,11 +110,11 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def known_strategy(name: str) -> str:
-    """The name; raises UserError for one that is none."""
+    """The name; raises UserError for one that is not a strategy."""
     known = (*list_strategies(), AUTO)
     if name not in known:
-        why = f"there are {', '.join(known)}"
-        raise UserError(f"--strategies: {shown(name)} is none", why, did_you_mean(name, known))
+        fix = did_you_mean(name, known, f"choose from {', '.join(known)}")
+        raise UserError(f"--strategies: {shown(name)} is not a strategy", fix=fix)
     return name
 
 

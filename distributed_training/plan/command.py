@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 from distributed_training.plan import scaling
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.cluster import Cluster, parse_cluster, this_machine
-from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.machine import detect_machine, start_processes
 from distributed_training.plan.predict import fits_gpu
 from distributed_training.plan.rank import Choice, choose_spread, rank_layouts
 from distributed_training.plan.rates import calibration_file
@@ -92,9 +90,7 @@ def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
     cluster = _cluster(arguments)
     count, machine = cluster.num_processes, cluster.machine
     file = calibration_file(machine.gpu_name or f"cpu-x{count}")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    command = [sys.executable, *launcher, str(script), "measure", "calibrate", str(file)]
-    if subprocess.run(command).returncode != 0:
+    if start_processes(count, [str(script), "measure", "calibrate", str(file)]) != 0:
         raise UserError("measuring this machine failed", fix="see what is printed above")
 
 

@@ -10,7 +10,6 @@ draws the figures that they show.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import COLUMNS, DEFAULT, markdown_table, table
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, given_path, load_json
+from distributed_training.settings.parser import Parser
 from distributed_training.settings.strategies import list_strategies
 
 RECORDS_DIR = ROOT / "results" / "records"
@@ -172,9 +172,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
 
 def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     """Command line; without paths, the runs in `output_dir`. The exit code, or UserError."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description="Tables and plots from run records.", allow_abbrev=False
-    )
+    parser = Parser(prog=COMMAND, description="Tables and plots from run records.")
     add = parser.add_argument
     add("paths", nargs="*", type=Path, help="runs, folders of runs, records or, to fill, documents")
     add("--all", action="store_true", help=f"every kind of work, not the newest {MAX_TABLES}")

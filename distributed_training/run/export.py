@@ -58,8 +58,9 @@ def export_checkpoint(given: str, to: str | None = None) -> int:
     """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/)."""
     checkpoint = resume.newest_checkpoint(given_path(given).resolve())
     if checkpoint is None:
+        what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or a folder of its checkpoints/"
-        raise UserError(f"{given} holds no checkpoint", fix=fix)
+        raise UserError(f"{given} {what}", fix=fix)
     run_dir = checkpoint.parents[1]
     folder = run_dir / LAST if to is None else Path(to).expanduser()
     if folder.exists():

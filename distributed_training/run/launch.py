@@ -21,7 +21,7 @@ from pathlib import Path
 
 from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.data import cut_data, peek_data
-from distributed_training.plan.machine import Machine, detect_machine
+from distributed_training.plan.machine import Machine, detect_machine, threads_per_process
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan, load_plan
@@ -211,11 +211,6 @@ def prepare_environment(processes_here: int) -> None:
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), LastingStream):
             setattr(sys, name, LastingStream(getattr(sys, name)))
-
-
-def threads_per_process(processes_here: int) -> int:
-    """An equal share of the cores, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // processes_here)
 
 
 def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:

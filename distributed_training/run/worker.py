@@ -17,7 +17,7 @@ from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
 from distributed_training.plan import claims
 from distributed_training.plan import data as plan_data
-from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.machine import detect_machine, threads_per_process
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, process_group
@@ -29,7 +29,7 @@ from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
 from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
-from distributed_training.run.launch import Process, threads_per_process
+from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.push import push_folder
 from distributed_training.run.watch import Watch

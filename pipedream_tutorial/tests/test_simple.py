@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -248,11 +247,10 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
 def test_tables_come_first_and_need_no_torch(tmp_path):
     """The default run: a screenful, and its first table before torch would be imported."""
     script = (
-        "import runpy, sys, time; begun = time.process_time(); import builtins; "
+        "import runpy, sys, builtins; "
         "real = builtins.__import__\n"
         "def guarded(name, *rest):\n"
-        "    if name == 'torch': print('CPU', time.process_time() - begun, file=sys.stderr); "
-        "sys.stdout.flush(); import os; os._exit(7)\n"
+        "    if name == 'torch': sys.stdout.flush(); import os; os._exit(7)\n"
         "    return real(name, *rest)\n"
         "builtins.__import__ = guarded; sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -263,7 +261,6 @@ def test_tables_come_first_and_need_no_torch(tmp_path):
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "COLUMNS": "100"},
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
-    assert float(done.stderr.split()[1]) < 2
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("Chimera ")]
     assert lines[-3].startswith("Trained: 2 layers on each of 4 stages")
@@ -279,12 +276,25 @@ def test_grids_are_shown_of_one_schedule_or_where_asked_for(capsys, monkeypatch)
     assert grids("--verbose=yes") > 5
 
 
-def test_the_largest_pipeline_is_simulated_in_seconds():
-    """p = 64, m = 512 took over 100 s. CPU time of this process: others use the machine, too."""
+def test_the_largest_pipeline_is_simulated_in_integers(monkeypatch):
+    """p = 64, m = 512 took over 100 s when the simulator's clock was made of fractions."""
     case = replace(CASE, num_stages=64, num_microbatches=512, num_batches=4)
-    begun = time.process_time()
+    used = []
+
+    def count(name):
+        right = getattr(Fraction, name)
+
+        def counted(a, b):
+            used.append(name)
+            return right(a, b)
+
+        monkeypatch.setattr(Fraction, name, counted)
+
+    for name in ("add", "radd", "sub", "mul", "lt", "le", "gt", "ge"):
+        count(f"__{name}__")
     row = measure("1f1b", replace(case, communication=Fraction(1, 3)))
-    assert time.process_time() - begun < 5
+    operations = 2 * 64 * 4 * 512
+    assert 0 < len(used) < operations / 100
     assert row.stream.schedule.num_microbatches == 4 * 512
     row = measure("1f1b", replace(case, num_stages=2))
     assert set(row.batch_idle.makespan) == {4}  # (p - 1) (F + B)
@@ -384,3 +394,14 @@ def test_output_that_nobody_reads_to_the_end_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("p = 4 ranks")
+
+
+def test_a_file_whose_operations_wait_for_each_other_says_which(tmp_path):
+    path = tmp_path / "circle.csv"
+    path.write_text("0F0,0I0,0F1,0W0,0I1,0W1\n1F0,1F1,1I0,1W0,1I1,1W1\n")
+    circle = (
+        "deadlock: rank 0 is at 0I0, which needs 1I0; rank 1 is at 1F1, which needs 0F1; "
+        "mend the order in the file"
+    )
+    with pytest.raises(UserError, match=re.escape(f"circle.csv cannot run: {circle}")):
+        measure_csv(path, CASE)

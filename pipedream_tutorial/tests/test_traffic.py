@@ -171,15 +171,19 @@ def test_what_cannot_be_is_said(layout: Layout, text: str) -> None:
 
 
 def test_a_table_has_every_layout_once_and_its_numbers() -> None:
-    lines = comparison_table("gpt2-medium", 8).splitlines()[2:]
+    table, *reasons = comparison_table("gpt2-medium", 8).split("\n\n")
+    lines = table.splitlines()[2:]
     titles = [line.split("|")[1].strip() for line in lines]
-    assert titles == [layout.title for layout in layouts(8)]
-    assert len(set(titles)) == len(titles)
+    assert reasons == [
+        "Not possible, since 24 blocks cannot be cut into 16 equal parts: pipeline, ZB-V."
+    ]
+    assert sorted([*titles, "pipeline, ZB-V"]) == sorted(one.title for one in layouts(8))
     assert all(one.data * one.tensor * one.pipeline == 8 for one in layouts(8))
     one = cost(MEDIUM, Layout(title="", data=8, zero=3), sequences=64, microbatch=4)
-    cells = lines[titles.index("ZeRO-3")].split("|")
-    assert cells[6].strip() == f"{float(one.memory) / 2**30:.2f}"
-    assert cells[7].strip() == f"{float(one.sent) / 2**30:.2f}"
+    cells = [cell.strip() for cell in lines[titles.index("ZeRO-3")].split("|")]
+    assert cells[3] == f"{float(one.gradients + one.optimizer) / 2**30:.2f}"
+    assert cells[5] == f"{float(one.memory) / 2**30:.2f}"
+    assert cells[6] == f"{float(one.sent) / 2**30:.2f}"
     # 64 sequences over 8 devices, 4 at a time: two microbatches, each gathers twice and scatters.
     assert one.sent == 2 * 2 * 3 * Fraction(7, 8) * MEDIUM.parameters
     assert "25 heads cannot be cut into 8" in comparison_table("gpt2-xl", 8)

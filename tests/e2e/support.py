@@ -140,7 +140,7 @@ def wait_for(
         time.sleep(0.02)
 
 
-def left_over(text: str, *, patience_s: float = 10) -> list[str]:
+def left_over(text: str, *, patience_s: float = 60) -> list[str]:
     """Command lines with `text` in them that are still there after a little patience."""
     end = time.monotonic() + patience_s
     while True:

@@ -77,7 +77,7 @@ def test_a_plan_of_results_is_input(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--strategies", "dp,fspd"], ["'fspd' is none", "did you mean 'fsdp'"]),
+        (["--strategies", "dp,fspd"], ["'fspd' is not a strategy", "did you mean 'fsdp'"]),
         ([], ["takes a plan, or --strategies"]),
         (["--strategies", "dp", "--seeds", "0"], ["--seeds 0"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["needs a batch_size"]),

@@ -35,7 +35,7 @@ def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
             if line[0] != "sh" and "--num_gpus" in line and "--run_dir" not in line
         )
         launcher.send_signal(signal.SIGHUP)
-        process.wait(timeout=30)
+        process.wait(timeout=60)
     assert len(log.read_text().splitlines()) == 1, "its first line was read"
     assert (tmp_path / "code").read_text() == "129\n"
     (run_dir,) = run_folders(output_dir)

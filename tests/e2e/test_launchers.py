@@ -82,7 +82,7 @@ def assert_clean_end(result: subprocess.CompletedProcess[str], output_dir: Path)
     """Exit code 0, no abort at the interpreter's end, no process left."""
     assert_ok(result)
     assert "terminate called" not in result.stderr, result.stderr
-    assert left_over(str(output_dir), patience_s=2) == []
+    assert left_over(str(output_dir)) == []
 
 
 def shared_memory() -> set[Path]:

@@ -66,7 +66,7 @@ class Terminal:
         """Read to the end; the exit code."""
         self.read_until("")
         os.close(self.keyboard)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
 
 def lines_of(text: str) -> list[str]:

@@ -22,14 +22,8 @@ from typing import Any
 
 from pipedream.config import FOLDER
 from pipedream.errors import UserError, nearest
-from pipedream.results.text import (
-    bubble_table,
-    cut_table,
-    describe,
-    final_loss_table,
-    printed,
-    render_page,
-)
+from pipedream.results.tables import bubble_table, cut_table, final_loss_table
+from pipedream.results.text import describe, printed, render_page
 from pipedream.results.traffic import MODELS, comparison_table
 from pipedream.runtime.record import RECORD_FORMAT
 from pipedream.schedules.catalogue import SCHEDULES
@@ -61,34 +55,38 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def idle_table() -> str:
-    """Closed forms of idle time, with the range in which they are exact."""
-    lines = [
-        "| schedule | X, idle time of each rank in one batch | exact for |",
-        "| --- | --- | --- |",
-    ]
-    for name, form in CLOSED_FORMS.items():
-        lines.append(f"| {SCHEDULES[name].title} | {form.idle_text} | {form.range_text} |")
-    return _escaped(lines)
+    """Closed forms of idle time, and where they hold for some sizes or durations only, which."""
+    texts = {
+        name: (form.idle_text + (f" (if {form.range_text})" * (form.range_text != "always")),)
+        for name, form in CLOSED_FORMS.items()
+    }
+    return _law_table(("X, idle time of each rank in one batch",), texts)
 
 
-def memory_table() -> str:
-    """Closed forms of peak activations, weight versions and staleness."""
-    lines = [
-        "| schedule | activations held at most, rank r | weight versions, stage s "
-        "| updates behind, stage s |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, form in CLOSED_FORMS.items():
-        lines.append(
-            f"| {SCHEDULES[name].title} | {form.activations_text} | {form.versions_text} "
-            f"| {form.staleness_text} |"
-        )
-    return _escaped(lines)
+def activation_table() -> str:
+    """Closed forms of the activations that a rank holds at most."""
+    texts = {name: (form.activations_text,) for name, form in CLOSED_FORMS.items()}
+    return _law_table(("microbatches held at most on rank r",), texts)
 
 
-def _escaped(lines: list[str]) -> str:
-    """A bar that stands for an absolute value would end a cell."""
-    return "\n".join(line.replace("|F-B|", r"\|F-B\|") for line in lines)
+def version_table() -> str:
+    """Closed forms of weight versions and staleness, of the schedules without a flush."""
+    texts = {
+        name: (form.versions_text, form.staleness_text)
+        for name, form in CLOSED_FORMS.items()
+        if SCHEDULES[name].policy != "flush"
+    }
+    return _law_table(("weight versions on stage s", "updates behind, microbatch i"), texts)
+
+
+def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
+    """Schedule -> cells as a table; schedules that have all cells in common share a line."""
+    lines = [f"| schedule | {' | '.join(head)} |", "| --- |" + " --- |" * len(head)]
+    for cells in dict.fromkeys(texts.values()):
+        names = "; ".join(SCHEDULES[name].title for name in texts if texts[name] == cells)
+        lines.append(f"| {names} | {' | '.join(cells)} |")
+    # A bar that stands for an absolute value would end a cell.
+    return "\n".join(lines).replace("|F-B|", r"\|F-B\|")
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
@@ -96,8 +94,9 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
     study = _load(folder / "records/cpu-staleness.json")
     found: dict[str, Callable[[], str]] = {
         "idle time": idle_table,
-        "memory": memory_table,
-        "final losses": lambda: final_loss_table(study),
+        "activations": activation_table,
+        "weight versions": version_table,
+        "final losses": lambda: final_loss_table(study, only_rate=1),
         "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
         "measured bubbles": lambda: bubble_table(
             _load(folder / "records/cpu-runtime-zero-bubble.json")

@@ -13,6 +13,7 @@ vocabulary, the loss's few numbers, and everything that overlaps or does not ove
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -283,33 +284,32 @@ def layouts(devices: int) -> list[Layout]:
     return list(dict.fromkeys(found))
 
 
-LINK_BYTES_S = 12_500_000_000
-"""100 Gbit/s, each way."""
 SEQUENCES, MICROBATCH = 64, 4
 GIB = 2**30
 
 
 def comparison_table(name: str, devices: int) -> str:
-    """COMPARISON.md's table for a model of MODELS: memory, traffic, idle time of every layout."""
-    model = MODELS[name]
+    """COMPARISON.md's table for a model of MODELS: memory, traffic, idle time of every layout.
+
+    Layouts that cannot be stand in a sentence below it, with the reason.
+    """
     lines = [
-        "| layout | weights | gradients | optimizer | activations | memory | sent a step "
-        "| at 12.5 GB/s | idle |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| layout | weights | gradients, optimizer | activations | memory | sent | idle |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
+    refused: dict[str, list[str]] = {}
     for layout in layouts(devices):
         try:
-            found = cost(model, layout, sequences=SEQUENCES, microbatch=MICROBATCH)
+            found = cost(MODELS[name], layout, sequences=SEQUENCES, microbatch=MICROBATCH)
         except UserError as error:
-            reason = str(error).partition(";")[0]
-            lines.append(f"| {layout.title} | not possible: {reason} |" + " |" * 7)
+            refused.setdefault(str(error).partition(";")[0], []).append(layout.title)
             continue
-        parts = (
-            found.weights, found.gradients, found.optimizer, found.activations, found.memory,
-            found.sent,
-        )  # fmt: skip
+        state = found.gradients + found.optimizer
+        parts = (found.weights, state, found.activations, found.memory, found.sent)
         cells = [f"{float(part / GIB):.2f}" for part in parts]
-        cells.append(f"{float(1000 * found.sent / LINK_BYTES_S):,.0f} ms")
         cells.append(f"{float(100 * found.idle):.1f}%")
         lines.append(f"| {layout.title} | " + " | ".join(cells) + " |")
+    for reason, titles in refused.items():
+        text = f"Not possible, since {reason}: {'; '.join(titles)}."
+        lines += ["", textwrap.fill(text, 100, break_on_hyphens=False)]
     return "\n".join(lines)

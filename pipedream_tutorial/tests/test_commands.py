@@ -1,0 +1,179 @@
+"""The commands of README.md and QUICKSTART.md are run, and print what the pages say they print.
+
+A ```bash block is run as it stands, and what the ```text block after it says has to be in its
+output: line for line, "..." standing for lines left out. In a block marked ```text trained each
+number may be off by a hundredth, as sums of another processor are; in one marked ```text measured,
+whose numbers differ from run to run, only the words are compared.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pipedream.results.pages import FOLDER
+from warm_python import warm_python
+
+_FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+# Long commands are run with less to do; what is compared stays the same.
+SHORTER = [
+    (r"^(python3? pipedream_simple.py(?!.*steps=0).*)$", r"\1 --set steps=3"),
+    (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
+    (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
+    (r"results --write$", "results --check"),
+]
+
+
+class Block(NamedTuple):
+    """A command, and the texts that its output has to hold: (kind, lines)."""
+
+    command: str
+    texts: tuple[tuple[str, str], ...]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """A page's ```bash blocks in order, each with the ```text blocks that follow it."""
+    found: list[Block] = []
+    for fence in _FENCE.finditer((FOLDER / page).read_text()):
+        kind, body = fence["kind"], fence["body"]
+        if kind == "bash":
+            found.append(Block(body.replace("\\\n", ""), ()))
+        elif kind.startswith("text"):
+            texts = (*found[-1].texts, (kind.removeprefix("text").strip(), body))
+            found[-1] = found[-1]._replace(texts=texts)
+    return found
+
+
+def shorter(command: str) -> str:
+    for pattern, replacement in SHORTER:
+        command = re.sub(pattern, replacement, command, flags=re.MULTILINE)
+    return command
+
+
+def squeezed(line: str) -> str:
+    """A line without its numbers, and with single blanks."""
+    return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
+
+
+def numbers_of(line: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", line)]
+
+
+def differences(output: str, kind: str, text: str) -> list[str]:
+    """What of a text is not in the output."""
+    if kind:
+        assert kind in ("trained", "measured"), kind
+        there: dict[str, list[list[float]]] = {}
+        for line in output.splitlines():
+            there.setdefault(squeezed(line), []).append(numbers_of(line))
+        close = partial(pytest.approx, rel=0.01)
+        return [
+            line
+            for line in text.splitlines()
+            if not any(
+                kind == "measured" or numbers_of(line) == close(found)
+                for found in there.get(squeezed(line), [])
+            )
+        ]
+    parts, missing, at = re.split(r"^\.\.\.\n", text, flags=re.MULTILINE), [], 0
+    for part in parts:
+        place = ("\n" + output).find("\n" + part, at)
+        if place < 0:
+            missing.append(part)
+        else:
+            at = place + len(part)
+    return missing
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with everything linked in, where files may be written; python is a warm one."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    for path in FOLDER.iterdir():
+        if path.name not in ("figures", ".venv") and not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+    tools = folder / "tools"
+    tools.mkdir()
+    with warm_python(tools) as python:
+        (tools / "python3").symlink_to(python)
+        # run.sh is tested in test_run_sh.py; here it must not set up anything.
+        bash = f'exec {python} "${{@/run.sh/pipedream_simple.py}}" --set steps=0'
+        (tools / "bash").write_text(f"#!{shutil.which('bash')}\n{bash}\n")
+        (tools / "bash").chmod(0o755)
+        yield folder
+
+
+def run_block(block: Block, folder: Path) -> list[str]:
+    """What is wrong with a block, run in the folder."""
+    trained = any(kind == "trained" for kind, _ in block.texts)
+    command = block.command if trained else shorter(block.command)
+    inherited = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", "-e", "-o", "pipefail", "-c", command],
+        cwd=folder,
+        env={
+            **inherited,
+            "PATH": f"{folder / 'tools'}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=540,
+    )
+    wrong = [
+        f"{block.command}does not print\n{part}"
+        for kind, text in block.texts
+        for part in differences(done.stdout, kind, text)
+    ]
+    fails = any(re.search("(?m)^(error|[a-zA-Z.]+Error): ", text) for _, text in block.texts)
+    if (done.returncode != 0) != fails:
+        wrong.append(f"{block.command}ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return wrong
+
+
+@pytest.mark.timeout(600)
+def test_commands_run_and_print_what_the_pages_say(copy: Path) -> None:
+    readme, quickstart = blocks_of("README.md"), blocks_of("QUICKSTART.md")
+    assert len(readme) >= 20
+    assert len(quickstart) >= 7
+    assert sum(len(block.texts) for block in readme) >= 20
+
+    known: dict[str, Block] = {}
+    for block in (*readme, *quickstart):  # a command that both have runs once
+        before = known.get(block.command, Block(block.command, ()))
+        known[block.command] = before._replace(texts=(*before.texts, *block.texts))
+    # A block that uses a file has to come after the one that writes it; the others do not matter.
+    chains = [[b for b in known.values() if ".csv" in b.command]]
+    chains += [[b] for b in known.values() if ".csv" not in b.command]
+    # The longest first, so that it does not run alone at the end: what is trained in full.
+    chains.sort(key=lambda chain: not any(kind == "trained" for kind, _ in chain[0].texts))
+
+    def run_chain(chain: list[Block]) -> list[str]:
+        return [text for block in chain for text in run_block(block, copy)]
+
+    with ThreadPoolExecutor(3) as pool:
+        wrong = [text for found in pool.map(run_chain, chains) for text in found]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_what_a_page_says_is_compared() -> None:
+    """The comparison itself: a figure that is off, a line that is missing, an order that is not."""
+    output = "a 1\nb 2.5\nc 3\n"
+    assert not differences(output, "", "a 1\nb 2.5\n")
+    assert not differences(output, "", "a 1\n...\nc 3\n")
+    assert differences(output, "", "b 2.6\n") == ["b 2.6\n"]
+    assert differences(output, "", "c 3\n...\na 1\n") == ["a 1\n"]
+    assert differences(output, "", "2.5\n") == ["2.5\n"]
+    assert not differences(output, "measured", "b   7\n")
+    assert differences(output, "measured", "d 7\n") == ["d 7"]
+    assert not differences(output, "trained", "b  2.501\n")
+    assert differences(output, "trained", "b 2.6\nd 2.5\n") == ["b 2.6", "d 2.5"]
