@@ -39,7 +39,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
         expected = f"lost rank 1 on {host}, last seen in step 5: it shows no sign of life for 4 s"
     else:
         late = f"waiting for rank 1 on {host}, in step 5 at "
-        assert re.search(f"note: step 5 has taken \d+ s: {late}", str(caught.value))
+        assert re.search(rf"note: step 5 has taken \d+ s: {late}", str(caught.value))
         expected = f"step 5 hangs for 3 s: {late}"
     assert record["error"].startswith(expected)
     assert f"error: {expected}" in str(caught.value)
