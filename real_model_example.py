@@ -61,6 +61,7 @@ CONFIG = {
     "keep_checkpoints": 1,  # older ones are deleted
     "keep_best": False,  # write best/ at each evaluation that beats those before
     "on_nonfinite": "stop",  # loss or gradients nan or inf: stop, skip the update, rollback
+    "profile": 0,  # steps of which each rank writes a trace, and on a GPU what is in memory
     "hang_timeout_s": 600,  # a step that takes longer, on several processes, ends the run; 0: never
     "export": True,  # write hf/ in Hugging Face's format at the end
     "push": None,  # user/name on the Hugging Face Hub: where hf/ is sent to at the end

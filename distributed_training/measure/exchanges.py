@@ -38,15 +38,20 @@ def train(run: Run) -> dict[str, Any]:
     losses = torch.stack(sums)
     dist.all_reduce(losses)
     means = (losses / torch.tensor(targets)).view(-1, CURVE_STEPS).mean(1)
+    return {
+        "losses": means.tolist(),
+        "validation_loss": validation_loss(run),
+        "sent_bytes_a_step": fullest_sent_bytes(run.plan),
+    }
+
+
+def validation_loss(run: Run) -> float:
+    """Nats a token over the validation samples. Collective."""
     samples, total = run.data.validation, torch.zeros((), dtype=torch.float64)
     for indices in run.sampler.eval_indices(len(samples)):
         total += run.engine.eval_step(*samples.batch(indices)).double().cpu()
     dist.all_reduce(total)
-    return {
-        "losses": means.tolist(),
-        "validation_loss": float(total) / int(samples.num_targets.sum()),
-        "sent_bytes_a_step": fullest_sent_bytes(run.plan),
-    }
+    return float(total) / int(samples.num_targets.sum())
 
 
 def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -33,6 +33,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.measure import harness
 from distributed_training.measure.runs import Measured, Runs, collect, read_plan
+from distributed_training.measure.spans import length, union
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
@@ -144,11 +145,7 @@ def busy_seconds(trace: dict[str, Any]) -> float:
     ]
     if not spans:
         raise ValueError("the trace shows no kernel")
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered / 1e6
+    return length(union(spans)) / 1e6
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:

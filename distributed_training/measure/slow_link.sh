@@ -15,8 +15,9 @@ for i in 0 1; do
   ip -n "${nodes[i]}" addr add "10.99.0.$((i + 1))/24" dev eth0
   ip -n "${nodes[i]}" link set lo up
   ip -n "${nodes[i]}" link set eth0 up
-  # The bucket lets a burst through at once: a tensor smaller than it is not slowed.
-  tc -n "${nodes[i]}" qdisc add dev eth0 root tbf rate "$rate" burst 1mb latency 50ms
+  # The bucket lets a burst through at once: a tensor smaller than it is not slowed. Gigabits need
+  # a large one.
+  tc -n "${nodes[i]}" qdisc add dev eth0 root tbf rate "$rate" burst "${BURST:-1mb}" latency 200ms
 done
 for i in 1 0; do
   GLOO_SOCKET_IFNAME=eth0 ip netns exec "${nodes[i]}" torchrun --nnodes 2 --node_rank "$i" \

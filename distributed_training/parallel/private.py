@@ -129,6 +129,17 @@ def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
 
 
+def record_memory_history() -> None:
+    """From now on remember who allocates and frees memory of the GPU; the last 100,000 of it."""
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
+
+
+def dump_memory_history(path: Path) -> None:
+    """Write that, with what is allocated, for pytorch.org/memory_viz, and remember no more."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def forget_pipeline_grid() -> None:
     """Else DeepSpeed would give the next engine of this process the grid of the last one."""
     import deepspeed

@@ -14,6 +14,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, describe_work
 from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.errors import UserError
 
 QUICKLY_CUT = 4_000_000  # bytes
 
@@ -64,6 +65,9 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     num_steps = config.epochs * math.ceil(there / plan.batch.global_batch_size)
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
+    if config.profile >= num_steps:
+        what = f"profile={config.profile} does not fit into the {num_steps} steps of this run"
+        raise UserError(what, "the first is never traced", "lower profile, or train more steps")
     if config.warmup_steps >= num_steps:
         warmup = num_steps // 2
         notes.append(f"warm-up is {warmup} of {num_steps} steps, not {config.warmup_steps}")

@@ -74,15 +74,16 @@ class Fit:
 FITS = (
     Fit(
         name="Chinchilla",
-        source="Hoffmann et al. 2022, 2203.15556, approach 3; digits of its TeX source, which "
-        "2404.10102 quotes",
-        uncertainty="parameters grow with FLOPs to the power 0.46, interval 0.454 to 0.455",
+        source="Hoffmann et al. 2022, 2203.15556, approach 3, equation 10, which rounds to 1.69, "
+        "406.4, 410.7, 0.34, 0.28; these are the digits of its TeX source, as 2404.10102 has them",
+        uncertainty="parameters grow with FLOPs to the power 0.46, its table 2 with 10th and 90th "
+        "percentile 0.454 and 0.455",
         irreducible=1.6934, a=406.4, alpha=0.3392, b=410.7, beta=0.2849,
     ),
     Fit(
         name="replication",
-        source="Besiroglu et al. 2024, 2404.10102, which refits Hoffmann's points and finds that "
-        "interval too narrow",
+        source="Besiroglu et al. 2024, 2404.10102, which refits 240 runs read off a figure of "
+        "Hoffmann's and finds that interval too narrow",
         uncertainty="standard errors: E 0.03, A 124.58, B 1293.23, alpha 0.02, beta 0.02",
         irreducible=1.8172, a=482.01, alpha=0.3478, b=2085.43, beta=0.3658,
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.records.record import Record
+from distributed_training.records.record import MEMORY_FILE, TRACE_FILE, Record
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
@@ -177,6 +177,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
         ("steps", f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
                   f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
                   f"{config['warmup_steps']})"),
+        ("profile", _profile(r)),
         ("run", short_path(r.run_dir)),
     ]  # fmt: skip
     return [row for row in rows if row[1]]
@@ -192,6 +193,22 @@ def _options(r: Record) -> str:
     if words and sent is not None:
         words.append(f"{gib(sum(sent.values()))} a step sent by a process")
     return ", ".join(words)
+
+
+def _profile(r: Record) -> str:
+    """Which files `profile` will write or has written, and what opens them."""
+    count, wrote = r.config.get("profile", 0), r.profile
+    if not count or (r.status != "running" and wrote is None):
+        return ""
+    if wrote is None:
+        which = f"{count} step{'s' * (count > 1)} after a warm-up"
+    else:
+        steps = sorted({wrote["first_step"], wrote["last_step"]})
+        which = f"step{'s' * (len(steps) > 1)} {' to '.join(map(str, steps))}"
+    text = f"{which} in {TRACE_FILE.format('*')} of the run's folder, for ui.perfetto.dev"
+    if r.machine["gpu_name"]:
+        text += f", and {MEMORY_FILE.format('*')}, for pytorch.org/memory_viz"
+    return text
 
 
 def last_part(source: str) -> str:
@@ -254,4 +271,7 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients not finite"))
+    if wrote := _profile(r):
+        shares = f"measure overlap {short_path(r.run_dir)} says what communication takes of them"
+        rows.append(("profile", f"{wrote}; {shares}"))
     return [*rows, ("record", f"{short_path(r.run_dir)}/record.json")]

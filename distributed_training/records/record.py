@@ -27,6 +27,7 @@ SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
 LAST, BEST = "hf", "best"  # folders of a run's weights in Hugging Face's format
 METRICS_FILE = "metrics.jsonl"
+TRACE_FILE, MEMORY_FILE = "trace-rank{}.json.gz", "memory-rank{}.pickle"
 FAILURE_FILE = ".failure"
 LOST = "lost another process"
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
@@ -92,6 +93,8 @@ class Record(RunState):
     # schedule, num_microbatches, blocks_per_stage, and ideal_bubble, the idle share with equal
     # stages; None: no formula is known.
     pipeline: dict[str, Any] | None = None
+    # first_step and last_step that were traced, names of the files (traces, memory); None: no.
+    profile: dict[str, Any] | None = None
     machine: dict[str, Any]  # of rank 0: gpu_name (None: CPU only), num_gpus, num_cpus
     num_parameters: int  # of the whole model
     dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built

@@ -113,7 +113,9 @@ def published_links(*files: str) -> str:
     return markdown_table(rows, ["", *groups])
 
 
-def _figure(value: float) -> str:
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"

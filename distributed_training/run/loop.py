@@ -52,6 +52,7 @@ class Trainer:
     tracker: Tracker = field(default_factory=Tracker)
     save_best: Callable[[], None] = lambda: None  # collective
     at: Callable[..., None] = lambda place, limited=False: None  # told where training is
+    step_ended: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
@@ -60,8 +61,7 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._signum, self._signalled_at = 0, 0.0
-        self._warm = False
-        self._passed_over = 0  # a step whose batch is left out, after a rollback
+        self._warm, self._passed_over = False, 0  # step whose batch is left out after a rollback
 
     @property
     def step(self) -> int:
@@ -127,11 +127,11 @@ class Trainer:
         batch = self.sampler.step_batch(self.data.train, self.step)
         row = {"epoch": self.step // self.sampler.steps_per_epoch, "learning_rate": rate}
         row["num_tokens"] = batch.num_tokens
-        result = self.engine.train_step(batch)
+        self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
+        self.step_ended()
         self._warm = True
         self.history.step += 1
-        self._pending.append(({"step": self.step, **row}, result))
 
     def _flush(self) -> None:
         """Sum pending losses over ranks; write, show and track them. Collective.

@@ -31,6 +31,7 @@ from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
+from distributed_training.run.profiling import Profile
 from distributed_training.run.push import push_folder
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
@@ -115,9 +116,11 @@ def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")
     trainer.save_best, trainer.at = partial(export, *model, plan.run_dir / BEST), watch.at
-    signum = trainer.run()
+    with Profile(plan, topology, trainer.step, display) as profile:
+        trainer.step_ended = profile.step_ended
+        signum = trainer.run()
     watch.at("the end")
-    results = collect_results(trainer)
+    results = collect_results(trainer, profile)
     if not signum:
         results["sample"] = generate_sample(*model, display, "after")
         if plan.config.export:
@@ -191,12 +194,12 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     return trainer
 
 
-def collect_results(trainer: Trainer) -> dict[str, Any]:
+def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
     plan, sampler, durations = trainer.plan, trainer.sampler, trainer.timer.durations_s()
-    # Steps that the data fill: the last of an epoch takes as long with fewer tokens.
+    # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
     steps = enumerate(durations, trainer.step - len(durations))
-    full = [seconds for step, seconds in steps if sampler.is_full(step)]
+    full = [s for step, s in steps if sampler.is_full(step) and step + 1 not in profile.slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarise_performance(
         full or durations,
@@ -216,6 +219,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     total = {name: sum(rank["disk"][name] for rank in ranks) for name in disk or ()}
     return {
         **vars(trainer.history),
+        "profile": profile.as_record(),
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,

@@ -133,6 +133,8 @@ class RunConfig(Options):
     on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
         help="when a loss or gradient is not finite: stop; skip the update; rollback: go back to "
         "the last checkpoint, once, and pass the batch over")
+    profile: Annotated[int, Field(ge=0, le=20)] = kept(0,
+        help="steps of which each rank writes a trace and, on a GPU, a snapshot of memory; 0: none")
     hang_timeout_s: CountOrZero = kept(600,
         help="seconds after which a step of several processes counts as hung; 0: never")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import time
 
@@ -171,6 +172,37 @@ def test_a_profiled_function_shows_how_long_the_gpu_computed():
     began = time.perf_counter()
     _, busy = profiled(lambda: (a @ a, torch.cuda._sleep(10_000_000), a @ a))
     assert 10_000_000 / 4e9 < busy <= time.perf_counter() - began  # no GPU has a clock of 4 GHz
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
+    from distributed_training.measure.overlap import main, read_run
+
+    count = min(2, torch.cuda.device_count())
+    values = {
+        **BASE, "strategy": "dp", "profile": 2, "max_steps": 20, "num_samples": 320,
+        "cuda_graphs": graphs, "output_dir": tmp_path,
+    }  # fmt: skip
+    command = [sys.executable, SCRIPT, *settings(values), "--num_gpus", str(count)]
+    assert_ok(run_command(command, CUDA_VISIBLE_DEVICES=VISIBLE))
+    record = only_record(tmp_path)
+    first = 15 if record["config"]["cuda_graphs"] else 6
+    assert record["profile"] == {
+        "first_step": first, "last_step": first + 1, "traces": "trace-rank*.json.gz",
+        "memory": "memory-rank*.pickle",
+    }  # fmt: skip
+    folder = next(tmp_path.glob("*-*/record.json")).parent
+    assert main([str(folder)]) == 0
+    ranks = read_run(folder)
+    assert len(ranks) == count
+    for rank in ranks:
+        assert rank.seconds()["computing"] > 0
+        assert bool(rank.by_kind) == (count > 1)
+        snapshot = pickle.loads((folder / f"memory-rank{rank.rank}.pickle").read_bytes())
+        assert any(snapshot["segments"])
+        assert graphs or any(
+            snapshot["device_traces"]
+        )  # a replayed graph allocates next to nothing
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

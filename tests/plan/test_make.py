@@ -46,6 +46,12 @@ def test_two_samples_are_enough(tmp_path):
         plan_for(tmp_path, words - 1)
 
 
+def test_a_trace_needs_a_step_before_it(tmp_path):
+    assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
+    with refused("profile=4", "4 steps", "lower profile"):
+        plan_for(tmp_path, 2000, max_steps=4, profile=4)
+
+
 def fits(tmp_path, words):
     try:
         return plan_for(tmp_path, words) is not None

@@ -82,6 +82,7 @@ def test_summary_says_what_came_out():
 
 
 NO_GPU = {"performance__mfu": None, "memory__peak_allocated_bytes": None}
+TRACED = {"config__profile": 3, "profile": {"first_step": 6, "last_step": 8}}
 UNTIMED = {"performance": {"num_timed_steps": 0, "tokens_per_s": None}, "evaluations": []}
 # A record holds None where the run had NaN; a resumed run reads its beginning from there.
 DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("nan")}]
@@ -95,6 +96,14 @@ DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("n
         (UNTIMED, "perplexity", None),  # stopped before its first step
         (UNTIMED, "throughput", None),
         ({"skipped_steps": [4, 5, 9]}, "skipped", "3 steps, gradients not finite"),
+        (
+            TRACED,
+            "profile",
+            "steps 6 to 8 in trace-rank*.json.gz of the run's folder, for "
+            "ui.perfetto.dev, and memory-rank*.pickle, for pytorch.org/memory_viz; measure overlap "
+            "runs/x says what communication takes of them",
+        ),
+        ({**TRACED, "profile": None}, "profile", None),
         ({"evaluations": DIVERGED}, "perplexity", "nan before, nan after 64 steps"),
     ],
 )

@@ -27,7 +27,7 @@ from pipedream.draw.page import EDGE, SMALL, TEXT, WIDTH, new_figure, number, pe
 from pipedream.schedules.ops import FORWARD, Op
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.comparison import Refused, Row
-from pipedream.simulate.measures import Idle, idle
+from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline
 
 STEADY = "Batch after batch: each rank starts its next batch once its own work on the last is done"
@@ -143,6 +143,14 @@ def idle_text(shares: Idle) -> str:
         f"{percent(shares.makespan_fraction)} of the makespan, "
         f"{percent(shares.span_fraction)} of the spans"
     )
+
+
+def cost_text(timeline: Timeline) -> str:
+    """When a timeline ends, what share of it is idle, and what each rank holds."""
+    held = ", ".join(map(number, peak_activations(timeline.schedule)))
+    share = percent(idle(timeline).makespan_fraction)
+    ends = number(timeline.makespan)
+    return f"ends at {ends}, idle {share}; microbatches held at most by rank {held}"
 
 
 def panel_title(ax: Axes, text: str) -> None:

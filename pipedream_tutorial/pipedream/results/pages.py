@@ -130,7 +130,7 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
-    from pipedream.draw import frontier
+    from pipedream.draw import animations, frontier, moving
     from pipedream.draw import prediction as figures_prediction
     from pipedream.draw import steps as figures_steps
 
@@ -152,17 +152,24 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
             figures_steps.digest(picture),
             partial(figures_steps.draw_picture, picture),
         )
+    for name, move in animations.ANIMATIONS.items():
+        animation = move()
+        found[f"figures/{name}.gif"] = (
+            moving.digest(animation),
+            partial(moving.draw_animation, animation),
+        )
     return found
 
 
 def drawn_from(path: Path) -> str | None:
-    """The digest in a PNG's metadata; None where there is no such file or digest."""
+    """The digest in the metadata of a PNG or GIF; None where there is no such file or digest."""
     from PIL import Image
 
     if not path.is_file():
         return None
     with Image.open(path) as image:
-        return image.info.get("Source")
+        comment = image.info.get("comment")
+        return comment.decode() if comment else image.info.get("Source")
 
 
 def stale(folder: Path) -> list[str]:

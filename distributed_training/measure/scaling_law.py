@@ -1,0 +1,165 @@
+"""A scaling law of one's own: six sizes, each trained on several numbers of tokens, on one GPU.
+
+    python real_model_example.py measure scaling_law FOLDER [--sizes 0.1M 0.3M] [--tokens 0.3M]
+
+Runs results/plans/scaling-law.json in one process and leaves scaling-law.json and a picture in the
+FOLDER: losses; the fit of E + A / N^alpha + B / D^beta to them with its residuals; and, for each
+size, how far the fit to all others is off. A run that is in the FOLDER already is not done again.
+One small corpus, of which the longest runs see the samples twice, and learning rates that nobody
+tuned: constants hold for this text only, and how far they carry to larger models is not shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from distributed_training.measure.exchanges import validation_loss
+from distributed_training.measure.harness import Run, each_run, open_group
+from distributed_training.measure.law import Point, fit_law, left_out, residuals
+from distributed_training.plan.scaling import Fit, count
+from distributed_training.records.display import short_path
+from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.run.schedule import learning_rate
+from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.parser import Parser
+
+PLAN = load_json(ROOT / "results/plans/scaling-law.json", "plan")
+MODELS = Path(__file__).with_name("scaling_models")
+DEADLINE_S = 540.0  # after which no run begins
+Runs = dict[str, dict[str, Any]]
+
+
+def cases(sizes: Sequence[str], tokens: Sequence[str]) -> Runs:
+    """CONFIG values of each run, by name; the shortest of all sizes first."""
+    return {
+        f"{size}, {amount} tokens": {
+            **PLAN["common"], "model": f"{MODELS}:{size}", **PLAN["sizes"][size],
+            **PLAN["tokens"][amount],
+        }
+        for amount in tokens for size in sizes
+    }  # fmt: skip
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train to the end of the schedule: parameters, tokens, validation loss, seconds."""
+    steps, began = run.plan.num_steps or 0, time.perf_counter()
+    for step in range(steps):
+        run.engine.set_learning_rate(learning_rate(run.plan.config, step, steps))
+        run.engine.train_step(run.batch(step))
+    loss, config = validation_loss(run), run.plan.config
+    return {
+        "parameters": run.plan.size.num_parameters,
+        "tokens": len(run.data.train) * config.epochs * config.max_length,
+        "loss": loss,
+        "steps": steps,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def points_of(runs: Runs) -> list[Point]:
+    return [(found["parameters"], found["tokens"], found["loss"]) for found in runs.values()]
+
+
+def summarise(runs: Runs) -> dict[str, Any] | None:
+    """The fit, its residuals by run, and those of each size under the fit to the others; None for
+    fewer than four sizes or three numbers of tokens."""
+    points = points_of(runs)
+    if len({n for n, _, _ in points}) < 4 or len({d for _, d, _ in points}) < 3:
+        return None
+    fit = fit_law(points)
+    return {
+        "fit": {key: asdict(fit)[key] for key in ("irreducible", "a", "alpha", "b", "beta")},
+        "residuals": dict(zip(runs, residuals(fit, points), strict=True)),
+        "left_out": {str(int(size)): errors for size, errors in left_out(points).items()},
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The constants, and a row a size that was left out."""
+    fit, worst = summary["fit"], max(map(abs, summary["residuals"].values()))
+    lines = [
+        f"loss = {fit['irreducible']:.3f} + {fit['a']:.4g} / N^{fit['alpha']:.3f} + "
+        f"{fit['b']:.4g} / D^{fit['beta']:.3f}; off by at most {100 * worst:.1f}%",
+        "",
+    ]
+    rows = [
+        [count(int(size)), f"{100 * np.mean(errors):+.1f}%", f"{100 * max(map(abs, errors)):.1f}%"]
+        for size, errors in summary["left_out"].items()
+    ]
+    return "\n".join([*lines, tabulate(rows, ["left out", "mean", "at most"], stralign="right")])
+
+
+def draw(runs: Runs, summary: dict[str, Any], path: Path) -> None:
+    """Loss by tokens, a line a size; and by parameters along equal FLOPs. 900 pixels wide."""
+    fit = Fit(name="", source="", uncertainty="", **summary["fit"])
+    points = points_of(runs)
+    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=100)
+    left, right = figure.subplots(1, 2, sharey=True)
+    every_d = np.geomspace(min(d for _, d, _ in points) / 1.5, max(d for _, d, _ in points) * 1.5)
+    for place, size in enumerate(sorted({n for n, _, _ in points})):
+        own = sorted((d, loss) for n, d, loss in points if n == size)
+        left.plot(*zip(*own, strict=True), "o", color=f"C{place}", label=count(size))
+        left.plot(every_d, [fit.loss(size, d) for d in every_d], color=f"C{place}", linewidth=1)
+    left.set(xscale="log", xlabel="tokens", ylabel="validation loss, nats a token")
+    amounts = sorted({d for _, d, _ in points})
+    left.set_xticks(amounts, labels=[count(amount) for amount in amounts])
+    left.minorticks_off()
+    left.legend(title="parameters", fontsize=8)
+    every_n = np.geomspace(min(n for n, _, _ in points) / 2, max(n for n, _, _ in points) * 2)
+    least, most = np.quantile([6 * n * d for n, d, _ in points], (0.1, 0.9))
+    for budget in np.geomspace(least, most, 5):
+        spread = [n for n in every_n if every_d[0] <= budget / 6 / n <= every_d[-1]]
+        (line,) = right.plot(spread, [fit.loss(n, budget / 6 / n) for n in spread])
+        line.set_label(f"{budget:.0e} FLOPs")
+        best, tokens = fit.optimum(budget)
+        if every_d[0] <= tokens <= every_d[-1]:
+            right.plot([best], [fit.loss(best, tokens)], "v", color=line.get_color())
+    right.set(xscale="log", xlabel="parameters, of the fit at equal FLOPs")
+    right.legend(fontsize=8)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is not in the folder yet, then fit."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="FOLDER")
+    parser.add_argument("--sizes", nargs="+", default=list(PLAN["sizes"]), choices=PLAN["sizes"])
+    parser.add_argument("--tokens", nargs="+", default=list(PLAN["tokens"]), choices=PLAN["tokens"])
+    options = parser.parse_args(argv)
+    file = options.out / "scaling-law.json"
+    runs: Runs = load_json(file, "record")["runs"] if file.exists() else {}
+    wanted = cases(options.sizes, options.tokens)
+    with open_group() as group:
+        todo = {name: values for name, values in wanted.items() if name not in runs}
+        for name, ranks in each_run(group, todo, train, deadline_s=DEADLINE_S):
+            if isinstance(ranks, str):
+                raise SystemExit(f"{name}: {ranks}")
+            runs[name] = ranks[0]
+            shown = f"loss {ranks[0]['loss']:.3f}, {ranks[0]['seconds']:.0f} s"
+            print(f"{name}: {shown}", flush=True)
+            options.out.mkdir(parents=True, exist_ok=True)
+            write_json(file, {
+                "what": "validation loss of small GPT-2s by parameters and tokens, embedded text",
+                "command": "python real_model_example.py measure scaling_law FOLDER",
+                "made_at": timestamp(), "git_commit": git_commit(), "versions": versions(),
+                "device": str(group.device), "plan": PLAN, "summary": summarise(runs),
+                "runs": runs,
+            })  # fmt: skip
+    for name in wanted:
+        if name not in runs:
+            print(f"not done within {DEADLINE_S:.0f} s: {name}; the same command goes on with it")
+    if (summary := summarise(runs)) is None:
+        print("too few runs for a fit: it takes four sizes and three numbers of tokens")
+        return 0
+    print(describe(summary))
+    draw(runs, summary, options.out / "scaling-law.png")
+    print(f"record and picture in {short_path(options.out)}")
+    return 0

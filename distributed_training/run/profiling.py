@@ -1,0 +1,115 @@
+"""`profile`: what every rank does in a few steps, as a trace; on a GPU also what is in its memory.
+
+Traces are Chrome's JSON (ui.perfetto.dev opens them, `measure overlap` reads them), snapshots are
+for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs, and are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from distributed_training.engines.native import NUM_EAGER_STEPS
+from distributed_training.parallel.private import dump_memory_history, record_memory_history
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import Topology
+from distributed_training.records.display import Display
+from distributed_training.records.metrics import MAX_WARMUP_STEPS
+from distributed_training.records.record import MEMORY_FILE, TRACE_FILE
+
+SILENT = "6"  # the profiler's library would print when it starts and stops
+
+
+def steps_to_trace(plan: Plan, done: int) -> range:
+    """Which steps of a run that goes on after `done` are traced, counted from 1: the last of a run
+    that is shorter than warm-up and trace; never its first, nor one that is captured."""
+    config, left, warm_up = plan.config, (plan.num_steps or 0) - done, MAX_WARMUP_STEPS
+    if not config.profile:
+        return range(0)
+    if config.cuda_graphs:  # the profiler's own warm-up follows the capture, too
+        warm_up = NUM_EAGER_STEPS + 2
+        if left < warm_up + config.profile:
+            left = min(left, NUM_EAGER_STEPS)
+    first = 1 + max(1, min(warm_up, left - config.profile))
+    return range(done + first, done + min(first + config.profile, left + 1))
+
+
+class Profile:
+    """A context around training, whose `step_ended` is called after each step."""
+
+    def __init__(self, plan: Plan, topology: Topology, done: int, display: Display) -> None:
+        self.steps, self._done, self._written = steps_to_trace(plan, done), done, False
+        self._on_gpu, rank = topology.device_type == "cuda", topology.rank
+        self._trace = plan.run_dir / TRACE_FILE.format(rank)
+        self._memory = plan.run_dir / MEMORY_FILE.format(rank)
+        self._profiler: torch.profiler.profile | None = None
+        if plan.config.profile and not self.steps:
+            display.note("nothing is traced: no step is left after a warm-up")
+
+    @property
+    def slowed(self) -> range:
+        """The steps that are not timed: profiling begins before the first that is traced, and
+        writing ends within the one after the last."""
+        return range(self.steps.start - 1, self.steps.stop + 1) if self.steps else range(0)
+
+    def as_record(self) -> dict[str, object] | None:
+        """What the record says of it; None where nothing was written."""
+        if not self._written:
+            return None
+        memory = MEMORY_FILE.format("*") if self._on_gpu else None
+        last = min(self._done, self.steps[-1])
+        return {
+            "first_step": self.steps[0], "last_step": last,
+            "traces": TRACE_FILE.format("*"), "memory": memory,
+        }  # fmt: skip
+
+    def __enter__(self) -> Profile:
+        if self.steps:
+            os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
+            wait = self.steps.start - self._done - 2  # the step before is the profiler's warm-up
+            self._profiler = torch.profiler.profile(
+                activities=activities,
+                schedule=torch.profiler.schedule(
+                    wait=wait, warmup=1, active=len(self.steps), repeat=1
+                ),
+                on_trace_ready=self._write,
+            )
+            self._profiler.start()
+        return self
+
+    def step_ended(self) -> None:
+        """Go on to the next step; the one after the last writes the files."""
+        if self._profiler is None:
+            return
+        self._done += 1
+        if self._on_gpu and self._done == self.steps[0] - 1:
+            record_memory_history()
+        self._profiler.step()
+        if self._done == self.steps[-1]:
+            self._stop()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        if self._on_gpu:
+            dump_memory_history(self._memory)
+        profiler.export_chrome_trace(str(self._trace))
+        self._written = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """After a signal, what there is by then is written; after a failure of one process, the
+        profiler of another could wait for it for ever."""
+        if error is None:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None

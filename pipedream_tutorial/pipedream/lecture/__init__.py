@@ -1,0 +1,1 @@
+"""What lecture.ipynb needs: its pictures, and the checks of its exercises."""

@@ -1,0 +1,138 @@
+"""Exercises about time and memory: each answer is put into the simulator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from pipedream.draw.terminal import number
+from pipedream.lecture.verdict import WrongAnswer, graded
+from pipedream.schedules.ops import Op, Schedule, as_orders, one_chain, repeat
+from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.simulator import build_costs, simulate
+
+OrderOf = Callable[[int, int, int], Sequence[str]]
+"""(p, m, rank) -> the rank's operations, such as "F0"."""
+
+
+@graded
+def check_idle_share(idle_share: Callable[[int, int], float]) -> str:
+    """Exercise 1: the idle share of GPipe's time with p ranks and m microbatches."""
+    sizes = ((4, 8), (2, 2), (8, 1), (3, 16), (1, 5))
+    for p, m in sizes:
+        answer = idle_share(p, m)
+        if answer is None:
+            raise WrongAnswer("idle_share returns nothing")
+        if not isinstance(answer, (int, float, Fraction)):
+            raise WrongAnswer(f"idle_share returns {answer!r}, which is no number")
+        schedule = gpipe(p, m)
+        share = idle(simulate(schedule, build_costs(schedule))).makespan_fraction
+        if abs(Fraction(answer) - share) > 1e-9:
+            said = f"idle_share({p}, {m}) is {float(answer):.4g}, the simulator says {share}"
+            raise WrongAnswer(f"{said}. {_idle_hint(float(answer), p, m)}")
+    return f"the simulator idles for the same share at {len(sizes)} sizes."
+
+
+def _idle_hint(answer: float, p: int, m: int) -> str:
+    hints = {
+        (p - 1) / m: "You divided idle time by working time; divide by both together.",
+        m / (m + p - 1): "This is the share of time in which a rank works.",
+        (p - 1) / (m + p): "How long does the first microbatch take to reach the last rank?",
+        p / (m + p - 1): "Rank 0 starts at once: how many ranks wait before the last one starts?",
+    }
+    near = (text for value, text in hints.items() if abs(answer - value) < 1e-9)
+    return next(near, "Add up how long one rank works and how long it waits.")
+
+
+@graded
+def check_one_f_one_b(order: OrderOf) -> str:
+    """Exercise 4: 1F1B, the order of one rank."""
+    for p, m in ((4, 8), (2, 5), (4, 2), (3, 3)):
+        schedule = _schedule_of(order, p, m, "FB")
+        at = f"with p={p}, m={m}"
+        for rank, held in enumerate(peak_activations(schedule)):
+            if held > min(m, p - rank):
+                raise WrongAnswer(
+                    f"{at} rank {rank} holds {held} microbatches at a time, and "
+                    f"{min(m, p - rank)} would do. When can it run its first backward pass?"
+                )
+        _check_time(schedule, one_f_one_b(p, m), at, "A rank waits that has a forward to run.")
+    return "as fast as GPipe, with min(m, p - rank) microbatches in memory."
+
+
+@graded
+def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
+    """Exercise 5: several batches under 1F1B, each with the weights that the last one left."""
+    for p, m, num_batches in ((4, 4, 2), (3, 5, 3)):
+        schedule = batches(p, m, num_batches)
+        if not isinstance(schedule, Schedule):
+            raise WrongAnswer("batches has to return a Schedule")
+        found = sorted({op.microbatch for op in schedule.ops()})
+        if found != list(range(m * num_batches)):
+            raise WrongAnswer(f"{num_batches} batches of {m} are {m * num_batches} microbatches")
+        for stage, use in weight_use(schedule, POLICIES["flush"], m).items():
+            for i, version in sorted(use.forward.items()):
+                if version != i // m:
+                    raise WrongAnswer(
+                        f"with p={p}, m={m} stage {stage} runs F{i}, of batch {i // m}, with "
+                        f"version {version} of its weights. One GPU would use version {i // m}: "
+                        f"the update of batch {i // m - 1} has to come first."
+                    )
+        at = f"with p={p}, m={m} every batch sees the right weights, but the run"
+        best = repeat(one_f_one_b(p, m), num_batches)
+        _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
+    return "every batch starts from the weights that the batch before it left."
+
+
+@graded
+def check_zero_bubble(order: OrderOf) -> str:
+    """Exercise 8: the backward pass as I and W, with W where the rank would idle."""
+    for p, m in ((4, 8), (3, 6), (2, 4)):
+        schedule = _schedule_of(order, p, m, "FIW")
+        at = f"with p={p}, m={m}"
+        for rank, held in enumerate(peak_activations(schedule)):
+            if held > min(m, p):
+                raise WrongAnswer(
+                    f"{at} rank {rank} holds {held} microbatches, more than {min(m, p)}: a "
+                    f"microbatch stays in memory until its W is done. Put it off for less long."
+                )
+        hint = "A rank idles while it has a W that nobody waits for."
+        _check_time(schedule, zb_h1(p, m), at, hint)
+    return "as short as ZB-H1, in 1F1B's memory."
+
+
+def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
+    time, goal = (simulate(s, build_costs(s)).makespan for s in (schedule, best))
+    if time > goal:
+        raise WrongAnswer(f"{at} takes {number(time)}, and {number(goal)} would do. {hint}")
+
+
+def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
+    """The answer's orders of all ranks; WrongAnswer where they are not complete or cannot run."""
+    lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
+    wanted = {(kind, i) for kind in kinds for i in range(m)}
+    for rank, line in enumerate(lines):
+        found = {(op.kind, op.microbatch) for op in line}
+        for told, ops in (("lacks", wanted - found), ("should not have", found - wanted)):
+            if ops:
+                kind, i = min(ops)
+                raise WrongAnswer(f"with p={p}, m={m} the order of rank {rank} {told} {kind}{i}")
+    schedule = Schedule(name="yours", orders=as_orders(lines), chains=one_chain(p))
+    try:
+        simulate(schedule, build_costs(schedule))
+    except (RuntimeError, ValueError) as error:
+        raise WrongAnswer(f"with p={p}, m={m} this cannot run: {error}") from error
+    return schedule
+
+
+def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
+    if written is None:
+        raise WrongAnswer(f"the order of rank {rank} is missing: the function returns nothing")
+    ops = [re.fullmatch(rf"([{kinds}])(\d+)", str(one)) for one in written]
+    for one, op in zip(written, ops, strict=True):
+        if op is None:
+            raise WrongAnswer(f"{one!r} is no operation; write such as {kinds[0]}0")
+    return [Op(op[1], rank, int(op[2])) for op in ops if op is not None]

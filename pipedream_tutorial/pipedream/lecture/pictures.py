@@ -1,0 +1,69 @@
+"""Timelines as pictures in a notebook, and as text where there is no picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from pipedream.draw.figures import cost_text, panel_title, time_label
+from pipedream.draw.grid import draw_grid, kind_legend, row_height
+from pipedream.draw.page import DPI, WIDTH, new_figure
+from pipedream.draw.terminal import draw
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.ops import Schedule
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
+
+COLUMNS = 90
+
+
+class Shown:
+    """One timeline above the other; a notebook shows the picture, a terminal the text."""
+
+    def __init__(self, title: str, timelines: Sequence[Timeline]) -> None:
+        self.title, self.timelines = title, timelines
+
+    def __repr__(self) -> str:
+        parts = [self.title]
+        for timeline in self.timelines:
+            parts += ["", describe(timeline), draw(timeline, COLUMNS)]
+        return "\n".join(parts)
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        from PIL import Image
+
+        ranks = self.timelines[0].schedule.num_ranks
+        until = max(timeline.makespan for timeline in self.timelines)
+        figure, axes = new_figure(
+            self.title,
+            [1.2 * ranks * row_height(ranks)] * len(self.timelines),
+            legend=kind_legend(self.timelines),
+            head=0.45,
+            gap=0.5,
+        )
+        for ax, timeline in zip(axes, self.timelines, strict=True):
+            draw_grid(ax, timeline, until=until)
+            panel_title(ax, describe(timeline))
+        for ax in axes[:-1]:
+            ax.tick_params(labelbottom=False)
+        time_label(axes[-1], self.timelines[0])
+        drawn, small = io.BytesIO(), io.BytesIO()
+        figure.savefig(drawn)
+        Image.open(drawn).convert("RGB").quantize(32).save(small, "png", optimize=True)
+        return small.getvalue(), {"width": int(WIDTH * DPI / 2)}
+
+
+def describe(timeline: Timeline) -> str:
+    """A schedule's name and what it costs."""
+    schedule = timeline.schedule
+    title = SCHEDULES[schedule.name].title if schedule.name in SCHEDULES else schedule.name
+    return f"{title}: {cost_text(timeline)}"
+
+
+def run(schedule: Schedule) -> Timeline:
+    """The schedule on the simulator's clock: F = I = W = 1, so B = 2."""
+    return simulate(schedule, build_costs(schedule))
+
+
+def show(title: str, *schedules: Schedule) -> Shown:
+    """The schedules, simulated, as one picture."""
+    return Shown(title, [run(schedule) for schedule in schedules])

@@ -1,0 +1,13 @@
+"""Rank r holds p - r microbatches under 1F1B, so it may put its W off by r of them."""
+
+
+def zero_bubble_order(p, m, r):
+    ahead = min(m, p - r)
+    order = [f"F{i}" for i in range(ahead)]
+    for i in range(m):
+        order.append(f"I{i}")
+        if i >= r:
+            order.append(f"W{i - r}")
+        if ahead + i < m:
+            order.append(f"F{ahead + i}")
+    return order + [f"W{i}" for i in range(max(0, m - r), m)]
