@@ -119,8 +119,14 @@ class DeepSpeedEngine(base.Engine):
         }
 
     def state_parts(self) -> Iterator[Part]:
-        # What lies on disk is read a group at a time, once.
-        read = functools.lru_cache(1)(functools.partial(private.read_zero_group, self.optimizer))
+        held: dict[int, dict[str, Any]] = {}
+
+        def read(group: int) -> dict[str, Any]:  # what lies on disk: once, one group in memory
+            if group not in held:
+                held.clear()
+                held[group] = private.read_zero_group(self.optimizer, group)
+            return held[group]
+
         kinds = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
         for group, fragments in sorted(self._fragments().items()):
             for fragment, kind in itertools.product(fragments, kinds):

@@ -102,6 +102,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
         for data in _contents(text, parts):
             file.write(data)
             checksum, size = zlib.crc32(data, checksum), size + len(data)
+            del data  # or the part would stay in memory beside the next one
         file.flush()
         os.fsync(file.fileno())
     return size, checksum

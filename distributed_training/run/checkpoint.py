@@ -53,6 +53,7 @@ class Saver:
         """`saved` is called with a checkpoint's folder and its row of the record's `saves`."""
         self.plan, self.topology, self.saved = plan, topology, saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
+        self._copies = True  # decided once: page-locked memory is kept from one copy to the next
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
 
@@ -61,17 +62,17 @@ class Saver:
         written has ended. Where memory is too small for a copy training waits. Collective."""
         self.finish()
         began = time.monotonic()
+        parts, writing = _begin(engine, self.plan, self.topology, step)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        parts, writing = _begin(engine, self.plan, self.topology, step)
-        copied = all(assemble.gather(_has_room(parts, self.plan)))
-        if copied:
+            self._copies = all(assemble.gather(_has_room(parts, self.plan)))
+        if self._copies:
             parts = copy_parts(parts)
         meta = _describe(engine, self.plan, step, data_fingerprint)
         self._row = {"step": step}
         ending = self._ending = Future()
         arguments = (parts, writing, meta, self.plan, self.topology, self._group)
-        if copied:
+        if self._copies:
             threading.Thread(target=self._run, args=(ending, *arguments), daemon=True).start()
         else:
             self._run(ending, *arguments)

@@ -294,10 +294,10 @@ class Trainer:
 
     def _saved(self, folder: Path, row: dict[str, Any]) -> None:
         self.history.saves.append(row)
-        self._say(f"saved {folder.parent.name}/{folder.name}")
+        self._say(f"saved {folder.parent.name}/{folder.name}", row["step"])
 
-    def _say(self, text: str) -> None:
-        self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
+    def _say(self, text: str, step: int | None = None) -> None:
+        self.display.say(f"step {step or self.step:>6}/{self.num_steps}  {text}")
 
     def _begin_training(self) -> None:
         self.memory.begin()
