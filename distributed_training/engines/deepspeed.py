@@ -7,9 +7,12 @@ weights, travel between neighbours; first and last stage sum the embedding's gra
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import itertools
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -28,7 +31,7 @@ from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel import private
 from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
-from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of
+from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
@@ -116,19 +119,50 @@ class DeepSpeedEngine(base.Engine):
         }
 
     def state_parts(self) -> Iterator[Part]:
+        held: dict[int, dict[str, Any]] = {}
+
+        def read(group: int) -> dict[str, Any]:  # what lies on disk: once, one group in memory
+            if group not in held:
+                held.clear()
+                held[group] = private.read_zero_group(self.optimizer, group)
+            return held[group]
+
+        kinds = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
+        for group, fragments in sorted(self._fragments().items()):
+            for fragment, kind in itertools.product(fragments, kinds):
+                yield self._part(kind, fragment, functools.partial(read, group))
+
+    def _fragments(self) -> dict[int, list[tuple[str, int, slice]]]:
+        """By group of the optimizer: a parameter, this rank's first element of it, and where in the
+        group's flat tensor these elements are, without padding."""
+        found: dict[int, list[tuple[str, int, slice]]] = {}
         for name, parameter in self.named.items():
+            fragment = private.find_zero_fragment(self.optimizer, parameter)
+            if fragment is not None:
+                group, offset, start, count = fragment
+                count = max(0, min(count, math.prod(self.shapes[name]) - start))
+                found.setdefault(group, []).append((name, start, slice(offset, offset + count)))
+        return found
+
+    def _part(
+        self, kind: str, fragment: tuple[str, int, slice], held: Callable[[], dict[str, Any]]
+    ) -> Part:
+        """A fragment of the weights or of a moment, which `held` gives by kind."""
+        name, start, place = fragment
+        return Part(
+            name=f"{kind}/{name}", shape=self.shapes[name], start=(start,),
+            size=(place.stop - place.start,),
+            get=lambda: held()[kind][place], set=lambda new: held()[kind][place].copy_(new),
             # The last stage's copy of a tied embedding is the first one's.
-            copied = name in self.copied and self.topology.pp_rank > 0
-            for kind, start, values in private.zero_fragments(self.optimizer, parameter):
-                key, shape = f"{kind}/{name}", self.shapes[name]
-                yield part_of(key, values, shape, (start,), writes=not copied)
+            writes=name not in self.copied or self.topology.pp_rank == 0,
+        )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
         adam, scaler = self.optimizer.optimizer, self.optimizer.loss_scaler
-        states = (adam.state.get(flat, {}) for flat in private.zero_partitions(self.optimizer))
+        first, *_ = private.zero_partitions(self.optimizer)
         good = scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0
         return {
-            "adam_steps": float(next(states).get("step", 0)),
+            "adam_steps": float(adam.state.get(first, {}).get("step", 0)),
             "loss_scale": float(scaler.cur_scale),
             "good_steps": good,
         }
@@ -136,13 +170,19 @@ class DeepSpeedEngine(base.Engine):
     @torch.no_grad()
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         adam, scaler = self.optimizer.optimizer, self.optimizer.loss_scaler
-        if counters["adam_steps"]:
-            for flat in private.zero_partitions(self.optimizer):
-                adam.state[flat] = {moment: torch.zeros_like(flat) for moment in base.MOMENTS}
-                adam.state[flat]["step"] = self._adam_steps(int(counters["adam_steps"]), flat)
-        for part in self.state_parts():
-            part.set(saved.read(part))
-        private.refresh_zero_weights(self.optimizer)
+        fragments, steps = self._fragments(), int(counters["adam_steps"])
+        with private.writing_zero(self.optimizer):
+            for group in range(len(private.zero_partitions(self.optimizer))):
+                with private.writing_zero_group(self.optimizer, group) as flat:
+                    # Moments that are there are written to: whoever keeps them on disk knows them.
+                    state, held = adam.state[flat], {"weight": flat}
+                    state["step"] = self._adam_steps(steps, flat)
+                    for moment in base.MOMENTS:
+                        zeros = state.setdefault(moment, torch.zeros_like(flat)).zero_()
+                        held |= {moment: zeros} if steps else {}
+                    for fragment, kind in itertools.product(fragments.get(group, ()), held):
+                        part = self._part(kind, fragment, lambda held=held: held)
+                        part.set(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter, scaler.cur_iter = -1, int(counters["good_steps"])

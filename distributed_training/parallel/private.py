@@ -5,6 +5,7 @@ Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategie
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,42 +83,70 @@ class CutWhereTold:
         self._layer_specs: list[Any] = []  # let go of the layers of other stages
 
 
-def zero_fragments(zero: Any, parameter: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """What a ZeRO optimizer holds of a parameter on this process: the fp32 weights and, once they
-    exist, Adam's moments, by kind, with the index of the first element, sharing its memory.
+def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
+    """Where a ZeRO optimizer keeps this process's range of a parameter's elements in fp32: (number
+    of the flat tensor, offset in it, first element, how many); None where it has none.
 
-    DeepSpeed's public accessors do not find the moments of any group but the first (stages 1, 2).
+    DeepSpeed's public accessors do not find Adam's moments in any but the first (stages 1, 2).
     """
     if hasattr(parameter, "ds_id"):  # stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
-        start = zero._get_param_partition_rank(parameter) * count
-    elif parameter._hp_mapping is not None:
-        mapping = parameter._hp_mapping
-        group, start = mapping.param_group_index, mapping.lp_fragment_address.start
-        offset, count = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-    else:
-        return
-    flat = zero_partitions(zero)[group]
-    for kind, values in {"weight": flat, **zero.optimizer.state.get(flat, {})}.items():
-        if isinstance(values, torch.Tensor) and values.shape == flat.shape:
-            yield kind, start, values.narrow(0, offset, count)
+        return group, offset, zero._get_param_partition_rank(parameter) * count, count
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    place, first = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+    return mapping.param_group_index, place.start, first, place.numel
 
 
 def zero_partitions(zero: Any) -> list[torch.Tensor]:
-    """The flat fp32 weights of this process, whose state a ZeRO optimizer's Adam keeps."""
+    """The flat fp32 weights of this process, each a key of Adam's state; empty while on disk."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
 
-def refresh_zero_weights(zero: Any) -> None:
-    """Make the weights that a ZeRO optimizer trains from its fp32 ones. Collective."""
-    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
+    """ "weight" and Adam's moments of one flat tensor; copies of what lies on disk."""
+    swapped = _is_swapped(zero, group)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(group)
+    flat = zero_partitions(zero)[group]
+    held = {"weight": flat, **zero.optimizer.state.get(flat, {})}
+    if swapped:
+        tensors = {kind: each for kind, each in held.items() if isinstance(each, torch.Tensor)}
+        held = {kind: each.clone() for kind, each in tensors.items()}
+        zero._release_swap_buffers(group)
+    return held
+
+
+@contextlib.contextmanager
+def writing_zero(zero: Any) -> Iterator[None]:
+    """Afterwards the weights that are trained are those that were written. Collective."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero.checkpoint_event_prologue()
+        yield
+        zero.checkpoint_event_epilogue()
+    else:
+        yield
         zero.update_lp_params()
-        return
-    zero.checkpoint_event_prologue()
-    for group in range(len(zero.fp16_groups)):
+
+
+@contextlib.contextmanager
+def writing_zero_group(zero: Any, group: int) -> Iterator[torch.Tensor]:
+    """The flat weights of one group in memory, to be written, and given a state in Adam."""
+    swapped = _is_swapped(zero, group)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(group)
+    yield zero_partitions(zero)[group]
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
         zero._reassign_or_swap_out_partitioned_parameters(group)
-    zero.checkpoint_event_epilogue()
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_out(group)
+
+
+def _is_swapped(zero: Any, group: int) -> bool:
+    on_disk = getattr(zero, "swap_optimizer", False)
+    return bool(on_disk and zero._swappable_optimizer_subgroup(group))
 
 
 def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -> None:

@@ -7,13 +7,14 @@ header says where it belongs.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,25 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
         for data in _contents(text, parts):
             file.write(data)
             checksum, size = zlib.crc32(data, checksum), size + len(data)
+            del data  # or the part would stay in memory beside the next one
         file.flush()
         os.fsync(file.fileno())
     return size, checksum
+
+
+def copy_parts(parts: Iterable[Part]) -> list[Part]:
+    """The parts as they are now, in memory of their own: page-locked where they lie on a GPU, from
+    which the copies go all at once."""
+    copies, on_gpu = [], False
+    for part in parts:
+        source = part.get().detach()
+        on_gpu |= source.is_cuda
+        copy = torch.empty(part.size, dtype=part.dtype, pin_memory=source.is_cuda)
+        copy.copy_(source, non_blocking=True)
+        copies.append(replace(part, get=functools.partial(lambda held: held, copy)))
+    if on_gpu:
+        torch.cuda.synchronize()
+    return copies
 
 
 def _contents(header: bytes, parts: Iterable[Part]) -> Iterator[bytes | memoryview]:

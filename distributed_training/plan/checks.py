@@ -197,10 +197,12 @@ def refuse_stale_lock(name: str) -> None:
 
 def check_swapping(plan: Plan) -> None:
     """On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
-    gradients came out wrong. Tensors below its 1 MiB threshold, as in gpt2-tiny, never swap.
+    gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
     """
     swaps, model = plan.strategy.offload_device("param") == "nvme", plan.config.model
-    if swaps and not plan.machine.num_gpus and model != "gpt2-tiny":
+    matrices = (rows * columns for rows, columns in plan.size.block_matrices)
+    largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
+    if swaps and not plan.machine.num_gpus and largest >= 2**20:
         what = f"strategy={plan.strategy.name!r} with model={model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")

@@ -48,11 +48,6 @@ def choose_settings(
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
         raise UserError(what, fix=f"set max_length to at most {positions}")
-    resumes = config.checkpoint_every != 0 or config.resume not in (None, AUTO)
-    if strategy.swaps_to_disk and resumes:
-        why = "its state lies in files of DeepSpeed's, which checkpoints do not take in"
-        fix = "set checkpoint_every to 0 and resume to None; hf/ is exported all the same"
-        raise UserError(f"strategy={config.strategy!r} cannot be resumed exactly", why, fix)
     if config.pipeline_schedule == AUTO:
         config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
     compiled = _choose_compile(config, machine, strategy, mesh, notes)

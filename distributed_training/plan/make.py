@@ -76,9 +76,7 @@ def make_plan(
 
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    # State that is kept on disk is not saved, nor restored.
-    resume = None if plan.strategy.swaps_to_disk else plan.config.resume
-    found = find_resume(resume, plan.output_dir, plan.work, plan.spread)
+    found = find_resume(plan.config.resume, plan.output_dir, plan.work, plan.spread)
     if found is None:
         return plan
     plan = replace(plan, run_dir=found[0], checkpoint=found[1])

@@ -74,6 +74,8 @@ class RunState(BaseModel):
     evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
     epochs: list[dict[str, Any]] = []  # mean and validation loss of each
     skipped_steps: list[int] = []  # not applied, because gradients were not finite
+    # Checkpoints: step, stall_s in which training waited, write_s until it was on the disk, bytes.
+    saves: list[dict[str, Any]] = []
     best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 

@@ -32,10 +32,10 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def gather(mine: Any) -> list[Any]:
-    """Every rank's object, by rank. Collective."""
+def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, by rank; `group`: another one of all ranks. Collective."""
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, mine, group)
     return ranks
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints: published whole, the last k kept, resumed under any layout.
+"""Checkpoints: published whole, the last k kept, resumed under any layout. Training does not wait
+until they are written.
 
     <run>/checkpoints/step-00000120/
         meta.json               step, the work, how it was spread, every file with its checksum
@@ -10,9 +11,13 @@ The sampler needs no file: its position is the step. plan/resume.py finds and ch
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,13 @@ from distributed_training.parallel.tensor_files import (
     SUFFIX,
     Part,
     TensorFiles,
+    copy_parts,
     part_of,
     write_parts,
 )
 from distributed_training.plan import resume
+from distributed_training.plan.machine import available_ram_bytes
+from distributed_training.plan.memory import PINNED
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import write_json
@@ -36,52 +44,154 @@ from distributed_training.run import assemble
 from distributed_training.settings.errors import UserError
 
 
+class Saver:
+    """Saves a run while it trains on: from a copy in host memory, in a thread, one at a time."""
+
+    def __init__(
+        self, plan: Plan, topology: Topology, saved: Callable[[Path, dict[str, Any]], None]
+    ) -> None:
+        """`saved` is called with a checkpoint's folder and its row of the record's `saves`."""
+        self.plan, self.topology, self.saved = plan, topology, saved
+        self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
+        self._copies = True  # decided once: page-locked memory is kept from one copy to the next
+        self._ending: Future[Path] | None = None
+        self._row: dict[str, Any] = {}
+
+    def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
+        """Copy the state, which later steps change, and begin to write it, once what is being
+        written has ended. Where memory is too small for a copy training waits. Collective."""
+        self.finish()
+        began = time.monotonic()
+        parts, writing = _begin(engine, self.plan, self.topology, step)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+            self._copies = all(assemble.gather(_has_room(parts, self.plan)))
+        if self._copies:
+            parts = copy_parts(parts)
+        meta = _describe(engine, self.plan, step, data_fingerprint)
+        self._row = {"step": step}
+        ending = self._ending = Future()
+        arguments = (parts, writing, meta, self.plan, self.topology, self._group)
+        if self._copies:
+            threading.Thread(target=self._run, args=(ending, *arguments), daemon=True).start()
+        else:
+            self._run(ending, *arguments)
+        self._row["stall_s"] = time.monotonic() - began
+
+    def has_ended(self) -> bool:
+        """Whether `finish` will not wait."""
+        return self._ending is not None and self._ending.done()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written. Raises what failed on any rank, OSError for one."""
+        if self._ending is None:
+            return
+        ending, self._ending, began = self._ending, None, time.monotonic()
+        folder = ending.result()
+        self._row["stall_s"] += time.monotonic() - began
+        self.saved(folder, self._row)
+
+    def _run(self, ending: Future[Path], *arguments: Any) -> None:
+        began = time.monotonic()
+        try:
+            folder, size = _write(*arguments)
+        except BaseException as error:
+            ending.set_exception(error)
+        else:
+            self._row |= {"write_s": time.monotonic() - began, "bytes": size}
+            ending.set_result(folder)
+
+
 def save_checkpoint(
     engine: Engine, plan: Plan, topology: Topology, *, step: int, data_fingerprint: str
 ) -> Path:
-    """Write a checkpoint aside, publish it by one rename once it is on the disk, delete all but the
-    last. Collective."""
+    """Write a checkpoint while training waits; its folder. Collective."""
+    parts, writing = _begin(engine, plan, topology, step)
+    meta = _describe(engine, plan, step, data_fingerprint)
+    return _write(parts, writing, meta, plan, topology, None)[0]
+
+
+def _begin(engine: Engine, plan: Plan, topology: Topology, step: int) -> tuple[list[Part], Path]:
+    """(This rank's parts, the folder to write them into, which is there.) Collective."""
     parent = plan.run_dir / resume.CHECKPOINTS
-    writing, final = parent / f".writing-{step:08d}", parent / f"step-{step:08d}"
+    writing = parent / f".writing-{step:08d}"
     if topology.rank == 0:
         for unfinished in parent.glob(".writing-*"):
             shutil.rmtree(unfinished)
         writing.mkdir(parents=True)
     dist.barrier()
+    parts = (*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology))
+    return [part for part in parts if part.writes and all(part.size)], writing
+
+
+def _describe(engine: Engine, plan: Plan, step: int, data_fingerprint: str) -> resume.Meta:
+    """What a checkpoint says about itself, but for its files."""
+    return resume.Meta(
+        step=step, work=plan.work, spread=plan.spread, data_fingerprint=data_fingerprint,
+        counters=engine.counters(), files={}, checksums={},
+    )  # fmt: skip
+
+
+def _has_room(parts: Iterable[Part], plan: Plan) -> bool:
+    """Whether this machine's memory holds a copy of them, and of the other processes' here."""
+    if plan.strategy.swaps_to_disk:  # memory is not there for it
+        return False
+    size = sum(math.prod(part.size) * part.dtype.itemsize for part in parts)
+    return PINNED * size * plan.processes_here < available_ram_bytes()
+
+
+def _write(
+    parts: list[Part],
+    writing: Path,
+    meta: resume.Meta,
+    plan: Plan,
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+) -> tuple[Path, int]:
+    """Write this rank's file; once all are on the disk publish them by one rename and delete all
+    checkpoints but the last. (Folder, bytes of all files.) Collective in `group`."""
     name = f"rank-{topology.rank:05d}{SUFFIX}"
-    parts = [*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology)]
-    written: Any
+    written = _or_error(write_parts, writing / name, parts)
+    files = dict(_agree((name, written), group))
+    meta.files = {file: size for file, (size, _) in files.items()}
+    meta.checksums = {file: checksum for file, (_, checksum) in files.items()}
+    published = _or_error(_publish, writing, meta, plan) if topology.rank == 0 else None
+    ((_, final), *_) = _agree(("", published), group)
+    return final, sum(meta.files.values())
+
+
+def _publish(writing: Path, meta: resume.Meta, plan: Plan) -> Path:
+    parent = writing.parent
+    final = parent / f"step-{meta.step:08d}"
+    write_json(writing / resume.META_FILE, meta)
+    _sync(writing / resume.META_FILE)
+    _sync(writing)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(writing, final)
+    _sync(parent)
+    # What is newer was damaged or passed over by whoever resumed here: this run does it again.
+    found = resume.list_checkpoints(plan.run_dir)
+    kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
+    for other in set(found).difference(kept):
+        shutil.rmtree(other)
+    return final
+
+
+def _or_error(do: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns or, most often on a full disk, the error that it raised."""
     try:
-        written = write_parts(writing / name, parts)
-    except OSError as error:  # a full disk, most often: all ranks end with what the first one met
-        written = error
-    files = dict(assemble.gather((name, written)))
-    for found in files.values():
+        return do(*arguments)
+    except OSError as error:
+        return error
+
+
+def _agree(mine: tuple[str, Any], group: dist.ProcessGroup | None) -> list[tuple[str, Any]]:
+    """Every rank's; raises the first error among them on all ranks. Collective in `group`."""
+    ranks = assemble.gather(mine, group)
+    for _, found in ranks:
         if isinstance(found, OSError):
             raise found
-    if topology.rank == 0:
-        meta = resume.Meta(
-            step=step,
-            work=plan.work,
-            spread=plan.spread,
-            data_fingerprint=data_fingerprint,
-            counters=engine.counters(),
-            files={file: size for file, (size, _) in files.items()},
-            checksums={file: checksum for file, (_, checksum) in files.items()},
-        )
-        write_json(writing / resume.META_FILE, meta)
-        _sync(writing / resume.META_FILE)
-        _sync(writing)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(writing, final)
-        _sync(parent)
-        # What is newer was damaged or passed over by whoever resumed here: this run does it again.
-        found = resume.list_checkpoints(plan.run_dir)
-        kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
-        for other in set(found).difference(kept):
-            shutil.rmtree(other)
-    dist.barrier()
-    return final
+    return ranks
 
 
 def load_checkpoint(

@@ -16,6 +16,7 @@ class History:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
+    saves: list[dict[str, Any]] = field(default_factory=list)  # with this rank's own seconds
     best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
     sample_before: str | None = None  # text of the untrained model
 
@@ -23,7 +24,7 @@ class History:
         """Forget what came after `step`."""
         self.step = step
         self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
-        for rows in (self.evaluations, self.epochs):
+        for rows in (self.evaluations, self.epochs, self.saves):
             rows[:] = [row for row in rows if row["step"] <= step]
         self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
         if self.best and self.best["step"] > step:  # the steps after this one find it again

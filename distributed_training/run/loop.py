@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,9 @@ from distributed_training.run import checkpoint, nonfinite
 from distributed_training.run.assemble import from_rank_0
 from distributed_training.run.history import History
 from distributed_training.run.schedule import learning_rate
+from distributed_training.run.stopping import Stopping
 
 FLUSH_EVERY_S = 1.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
 
 
 @dataclass
@@ -60,7 +58,8 @@ class Trainer:
         self.disk_before: dict[str, int] | None = None
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
-        self._signum, self._signalled_at = 0, 0.0
+        self._stopping = Stopping(self.display.say)
+        self.saver = checkpoint.Saver(self.plan, self.topology, self._saved)
         self._warm, self._passed_over = False, 0  # step whose batch is left out after a rollback
 
     @property
@@ -73,23 +72,20 @@ class Trainer:
         Collective.
         """
         self.disk_before, stop = disk_bytes(), 0
-        # One that is ignored, as a hang-up is under nohup, stays so.
-        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-        handlers = {signum: signal.signal(signum, self._on_signal) for signum in signals}
         try:
-            if self.step == 0:
-                self._evaluate()
-            self.display.start(self.step, self.num_steps)
-            self._begin_training()
-            while self.step < self.num_steps and not stop:
-                try:
-                    stop = self._train_one_step()
-                except nonfinite.NonFiniteError as error:
-                    self._roll_back(error)
+            with self._stopping:
+                if self.step == 0:
+                    self._evaluate()
+                self.display.start(self.step, self.num_steps)
+                self._begin_training()
+                while self.step < self.num_steps and not stop:
+                    try:
+                        stop = self._train_one_step()
+                    except nonfinite.NonFiniteError as error:
+                        self._roll_back(error)
+                self._finish_saving()
         finally:
             self.display.stop()
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
         return stop if self.step < self.num_steps else 0
 
     def _train_one_step(self) -> int:
@@ -115,7 +111,7 @@ class Trainer:
             if epoch_ends:
                 self._end_epoch()
             if save:
-                self._save()
+                self._save(wait=bool(stop))
             self._begin_training()
         return stop
 
@@ -204,6 +200,7 @@ class Trainer:
             what += f", as in the {nonfinite.SKIPS_IN_A_ROW} steps before"
         if self._passed_over:
             what += f", after step {self._passed_over} was passed over"
+        self._finish_saving()
         saved = from_rank_0(list_checkpoints(self.plan.run_dir))
         fix = "lower learning_rate" if self._passed_over else nonfinite.advise(saved)
         return nonfinite.NonFiniteError(step, what, fix)
@@ -256,6 +253,7 @@ class Trainer:
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
             self.history.best = row
+            self._finish_saving()
             self.save_best()
 
     def _end_epoch(self) -> None:
@@ -280,17 +278,26 @@ class Trainer:
         if self.record is not None:
             self.record.update(**vars(self.history))
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool) -> None:
+        """Begin to save, once the save before has ended, and `wait` for the end of it."""
+        self._finish_saving()
         self.at(f"saving step {self.step}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
-        folder = checkpoint.save_checkpoint(
-            self.engine, self.plan, self.topology,
-            step=self.step, data_fingerprint=self.data.fingerprint,
-        )  # fmt: skip
-        self._say(f"saved {folder.parent.name}/{folder.name}")
+        self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
+        if wait:
+            self._finish_saving()
 
-    def _say(self, text: str) -> None:
-        self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
+    def _finish_saving(self) -> None:
+        """Wait for a save that is under way; raises what failed in it. Collective."""
+        self.at("the end of a save")
+        self.saver.finish()
+
+    def _saved(self, folder: Path, row: dict[str, Any]) -> None:
+        self.history.saves.append(row)
+        self._say(f"saved {folder.parent.name}/{folder.name}", row["step"])
+
+    def _say(self, text: str, step: int | None = None) -> None:
+        self.display.say(f"step {step or self.step:>6}/{self.num_steps}  {text}")
 
     def _begin_training(self) -> None:
         self.memory.begin()
@@ -299,21 +306,13 @@ class Trainer:
 
     def _agree(self) -> tuple[int, bool]:
         """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
-        rank 0's clock decides on output. GPUs do not wait for these CPU integers. Collective.
+        rank 0's clock decides on output. GPUs do not wait for these CPU integers. A save that has
+        ended is taken note of on all ranks. Collective.
         """
         due = time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
-        votes = torch.tensor([self._signum, int(due and self.topology.rank == 0)])
+        due = due and self.topology.rank == 0
+        votes = torch.tensor([self._stopping.signum, int(due), int(self.saver.has_ended())])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        if votes[2]:
+            self._finish_saving()
         return int(votes[0]), bool(votes[1])
-
-    def _on_signal(self, signum: int, _frame: Any) -> None:
-        """Stop after this step. Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM,
-        so only a signal that comes later means that the user will not wait.
-        """
-        now = time.monotonic()
-        if not self._signum:
-            self._signum, self._signalled_at = signum, now
-            self.display.say(f"{signal.Signals(signum).name}: stopping after this step")
-        elif now - self._signalled_at > PATIENCE_S:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)

@@ -96,7 +96,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> int:
 
 def with_full_disk(job: dict[str, Any]) -> int:
     """The second checkpoint finds no room: on the disk itself, or by a limit of this process."""
-    right, calls = checkpoint.save_checkpoint, []
+    right, calls = checkpoint.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:
         calls.append(None)
@@ -108,7 +108,7 @@ def with_full_disk(job: dict[str, Any]) -> int:
                     file.write(bytes(4096))
         return right(*arguments, **options)
 
-    checkpoint.save_checkpoint = save
+    checkpoint.Saver.begin = save
     return run_script(job["arguments"])
 
 

@@ -40,6 +40,10 @@ for word, depth in {"six": 6, "eight": 8}.items():
 SIZES["eight-layers-2050"] = gpt2_size(
     vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=32
 )
+# Parts of it are large enough for files, under infinity.
+SIZES["four-wide-layers"] = gpt2_size(
+    vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
+)
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
 STEPS_BEFORE, STEPS_AFTER = 3, 3  # a resume
 STEPS_UP_TO_A_REPLAY = 16  # of a CUDA graph

@@ -13,10 +13,11 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed_training.plan.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
 from tests.parity.support import DEEP, cut, reference, run_cases, split
@@ -26,12 +27,13 @@ EIGHT = {**DEEP, "model": "eight-layers-2050"}
 NUM_STEPS = 6  # it is saved after half of them
 AT_ONCE = 40  # pairs, in one start of processes
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+INFINITY = ("infinity",) if has_libaio() else ()
 _ZB_V = {"pipeline_schedule": "zb-v"}
 # Name -> CONFIG and, last in the name, processes.
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{
         f"{name} x {count}": {"strategy": name, **cut(1)}
-        for name in ("dp", "zero1", "zero2", "zero3", "offload", "fsdp")
+        for name in ("dp", "zero1", "zero2", "zero3", "offload", "fsdp", *INFINITY)
         for count in (1, 2, 4)
     },
     **{f"tp x {count}": {**split(tp=count), **cut(1)} for count in (2, 4)},
@@ -66,32 +68,36 @@ def draw_ring(seed: int) -> list[Pair]:
     return list(itertools.pairwise([*names, names[0]]))
 
 
-def reshard(pairs: Iterable[Pair], folder: Path) -> dict[Pair, dict[str, float]]:
+def reshard(
+    pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT
+) -> dict[Pair, dict[str, float]]:
     """How far each pair's second half is from one process that was never stopped: the largest
     relative difference of a loss, and of a weight's 2-norm."""
     pairs = list(pairs)
-    return resume(pairs, save({saved for saved, _ in pairs}, folder))
+    return resume(pairs, save({saved for saved, _ in pairs}, folder, work), work)
 
 
-def save(layouts: Iterable[str], folder: Path) -> dict[str, str]:
+def save(layouts: Iterable[str], folder: Path, work: Mapping[str, Any] = EIGHT) -> dict[str, str]:
     """Train each for half of the steps; its run's folder."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {
-            name: {**EIGHT, **LAYOUTS[name], "output_dir": str(folder / name.replace(" ", ""))}
+            name: {**work, **LAYOUTS[name], "output_dir": str(folder / name.replace(" ", ""))}
             for name in names
         }
         runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS)
     return runs
 
 
-def resume(pairs: Iterable[Pair], runs: dict[str, str]) -> dict[Pair, dict[str, float]]:
+def resume(
+    pairs: Iterable[Pair], runs: dict[str, str], work: Mapping[str, Any] = EIGHT
+) -> dict[Pair, dict[str, float]]:
     """As `reshard`, from the folders that `save` gave."""
     pairs = list(pairs)
-    expected, found = reference(EIGHT, steps=NUM_STEPS), {}
+    expected, found = reference(dict(work), steps=NUM_STEPS), {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
         cases = {
-            f"{saved} -> {goes_on}": {**EIGHT, **LAYOUTS[goes_on], "resume": runs[saved]}
+            f"{saved} -> {goes_on}": {**work, **LAYOUTS[goes_on], "resume": runs[saved]}
             for saved, goes_on in pairs
             if goes_on in names
         }

@@ -68,6 +68,7 @@ def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
         check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
     check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
     check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+    check_swapping(draft(tmp_path, "infinity", num_processes=1024, model="gpt2"))
     with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
         check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
@@ -250,7 +251,7 @@ def test_shared_memory_is_used_by_deepspeed_without_gpus_only(
 def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "offload").mkdir()
-    here = draft(tmp_path, "infinity", model="gpt2")
+    here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
     free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
     with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
         check_disk(here)
@@ -263,7 +264,8 @@ def test_each_disk_is_asked_for_its_own(tmp_path, monkeypatch):
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("no second file system here")
     asked = free_disk(monkeypatch, 20 * SIZES["gpt2"].num_parameters)
-    check_disk(draft(tmp_path, "infinity", model="gpt2", offload_dir=str(other)))
+    on_other = {"offload_dir": str(other), "checkpoint_every": 0}
+    check_disk(draft(tmp_path, "infinity", model="gpt2", **on_other))
     assert asked == [tmp_path, other]
 
 

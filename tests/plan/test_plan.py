@@ -126,14 +126,6 @@ def test_infinitys_files_lie_where_config_says(
     assert paths == {str(plan.offload_dir)}
 
 
-def test_infinity_starts_afresh_whatever_lies_there(tmp_path):
-    """It has no checkpoints to go on from, so "auto" finds none."""
-    plan = plan_for(tmp_path, strategy="infinity", resume="auto")
-    assert (plan.config.checkpoint_every, plan.checkpoint) == (0, None)
-    with refused("strategy='infinity' cannot be resumed"):
-        plan_for(tmp_path, strategy="infinity", resume=str(plan.run_dir))
-
-
 def test_splits_of_one_global_batch_are_the_same_work(tmp_path):
     one = plan_for(tmp_path, batch_size=4, grad_accum_steps=2, num_processes=1)
     two = plan_for(tmp_path, batch_size=2, grad_accum_steps=2, num_processes=2)
@@ -174,7 +166,7 @@ def test_another_layout_of_the_same_work_goes_on_and_says_so(tmp_path):
     same = plan_for(tmp_path, resume="auto", **zero2)
     assert not any("resharding" in note for note in same.notes)
     infinity = plan_for(tmp_path, strategy="infinity", batch_size=4, num_processes=2, resume="auto")
-    assert infinity.checkpoint is None, "it cannot be resumed"
+    assert infinity.checkpoint == checkpoint
 
 
 def test_weights_of_another_size_are_refused_before_anything_starts(tmp_path):
@@ -289,8 +281,6 @@ WORDS = (None, "auto", "embedded", "gpt2", "wikitext-2", "random", "pretrained")
 def plan_or_explanation(scratch, config, machine, num_processes) -> Plan | None:
     """The plan, or None after checking that the refusal is one line that says something."""
     config = {"output_dir": "out", **config}
-    if config["strategy"] == "infinity":
-        config.setdefault("checkpoint_every", 0)
     for key in PATHS:
         if config.get(key) not in WORDS:
             config[key] = str(scratch / config[key])
@@ -329,7 +319,6 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     requested = plan.requested.to_user_words()
     kept = [key for key in words if requested[key] != "auto"]
     if plan.strategy.name == "infinity":
-        assert words["checkpoint_every"] == 0
         assert plan.offload_dir.name == plan.run_dir.name
         assert machine.num_gpus or words["model"] == "gpt2-tiny"
     else:

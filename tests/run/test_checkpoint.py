@@ -1,6 +1,10 @@
+import errno
 import json
 import os
 import pickle
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
+from distributed_training.parallel import tensor_files
 from distributed_training.parallel.tensor_files import part_of
 from distributed_training.plan import resume
 from distributed_training.plan.resume import (
@@ -21,7 +26,9 @@ from distributed_training.plan.resume import (
 )
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import start_record
-from distributed_training.run.checkpoint import load_checkpoint, save_checkpoint
+from distributed_training.run import checkpoint
+from distributed_training.run.checkpoint import Saver, load_checkpoint, save_checkpoint
+from tests.conftest import heavy_pool
 from tests.support import refused
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
@@ -77,6 +84,7 @@ def _group():
 def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD, checkpoint=None):
     config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     names = {"run_dir": run_dir, "work": work, "spread": spread, "checkpoint": checkpoint}
+    names |= {"processes_here": 1, "strategy": SimpleNamespace(swaps_to_disk=False)}
     return SimpleNamespace(config=config, **names)
 
 
@@ -88,6 +96,27 @@ def save(run_dir, step, *, engine=None, **plan):
 def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
     plan = plan_of(None, checkpoint=folder, spread=spread)
     return load_checkpoint(engine or FakeEngine(), plan, TOPOLOGY, data_fingerprint=tokens)
+
+
+def begin(saver, engine, step):
+    saver.begin(engine, step=step, data_fingerprint="tokens")
+
+
+class Gate:
+    """In place of write_parts: as that, once it is open."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.done = []
+        monkeypatch.setattr(checkpoint, "write_parts", self.write_parts)
+
+    def write_parts(self, path, parts):
+        self.done.append("begins")
+        self.reached.set()
+        assert self.open.wait(60)
+        found = tensor_files.write_parts(path, parts)
+        self.done.append("ends")
+        return found
 
 
 def find_resume(given, output_dir, work, strategy="zero2"):
@@ -153,6 +182,107 @@ def test_a_failed_save_publishes_nothing_and_the_next_one_works(tmp_path):
     second = save(tmp_path, 2, keep=1)
     assert list_checkpoints(tmp_path) == [second]
     assert sorted(path.name for path in second.parent.iterdir()) == [second.name]
+
+
+def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path, monkeypatch):
+    saved, engine = [], FakeEngine(7)
+    torch.manual_seed(1)
+    expected = save(tmp_path / "while training waits", 5, engine=engine)
+    gate = Gate(monkeypatch)
+    saver = Saver(plan_of(tmp_path), TOPOLOGY, lambda *found: saved.append(found))
+    begin(saver, engine, 5)
+    assert gate.reached.wait(60)
+    engine.state += torch.rand(10, 4)  # the next step
+    assert not saver.has_ended()
+    assert (list_checkpoints(tmp_path), saved) == ([], [])
+    gate.open.set()
+    saver.finish()
+    ((folder, row),) = saved
+    assert list_checkpoints(tmp_path) == [folder]
+    for name in (RANK_0, "meta.json"):
+        assert (folder / name).read_bytes() == (expected / name).read_bytes()
+    assert row.keys() == {"step", "stall_s", "write_s", "bytes"}
+    assert (row["step"], row["bytes"]) == (5, (folder / RANK_0).stat().st_size)
+    assert row["stall_s"] > 0 < row["write_s"]
+
+
+def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch):
+    gate, waits = Gate(monkeypatch), []
+
+    class Watched(Saver):
+        def finish(self):
+            waits.append(list(gate.done))
+            if len(waits) == 2:  # of the second save, for the first one
+                gate.open.set()
+            super().finish()
+
+    saver = Watched(plan_of(tmp_path), TOPOLOGY, lambda *_: None)
+    begin(saver, FakeEngine(1), 1)
+    assert gate.reached.wait(60)
+    begin(saver, FakeEngine(2), 2)
+    saver.finish()
+    assert waits[:2] == [[], ["begins"]]
+    assert gate.done == ["begins", "ends"] * 2
+    assert len(list_checkpoints(tmp_path)) == 2
+
+
+def test_a_disk_that_fills_in_the_background_is_reported_when_it_is_asked(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver = Saver(plan_of(tmp_path), TOPOLOGY, lambda *_: None)
+    begin(saver, FakeEngine(1), 1)
+    saver.finish()
+    first = list_checkpoints(tmp_path)
+    for name in ("write_parts", "write_json"):  # of each process's file; of meta.json
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint, name, full)
+            begin(saver, FakeEngine(2), 2)
+            with pytest.raises(OSError, match="No space left"):
+                saver.finish()
+        assert list_checkpoints(tmp_path) == first
+        saver.finish()  # nothing is under way any more
+    begin(saver, FakeEngine(2), 2)
+    saver.finish()
+    assert len(list_checkpoints(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("reason", ["no room", "on disk"])
+def test_training_waits_where_memory_is_not_there_for_a_copy(reason, tmp_path, monkeypatch):
+    plan, copied = plan_of(tmp_path), []
+    if reason == "on disk":
+        plan.strategy.swaps_to_disk = True
+    else:
+        monkeypatch.setattr(checkpoint, "available_ram_bytes", lambda: 100)
+    monkeypatch.setattr(checkpoint, "copy_parts", copied.append)
+    saver = Saver(plan, TOPOLOGY, lambda *_: None)
+    begin(saver, FakeEngine(3), 3)
+    (folder,) = list_checkpoints(tmp_path)
+    saver.finish()
+    engine = FakeEngine()
+    assert (load(folder, engine), engine.value, copied) == (3, 3, [])
+
+
+def killed_while_writing(run_dir):
+    """Save step 1; be killed when the numbers of step 2 are in their file."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    save(run_dir, 1)
+    written = threading.Event()
+    os.fsync = lambda _: written.set() or time.sleep(600)
+    begin(Saver(plan_of(run_dir), TOPOLOGY, lambda *_: None), FakeEngine(2), 2)
+    assert written.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
+    with pytest.raises(RuntimeError, match="exit codes"):
+        heavy_pool().call(f"{__name__}:killed_while_writing", tmp_path, num_processes=1)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [".writing-00000002", "step-00000001"]
+    (folder,) = list_checkpoints(tmp_path)
+    check_files(folder, read_meta(folder))
+    engine = FakeEngine()
+    assert (load(folder, engine), engine.value) == (1, 1)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

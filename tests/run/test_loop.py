@@ -1,3 +1,4 @@
+import itertools
 import math
 import os
 import signal
@@ -14,8 +15,9 @@ from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
-from distributed_training.run import checkpoint, loop
-from distributed_training.run.loop import PATIENCE_S, History, Trainer, learning_rate
+from distributed_training.run import checkpoint, stopping
+from distributed_training.run.loop import History, Trainer, learning_rate
+from distributed_training.run.stopping import PATIENCE_S
 from distributed_training.settings.config import build_config
 
 
@@ -95,9 +97,7 @@ def _group():
 def saved(monkeypatch):
     """Steps that are saved; nothing is written."""
     steps = []
-    monkeypatch.setattr(
-        checkpoint, "save_checkpoint", lambda *_, step, **__: steps.append(step) or Path("x")
-    )
+    monkeypatch.setattr(checkpoint.Saver, "begin", lambda *_, step, **__: steps.append(step))
     return steps
 
 
@@ -145,11 +145,26 @@ def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypat
 
     def publish(*_, step, **__):
         curves.append((step, [row[0] for row in record["loss_curve"]], record["step"]))
-        return tmp_path
 
-    monkeypatch.setattr(checkpoint, "save_checkpoint", publish)
+    monkeypatch.setattr(checkpoint.Saver, "begin", publish)
     trainer.run()
     assert curves == [(step, list(range(1, step + 1)), step) for step in (4, 8, 12)]
+
+
+@pytest.mark.usefixtures("_group")
+def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
+    done = []
+    monkeypatch.setattr(checkpoint.Saver, "begin", lambda *_, step, **__: done.append(step))
+    monkeypatch.setattr(checkpoint.Saver, "finish", lambda _: done.append("finished"))
+    engine = CountingEngine()
+    engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
+    trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
+    trainer.save_best = lambda: done.append("best")
+    trainer.run()
+    finished = [before for before, after in itertools.pairwise(done) if after != "finished"]
+    assert [what for what in done if what != "finished"] == [4, "best", 8, "best", "best", 12]
+    assert set(finished) == {"finished"}
+    assert done[-1] == "finished"
 
 
 @pytest.mark.usefixtures("_group")
@@ -196,14 +211,14 @@ def test_a_second_signal_at_once_is_one_with_the_first(saved, capsys):
 @pytest.mark.parametrize(("seconds", "ended"), [(PATIENCE_S, False), (PATIENCE_S + 0.1, True)])
 def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch):
     clock, raised = [1000.0], []
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
-    trainer = make_trainer()
-    trainer._on_signal(signal.SIGINT, None)
+    received = stopping.Stopping(print)
+    received.receive(signal.SIGINT, None)
     assert raised == []
     clock[0] += seconds
-    trainer._on_signal(signal.SIGTERM, None)
+    received.receive(signal.SIGTERM, None)
     handled = [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
     assert raised == (handled if ended else [])
 

@@ -55,7 +55,7 @@ def test_engine_follows_from_the_folder(name):
     assert devices == DEVICES.get(name, ("none", "none"))
     assert strategy.steps_on_host == (name in ("offload", "infinity"))
     assert strategy.swaps_to_disk == (name == "infinity")
-    assert strategy_defaults(name) == ({"checkpoint_every": 0} if name == "infinity" else {})
+    assert strategy_defaults(name) == {}
     assert strategy_options(name) is Options
 
 

@@ -1,0 +1,51 @@
+"""infinity's state is saved from its files and restored into them as any other's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_training.plan.checks import has_libaio
+from distributed_training.settings.files import ROOT
+from tests.parity.resharding import LAYOUTS, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.parity.support import DEEP, cut, run_cases
+
+WIDE = {**DEEP, "model": "four-wide-layers"}
+NAME = "infinity x 2"
+pytestmark = pytest.mark.skipif(not has_libaio(), reason="libaio is not installed")
+
+
+@pytest.fixture
+def infinity(tmp_path):
+    """Its CONFIG, with buffers and groups as small as the model: of its three groups one lies on
+    the disk, and the others are too small for files."""
+    deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
+    zero = deepspeed["zero_optimization"]
+    zero["sub_group_size"] = 2**18
+    zero["offload_param"]["buffer_size"] = 2**19
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(deepspeed))
+    files = {"deepspeed_config": str(path), "offload_dir": str(tmp_path / "files")}
+    return {"strategy": "infinity", **cut(1), **files}
+
+
+def moments_on_disk(tmp_path: Path) -> int:
+    return len(list((tmp_path / "files").rglob("rank0/exp_avg_sq-*.swp")))
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(infinity, tmp_path):
+    both = run_cases({NAME: {**WIDE, **infinity}}, 2, what="resume")[NAME]
+    assert moments_on_disk(tmp_path) > 0
+    for key, weight in both["straight"].items():
+        assert torch.equal(weight, both["resumed"][key]), key
+
+
+def test_a_run_goes_on_from_files_and_to_files(infinity, tmp_path, monkeypatch):
+    monkeypatch.setitem(LAYOUTS, NAME, infinity)
+    for pair, far in reshard([(NAME, "fsdp x 2"), ("fsdp x 2", NAME)], tmp_path, WIDE).items():
+        assert far["loss"] <= LOSS_TOLERANCE, pair
+        assert far["weight"] <= WEIGHT_TOLERANCE, pair
+    assert moments_on_disk(tmp_path) > 0
