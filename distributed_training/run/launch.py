@@ -286,6 +286,7 @@ def _launcher(plan: Plan) -> list[str]:
     place = ["--standalone"]
     if nodes > 1:
         place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        place.append(f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}")
     return ["torchrun", *place, f"--nproc_per_node={plan.processes_here}"]
 
 
