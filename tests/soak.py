@@ -2,7 +2,7 @@
 
     python -m tests.soak --seed 1 --faults 300 --minutes 10 --out results/records/soak/soak.json
 
-A mission is one run on two CPU processes: under a random strategy it meets random faults at random
+A mission is one run on two CPU processes. Under a random strategy it meets random faults at random
 steps, is begun again with `resume=auto` after each, and must end with the loss of a run that met
 none. Limits of time are short.
 """
@@ -20,7 +20,7 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.conftest import SMALL, heavy_pool, settings
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "hybrid", "local_sgd")
 NUM_STEPS, SAVED_EVERY = 16, 4
-# What rank and place mean where a fault strikes one of the processes.
+# Fault -> the signal that one of the processes gets, where it is one.
 FAULTS = {
     "killed": signal.SIGKILL,  # in a step
     "killed while saving": signal.SIGKILL,
@@ -106,7 +106,7 @@ def newest_record(output_dir: Path) -> dict[str, Any]:
 
 
 def run_mission(
-    strategy: str, draw: random.Random, folder: Path, num_faults: int
+    strategy: str, draw: random.Random, folder: Path, num_faults: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """One run with so many faults, as a row of the record."""
     output_dir = folder / "runs"
@@ -114,13 +114,13 @@ def run_mission(
         **SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "epochs": 4, "export": False,
         "checkpoint_every": SAVED_EVERY, "output_dir": output_dir, "hang_timeout_s": 8,
     }  # fmt: skip
-    paid, faults, record = 0, [], {"status": None}
+    paid, faults, record = 0, list[dict[str, Any]](), {"status": None}
     for _ in range(num_faults):
         begin = saved_steps(output_dir)
         if begin >= NUM_STEPS - 1:
             break
         fault = {
-            "fault": draw.choice(list(FAULTS)),
+            "fault": draw.choice(names),
             "rank": draw.randrange(2),
             "step": draw.randrange(begin + 2, NUM_STEPS + 1),
         }
@@ -146,7 +146,14 @@ def run_mission(
     }  # fmt: skip
 
 
-def soak(seed: int, num_faults: int, seconds: float = float("inf")) -> dict[str, Any]:
+def soak(
+    seed: int,
+    num_faults: int,
+    seconds: float = float("inf"),
+    *,
+    strategies: Sequence[str] = STRATEGIES,
+    faults: Sequence[str] = tuple(FAULTS),
+) -> dict[str, Any]:
     """The record of missions until so many faults have struck, or the time is over."""
     draw, missions, end = random.Random(seed), list[dict[str, Any]](), time.monotonic() + seconds
     undisturbed: dict[str, float] = {}
@@ -155,11 +162,11 @@ def soak(seed: int, num_faults: int, seconds: float = float("inf")) -> dict[str,
             break
         with tempfile.TemporaryDirectory() as folder:
             most = min(FAULTS_A_MISSION, num_faults - struck)
-            name = draw.choice(STRATEGIES)
-            mission = run_mission(name, draw, Path(folder), most)
+            name = draw.choice(strategies)
+            mission = run_mission(name, draw, Path(folder), most, faults)
         if name not in undisturbed:
             with tempfile.TemporaryDirectory() as folder:
-                undisturbed[name] = run_mission(name, draw, Path(folder), 0)["loss"]
+                undisturbed[name] = run_mission(name, draw, Path(folder), 0, faults)["loss"]
         assert abs(mission["loss"] - undisturbed[name]) < TOLERANCE, (mission, undisturbed[name])
         missions.append(mission)
         names = ", ".join(fault["fault"] for fault in mission["faults"])
