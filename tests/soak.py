@@ -1,6 +1,6 @@
 """Random faults, one after the other, and what they cost: goodput = useful steps / steps paid.
 
-    python -m tests.soak --seed 1 --faults 300 --minutes 10 --out results/records/soak/soak.json
+    python -m tests.soak --seed 1 --faults 300 --minutes 10 --out results/soak.json
 
 A mission is one run on two CPU processes. Under a random strategy it meets random faults at random
 steps, is begun again with `resume=auto` after each, and must end with the loss of a run that met
