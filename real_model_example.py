@@ -63,6 +63,7 @@ CONFIG = {
     "on_nonfinite": "stop",  # loss or gradients nan or inf: stop, skip the update, rollback
     "profile": 0,  # steps of which each rank writes a trace, and on a GPU what is in memory
     "hang_timeout_s": 600,  # a step that takes longer, on several processes, ends the run; 0: never
+    "rendezvous_timeout_s": 120,  # wait so long for processes of other nodes
     "export": True,  # write hf/ in Hugging Face's format at the end
     "push": None,  # user/name on the Hugging Face Hub: where hf/ is sent to at the end
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder

@@ -304,12 +304,11 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says it
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        if rank == "0":  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
-        print(
-            "interrupted" if name != "train" else "interrupted before training began",
-            file=sys.stderr,
-        )
+        before = " before training began" if name == "train" else ""
+        print(f"interrupted{before}", file=sys.stderr)
         return 130

@@ -59,6 +59,7 @@ class Pool:
         *,
         num_processes: int,
         limit_s: float = 300,
+        grace_s: float = GRACE_S,
         **environment: str,
     ) -> Any:
         """What "module:function"(arguments) returns on rank 0 of a new group of processes.
@@ -68,6 +69,7 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
             job = {"function": function, "environment": environment, "launched": True}
+            job["grace_s"] = grace_s
             codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
             if -signal.SIGSEGV in codes:
                 # Seen once in two runs of the whole suite, inside gloo; none of our code is native.
@@ -174,7 +176,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
         if found:
             codes[found] = os.waitstatus_to_exitcode(status)
             if codes[found] != 0:
-                end = min(end, time.monotonic() + GRACE_S)
+                end = min(end, time.monotonic() + job.get("grace_s", GRACE_S))
         elif time.monotonic() > end:
             os.killpg(children[0], signal.SIGKILL)
             end = float("inf")

@@ -32,8 +32,8 @@ from distributed_training.models import ModelSpec
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, process_group
-from distributed_training.run import assemble, launch, worker
-from distributed_training.settings.config import build_config
+from distributed_training.run import assemble, launch, rendezvous, worker
+from distributed_training.settings.config import RENDEZVOUS_S, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 
@@ -68,7 +68,8 @@ def open_group() -> Iterator[Group]:
     process = launch.current_process(os.environ) or launch.single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
-    with process_group(device, minutes=3):  # another rank may have failed
+    store = rendezvous.meet(process, RENDEZVOUS_S)
+    with process_group(device, store, minutes=3):  # another rank may have failed
         folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)

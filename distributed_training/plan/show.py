@@ -76,11 +76,20 @@ def command(plan: Plan, cluster: Cluster, script: str, typed: Sequence[str]) -> 
     """What to type for a layout; `typed`: the keys that the user gave."""
     here = cluster.processes_a_node
     if cluster.nodes > 1:
-        start = ["torchrun", f"--nnodes={cluster.nodes}", f"--nproc_per_node={here}"]
-        start += ["--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500", script]
+        wait_s = plan.config.rendezvous_timeout_s
+        start = [*torchrun_command(cluster.nodes, here, wait_s), script]
     else:
         start = ["python", script, *(["--num_gpus", str(here)] if here > 1 else [])]
     return shlex.join([*start, *options(plan, typed)])
+
+
+def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
+    """torchrun for so many nodes, typed on each; by itself it waits ten minutes for the others."""
+    place = ["--standalone"]
+    if nodes > 1:
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        place.append(f"--rdzv_conf=join_timeout={wait_s}")
+    return ["torchrun", *place, f"--nproc_per_node={here}"]
 
 
 def options(plan: Plan, typed: Sequence[str]) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distributed_training.settings.strategies import MESH_AXES
 
@@ -91,19 +92,25 @@ def show_axes(axes: Mapping[str, int]) -> str:
 
 
 @contextlib.contextmanager
-def process_group(device: torch.device, *, minutes: float = 30) -> Iterator[None]:
+def process_group(
+    device: torch.device, store: dist.Store | None = None, *, minutes: float = 30
+) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
-    later have torch's own timeouts. The caller has dropped engine and model at the end.
+    later have torch's own timeouts. Without a `store` torch makes one. The caller has dropped
+    engine and model at the end.
     """
     import torch
     import torch.distributed as dist
 
-    timeout = timedelta(minutes=minutes)
+    options: dict[str, Any] = {"timeout": timedelta(minutes=minutes)}
+    if store is not None:
+        place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+        options |= {"store": store, **place}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", **options)
     try:
         yield
         # Threads of gloo that outlive the interpreter abort it.

@@ -26,7 +26,7 @@ from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.resume import list_checkpoints
-from distributed_training.plan.show import layout_name
+from distributed_training.plan.show import layout_name, torchrun_command
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.display import LastingStream, describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
@@ -36,6 +36,7 @@ from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
 
 TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
+SLURM_SCRIPT = "configs/train.slurm"
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
@@ -52,6 +53,10 @@ class Process:
 def current_process(environment: Mapping[str, str]) -> Process | None:
     """What torchrun or deepspeed set for this process; None when no launcher started it."""
     if "RANK" not in environment:
+        if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # set by srun alone, not by sbatch
+            what = f"srun started this command {environment['SLURM_STEP_NUM_TASKS']} times"
+            fix = f"one task a node, with torchrun in it: sbatch --nodes=2 {SLURM_SCRIPT}"
+            raise UserError(what, "no launcher told the processes their ranks", fix)
         return None
     try:
         here = environment.get("LOCAL_SIZE") or environment["WORLD_SIZE"]  # deepspeed's word
@@ -277,11 +282,8 @@ def _describe_killed(names: Mapping[int, str]) -> str:
 def _launcher(plan: Plan) -> list[str]:
     if plan.num_processes == 1:
         return ["python"]
-    nodes = plan.num_processes // plan.processes_here
-    place = ["--standalone"]
-    if nodes > 1:
-        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
-    return ["torchrun", *place, f"--nproc_per_node={plan.processes_here}"]
+    here = plan.processes_here
+    return torchrun_command(plan.num_processes // here, here, plan.config.rendezvous_timeout_s)
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

@@ -48,8 +48,8 @@ class Watch:
         self._place, self._since, self._count, self._limited = "starting", 0.0, 0, False
         self._clock = 0.0  # seconds that this process has been running, by the thread that watches
         self._others: dict[int, dict[str, Any]] = {}
-        self._heard = self._answered = 0.0
-        self._said_slow = 0
+        self._heard = self._answered = float("inf")
+        self._said_slow, self._far = 0, False
         self._ended = threading.Event()
         self._start(self._look)
 
@@ -58,6 +58,7 @@ class Watch:
         self.run_dir, self.limit_s = run_dir, limit_s
         self.rank, self.world_size = topology.rank, topology.world_size
         self._heard = self._answered = self._clock
+        self._far = topology.rank != topology.local_rank  # from the store, on the first node
         self._start(self._beat)
 
     def at(self, place: str, *, limited: bool = False) -> None:
@@ -82,23 +83,24 @@ class Watch:
             store = dist.PrefixStore("watch", store)
         following = (self.rank + 1) % self.world_size
         renewed, beats = float("-inf"), 0
-        while not self._ended.wait(BEAT_S):
+        while beats == 0 or not self._ended.wait(BEAT_S):
             if self.rank == 0 and self._clock - renewed > 4 * BEAT_S:
                 claims.renew(self.run_dir)
                 renewed = self._clock
+            beats += 1
             if store is None:
                 continue
-            beats += 1
             try:
                 store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
                 wanted = {following}
                 if self.rank == 0 and self._clock - self._since > SLOW_S / 2:
                     wanted.update(range(self.world_size))
-                found = {rank: json.loads(store.get(str(rank))) for rank in sorted(wanted)}
+                there = (rank for rank in sorted(wanted) if store.check([str(rank)]))
+                found = {rank: json.loads(store.get(str(rank))) for rank in there}
             except (RuntimeError, ValueError):
                 return  # the connection is gone for good, which _look notices
             self._answered = self._clock
-            if found[following] != self._others.get(following):
+            if found.get(following) != self._others.get(following):
                 self._heard = self._clock
             self._others |= found
 
@@ -134,7 +136,7 @@ class Watch:
                 self._stop_orphaned()
             elif orphaned and self._clock - orphaned > GRACE_S:
                 os._exit(128 + signal.SIGTERM)
-            if self.world_size > 1 and self._heard:
+            if self.world_size > 1:
                 self._look_at_others()
 
     def _stop_orphaned(self) -> None:
@@ -152,6 +154,9 @@ class Watch:
             self._report(
                 f"rank {self.rank} on {platform.node()} lost rank 0 on {host}: it {silent}"
             )
+            for launcher in self.launchers[: self._far]:  # torchrun would wait for minutes
+                with contextlib.suppress(psutil.Error):
+                    launcher.kill()
             os._exit(1)
         elif self._clock - self._heard > LOST_S:
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"

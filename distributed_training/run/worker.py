@@ -33,6 +33,7 @@ from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.profiling import Profile
 from distributed_training.run.push import push_folder
+from distributed_training.run.rendezvous import meet
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -44,8 +45,9 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
+    limit_s = (given.config if isinstance(given, Plan) else given).rendezvous_timeout_s
     device, watch = prepare(num_gpus, process), Watch()
-    with process_group(device):
+    with process_group(device, meet(process, limit_s)):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
             assemble.check_shared_disk(given.run_dir)

@@ -17,6 +17,7 @@ from distributed_training.settings.files import ROOT, load_json, shown, user_pat
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys, validate
 
 AUTO = "auto"
+RENDEZVOUS_S = 120  # until whoever has not come counts as missing
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 PRESETS_DIR = ROOT / "configs" / "presets"
 work = functools.partial(key, work=True, group="The work")
@@ -137,6 +138,8 @@ class RunConfig(Options):
         help="steps of which each rank writes a trace and, on a GPU, a snapshot of memory; 0: none")
     hang_timeout_s: CountOrZero = kept(600,
         help="seconds after which a step of several processes counts as hung; 0: never")
+    rendezvous_timeout_s: Count = kept(RENDEZVOUS_S,
+        help="seconds that processes which have started wait for the others")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
     push: Text | None = kept(None, aliases=("hub_model_id",),
         help="user/name on the Hugging Face Hub that hf/ is sent to at the end")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import only_record, settings
-from tests.e2e.support import free_port
+from tests.conftest import SMALL, only_record, script, settings
+from tests.e2e.support import assert_refused, free_port
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
@@ -105,3 +105,13 @@ def test_a_job_of_two_nodes_is_stopped_queued_again_and_finished(job, tmp_path):
     assert (finished["status"], finished["step"]) == ("ok", finished["num_steps"])
     assert finished["resumed_from"], json.dumps(finished["resumed_from"])
     assert (tmp_path / "requeued").read_text().count("\n") == 1
+
+
+def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
+    values = {**SMALL, "output_dir": tmp_path / "runs"}
+    task = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    first, second = (script(values, **task, SLURM_PROCID=rank) for rank in "01")
+    assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
+    assert (second.returncode, second.stderr) == (2, ""), "said once"
+    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # of sbatch: one process, no step of srun's
+    assert script(values, "--dry-run", **batch).returncode == 0

@@ -260,6 +260,7 @@ OPTIONS = {
     "on_nonfinite": st.sampled_from(["stop", "skip", "rollback"]),
     "hang_timeout_s": st.integers(0, 10000),
     "profile": st.integers(0, 20),
+    "rendezvous_timeout_s": st.integers(1, 10000),
     "push": st.sampled_from([None, None, None, "user/name", "a/b/c"]),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),

@@ -40,7 +40,7 @@ NOT_WORK = {
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
     "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
     "log_to": "wandb", "verbose": True, "keep_best": True, "push": "user/name",
-    "on_nonfinite": "rollback", "hang_timeout_s": 60, "profile": 3,
+    "on_nonfinite": "rollback", "hang_timeout_s": 60, "profile": 3, "rendezvous_timeout_s": 30,
 }  # fmt: skip
 OTHER = WORK | NOT_WORK
 ALIASES = {

@@ -1,0 +1,128 @@
+"""How the processes of a run find each other, and over which interface they talk.
+
+Launchers tell every process where rank 0 is. To be found themselves, gloo and NCCL take the address
+of the host's name, which on many machines is loopback: Debian has it at 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import time
+from collections.abc import MutableMapping
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from distributed_training.run.launch import Process
+from distributed_training.settings.errors import UserError
+
+RETRY_S = 0.2
+_AS_RANK_0_IS_SEEN = "address of rank 0"
+
+
+def meet(process: Process, limit_s: float) -> dist.Store:
+    """The store that all processes share, once all of them are there. Collective.
+
+    Where they are on several hosts, gloo and NCCL are told which interface leads to the others.
+    Raises UserError naming who has not come within `limit_s` seconds.
+    """
+    end = time.monotonic() + limit_s
+    try:
+        store, own_address = _connect(process, end, limit_s)
+        hosts = _wait_for_all(store, process, end, limit_s)
+    except UserError as error:
+        if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise
+    if len(set(hosts)) > 1:
+        if _is_loopback(own_address):  # rank 0's host, as the others see it
+            own_address = store.get(_AS_RANK_0_IS_SEEN).decode()
+        choose_interface(own_address, os.environ)
+    return dist.PrefixStore("default_pg", store)
+
+
+def choose_interface(address: str, environment: MutableMapping[str, str]) -> None:
+    """Have gloo and NCCL use the interface with this address, unless the user has named one."""
+    for name, entries in psutil.net_if_addrs().items():
+        if address in (entry.address.partition("%")[0] for entry in entries):
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
+
+
+def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, str]:
+    """The store at MASTER_ADDR, and this host's address on the way there."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def open_store(serves: bool) -> dist.Store:
+        limit = timedelta(seconds=max(1.0, end - time.monotonic()))
+        return dist.TCPStore(
+            host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
+
+    # torchrun's agent has started a server; under other launchers rank 0 does.
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served = open_store(True) if process.rank == 0 and not agent_serves else None
+    own, other = _addresses(host, port, process, end, limit_s)
+    store = served or open_store(False)
+    if not _is_loopback(other):
+        store.set(_AS_RANK_0_IS_SEEN, other)
+    return store, own
+
+
+def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> list[str]:
+    """The host of every rank."""
+    keys = [f"host of rank {rank}" for rank in range(process.world_size)]
+    store.set(keys[process.rank], socket.gethostname())
+    with contextlib.suppress(dist.DistStoreError):  # the time is over
+        store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
+    if not missing:
+        return hosts
+    here, nodes = process.local_world_size, process.world_size // process.local_world_size
+    away = sorted({rank // here for rank in missing})
+    what = f"{_count('rank', missing)} did not come within {limit_s:g} s (rendezvous_timeout_s)"
+    why = f"{_count('node', away)} of {nodes} is missing, {', '.join(dict.fromkeys(hosts))} is here"
+    raise UserError(what, why, "type there what you typed here, or read what it printed")
+
+
+def _addresses(
+    host: str, port: int, process: Process, end: float, limit_s: float
+) -> tuple[str, str]:
+    """This host's address on the way to the store, and the store's, once it listens."""
+    while True:
+        left = max(RETRY_S, end - time.monotonic())
+        try:
+            with socket.create_connection((host, port), left) as connection:
+                ends = connection.getsockname(), connection.getpeername()
+                own, other = (name[0].partition("%")[0] for name in ends)
+                return own, other
+        except OSError as error:
+            if time.monotonic() > end:
+                who = f"rank {process.rank} on {socket.gethostname()}"
+                what = f"{who} does not reach rank 0 at {host}:{port}"
+                why = f"{error.strerror or error}, for {limit_s:g} s (rendezvous_timeout_s)"
+                fix = (
+                    "start the same command on the first node, and give torchrun there "
+                    f"--local_addr=ADDRESS where {host} does not lead to it"
+                )
+                raise UserError(what, why, fix) from None
+            time.sleep(RETRY_S)
+
+
+def _count(noun: str, numbers: list[int]) -> str:
+    """ "rank 3", "ranks 1, 4", "ranks 8 to 15"."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return f"{noun}s {', '.join(map(str, numbers))}"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -1,0 +1,81 @@
+"""What processes of the tests with several nodes run; tests.pool forks them, on no node yet."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from distributed_training.run import watch
+from distributed_training.run.loop import Trainer
+from tests.e2e.nodes import Node
+from tests.pool import SCRIPT
+
+
+def enter(node: Node) -> None:
+    """Move this process, which has one thread, onto a node."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = ["user"] * (os.geteuid() != 0) + ["net", "uts", "mnt"]
+    spaces = [os.open(f"/proc/{node.pid}/ns/{name}", os.O_RDONLY) for name in names]
+    for space in spaces:
+        assert libc.setns(space, 0) == 0, os.strerror(ctypes.get_errno())
+    os.environ.update(TMPDIR=str(node.own), HOME=str(node.own))
+
+
+def run_script(arguments: list[str]) -> int:
+    """The script in this process; its exit code."""
+    sys.argv = [str(SCRIPT), *arguments]
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+        if code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return 0
+
+
+def with_torchrun(job: dict[str, Any]) -> int:
+    """torchrun's agent on the node of this number; its processes run `_unplugged`, below."""
+    from torch.distributed import run as torchrun
+
+    enter(job["nodes"][int(os.environ["RANK"])])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name)
+    os.environ["UNPLUGS"] = f"{job['nodes'][1].switch} {job['nodes'][1].name}"
+    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", "--nnodes=2"]
+    torchrun.main([*rendezvous, "--nproc_per_node=1", __file__, *job["arguments"]])
+    return 0
+
+
+def _unplugged() -> None:
+    """The script, on a node whose cable is pulled in step 5; limits are short."""
+    watch.BEAT_S, watch.LOST_S = 0.5, 8.0
+    right = Trainer._update
+    switch, name = os.environ["UNPLUGS"].split()
+
+    def update(self: Trainer) -> None:
+        if self.step == 4 and self.topology.rank == 1:
+            Node(name=name, pid=0, switch=int(switch), own=Path()).unplug()
+        right(self)
+
+    Trainer._update = update
+    run_script(sys.argv[1:])
+
+
+def with_node_1_missing(job: dict[str, Any]) -> int:
+    """The script on the first of two nodes; on the other nothing is typed."""
+    rank = int(os.environ["RANK"])
+    if job["missing"] == rank:
+        return 0
+    enter(job["nodes"][rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node0")
+    return run_script(job["arguments"])
+
+
+if __name__ == "__main__":
+    _unplugged()

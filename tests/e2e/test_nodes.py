@@ -1,0 +1,57 @@
+"""Two machines, as network namespaces whose names resolve to loopback: no variable is set."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings, train
+from tests.e2e.nodes import cluster
+from tests.e2e.support import left_over
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    with cluster(tmp_path) as found:
+        yield found
+
+
+def fail_on(nodes, case, **job):
+    """What was said by a case that fails on all nodes."""
+    with pytest.raises(RuntimeError) as caught:
+        heavy_pool().call(
+            f"tests.e2e.node_cases:{case}", {"nodes": nodes, **job}, num_processes=2, grace_s=90
+        )
+    return str(caught.value)
+
+
+def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path):
+    values = {**SMALL, "strategy": "dp", "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
+    said = fail_on(nodes, "with_torchrun", arguments=settings(values))
+    silent = "it shows no sign of life for 8 s"
+    assert "error: lost rank 1 on node1, last seen in " in said
+    assert f"error: rank 1 on node1 lost rank 0 on node0: {silent}" in said
+    assert left_over(str(tmp_path / "runs")) == []
+    stopped = only_record(tmp_path / "runs")
+    assert (stopped["status"], stopped["world_size"]) == ("failed", 2)
+    assert "lost rank" in stopped["error"]
+
+    assert_ok(train({**values, "batch_size": 4, "resume": "auto"}))
+    record = only_record(tmp_path / "runs")
+    assert (record["status"], record["world_size"]) == ("ok", 1)
+    assert record["resumed_from"].endswith("step-00000003")
+    assert [step for step, _ in record["loss_curve"]] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (1, "rank 1 did not come within 3 s (rendezvous_timeout_s); node 1 of 2 is missing, "
+            "node0 is here; "),
+        (0, "rank 1 on node1 does not reach rank 0 at node0:"),
+    ],
+)  # fmt: skip
+def test_a_node_that_does_not_come_is_named(nodes, missing, words, tmp_path):
+    values = {**SMALL, "output_dir": tmp_path / "runs", "rendezvous_timeout_s": 3}
+    said = fail_on(nodes, "with_node_1_missing", missing=missing, arguments=settings(values))
+    assert f"error: {words}" in said
+    assert said.count("error: ") == 1

@@ -1,0 +1,72 @@
+"""The whole set-up of 128 ranks, on this machine: torch's fake process group sends nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from distributed_training.parallel.gradients import local_part
+from distributed_training.run import assemble
+from distributed_training.run.launch import Process
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE
+
+WORLD_SIZE, HERE = 128, 8
+RANKS = (0, 37, 77, 127)  # one of each stage where there are four
+LAYOUTS = {
+    "tp4 x pp4 x dp8": {"strategy": "3d", "tp": 4, "pp": 4, "num_microbatches": 4},
+    "fsdp": {"strategy": "fsdp"},
+    "HSDP 16 x 8": {"strategy": "fsdp", "dp_replicate": 16, "dp_shard": 8},
+    "tp8 x dp16": {"strategy": "3d", "tp": 8, "pp": 1},
+}
+VOCAB_SIZE, HIDDEN_SIZE = 2048, 128
+FAMILY = f"""
+from distributed_training.models import gpt2
+from distributed_training.models.gpt2 import build, gpt2_size, load, save
+
+
+def sizes(folder=None):
+    size = gpt2_size(vocab_size={VOCAB_SIZE}, num_positions=64, num_layers=8, num_heads=8,
+                     hidden_size={HIDDEN_SIZE})
+    return {{"eight": size}}
+"""
+
+
+def set_up(plan, rank):
+    """Values of the whole parameters that this rank has a part of, bytes of its parts, and the
+    ranks of its tp group."""
+    process = Process(rank=rank, world_size=WORLD_SIZE, local_rank=rank % HERE,
+                      local_world_size=HERE)  # fmt: skip
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
+    try:
+        topology = assemble.build_topology(plan, process, torch.device("cpu"))
+        engine = assemble.build_engine(plan, topology)
+        whole = sum(parameter.numel() for parameter in engine.parameters)
+        part = sum(local_part(parameter).nbytes for parameter in engine.parameters)
+        tp = [rank] if engine.tp_group is None else dist.get_process_group_ranks(engine.tp_group)
+        return whole, part, tp
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path):
+    (tmp_path / "eight").mkdir()
+    (tmp_path / "eight" / "__init__.py").write_text(FAMILY)
+    work = {"model": str(tmp_path / "eight"), "batch_size": 1, "max_length": 64}
+    plan = plan_for(tmp_path, CPU_MACHINE, WORLD_SIZE, here=HERE, **work, **LAYOUTS[name])
+    stages, tp, shards = plan.mesh["pp"], plan.mesh["tp"], plan.mesh["dp_shard"]
+    found = {rank: set_up(plan, rank) for rank in RANKS}
+
+    wholes = [whole for whole, _, _ in found.values()]
+    again = VOCAB_SIZE * HIDDEN_SIZE if stages > 1 else 0  # the last stage's copy, for the logits
+    expected = plan.size.num_parameters + again
+    assert sum(wholes) == expected if stages > 1 else set(wholes) == {expected}
+    for rank, (whole, part, together) in found.items():
+        # Vectors are whole along tp, and rows are dealt out in unequal numbers along dp_shard.
+        assert part == pytest.approx(4 * whole / (tp * shards), rel=0.15), rank
+        assert together == list(range(rank - rank % tp, rank - rank % tp + tp))
+    fullest = max(part for _, part, _ in found.values())
+    assert fullest == pytest.approx(plan.state.optimizer / 2, rel=0.06)

@@ -1,0 +1,13 @@
+"""A soak of two faults; tests/soak.py does hundreds."""
+
+from __future__ import annotations
+
+from tests.soak import soak
+
+
+def test_random_faults_cost_no_more_than_the_steps_since_a_checkpoint():
+    record = soak(
+        seed=3, num_faults=2, strategies=("dp", "fsdp"), faults=("killed", "told to stop")
+    )
+    assert record["num_faults"] == 2
+    assert 0 < record["goodput"] <= 1
