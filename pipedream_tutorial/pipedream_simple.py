@@ -278,11 +278,10 @@ def print_comparison(rows: list[Row | Refused], case: Case) -> None:
 NOTES = (
     "bubble: idle share of all ranks' time until the last one ends; span: the same between each "
     "rank's own first and last operation; used: the busy share.",
-    "In a row: where a batch ends in a flush, a rank starts the next batch when its own work is "
-    "done; the other schedules run on without a pause.",
-    "At most, on any rank or stage: activ., activations of so many microbatches; weights, copies "
-    "of the rank's parameters; stale, a stage's updates between the weights that a microbatch saw "
-    "and its own update.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
+    "pause.",
+    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
+    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
 )
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 

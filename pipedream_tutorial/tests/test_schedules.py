@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import (
-    CLOSED_FORMS,
+from pipedream.schedules.closed_forms import CLOSED_FORMS
+from pipedream.schedules.formulas import (
     Case,
     gpipe_makespan,
     one_f_one_b_makespan,
@@ -61,7 +61,7 @@ def test_small_orders_are_as_the_papers_draw_them(name_and_sizes: tuple[str, int
 
 
 def test_v_schedules_put_the_first_and_the_last_stage_on_rank_0() -> None:
-    for name in ("zb-v", "dualpipe-v"):
+    for name in ("zb-v", "dualpipe-v", "v-half", "v-min"):
         s = build_schedule(name, 3, 6)
         held = [sorted({op.stage for item in order for op in item.parts}) for order in s.orders]
         assert held == [[0, 5], [1, 4], [2, 3]]

@@ -1,5 +1,5 @@
 // The schedules: functions from (ranks p, microbatches m) to an order per rank.
-// The same rules as schedules/orders.py, which names the papers.
+// The same rules as schedules/orders.py and building_blocks.py, which name the papers.
 
 import { Op, Pair, RuleError, Schedule, oneChain } from "./ops.mjs";
 
@@ -146,6 +146,40 @@ export function zbV(p, m) {
     line.items = line.items.filter((op) => op.microbatch < m);
   });
   return new Schedule("zb-v", orders, oneChain(2 * p), 2);
+}
+
+// One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
+export function vMin(p, m) {
+  const pause = p % 3 ? 0 : 2;
+  const block = (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r];
+  return repeatedBlock("v-min", p, m, block);
+}
+
+// Two slots between neighbours wherever the way leads down the V.
+export function vHalf(p, m) {
+  const pause = p % 2 ? 0 : 3;
+  const block = (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r];
+  return repeatedBlock("v-half", p, m, block);
+}
+
+// One microbatch's slots (F down, F up, I up, I down), again every 6 slots; W in those left free.
+function repeatedBlock(name, p, m, block) {
+  const orders = perRank(p, (line, r) => {
+    const [down, up, taken, waiting] = [r, 2 * p - 1 - r, new Map(), []];
+    const steps = [["F", down], ["F", up], ["I", up], ["I", down]];
+    block(r).forEach((slot, k) => {
+      for (let i = 0; i < m; i++) taken.set(slot + 6 * i, steps[k]);
+    });
+    for (let slot = 0; taken.size || waiting.length; slot++) {
+      if (taken.has(slot)) {
+        const [kind, stage] = taken.get(slot);
+        line.add(kind, stage);
+        if (kind === "I") waiting.push(stage);
+        taken.delete(slot);
+      } else if (waiting.length) line.add("W", waiting.shift());
+    }
+  });
+  return new Schedule(name, orders, oneChain(2 * p), 2);
 }
 
 export function dualpipeV(p, m) {

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from pipedream.errors import UserError
-from pipedream.schedules import closed_forms
+from pipedream.schedules import formulas
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.ops import Pair, Schedule, repeat
@@ -182,7 +182,7 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
     uneven = case.stage_scale is not None and set(case.stage_scale) != {1}
     if form is None or uneven or case.communication or (pairs and case.overlap_saving):
         return None
-    sizes = closed_forms.Case(
+    sizes = formulas.Case(
         p=case.num_stages,
         m=case.num_microbatches,
         v=case.chunks,
