@@ -171,6 +171,7 @@ OTHER = {
     "weight_gradient": "1/3",
     "communication": "0.25",
     "overlap_saving": "0.5",
+    "recompute": "1/20",
     "stage_scale": "1,2",
     "chunks": "3",
     "num_batches": "3",

@@ -159,3 +159,17 @@ def short_run_versions(c: Case, s: int) -> int:
     """Versions that weight stashing keeps on stage s in a run of m microbatches, however few."""
     ahead = min(c.m, c.p - s)
     return min(ahead, c.m - ahead + 2)
+
+
+def recomputed_activations(held: Fraction, v: int, kept: Fraction) -> Fraction:
+    """What a rank holds with R before each whole B, and `held` without: one stage's all, at its F
+    or B, and of the others the share that is kept."""
+    return (1 + (held * v - 1) * kept) / v
+
+
+def zb_recomputed_activations(c: Case, r: int, ahead: int, kept: Fraction) -> Fraction:
+    """ZB-H1 (`ahead` 1) and ZB-H2 (2): all of a microbatch is held from R to its late W, so that
+    the last rank saves nothing."""
+    most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
+    whole = min(c.m, ahead * r + 1)
+    return whole + (most - whole) * kept

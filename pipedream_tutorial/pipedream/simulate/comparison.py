@@ -10,7 +10,7 @@ from pipedream.errors import UserError
 from pipedream.schedules import formulas
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.ops import Pair, Schedule, repeat
+from pipedream.schedules.ops import Pair, Schedule, recomputed, repeat
 from pipedream.schedules.policies import POLICIES, Policy, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.search import search
@@ -33,6 +33,8 @@ class Case:
     overlap_saving: Fraction
     stage_scale: list[Fraction] | None
     """One factor for each of `num_stages` equal shares of the layers, in the model's order."""
+    recompute: Fraction | None = None
+    """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,8 @@ def measure(name: str, case: Case, simulated: Simulated | None = None) -> Row:
         key = (entry.build, num_batches, repeats)
         if key not in simulated:
             m = case.num_microbatches * num_batches // repeats
-            schedule = repeat(build_schedule(name, case.num_stages, m, case.chunks), repeats)
+            batch = _recomputed(build_schedule(name, case.num_stages, m, case.chunks), case)
+            schedule = repeat(batch, repeats)
             simulated[key] = simulate(schedule, _costs(schedule, case))
         return simulated[key]
 
@@ -132,7 +135,7 @@ def measure_csv(path: Path, case: Case) -> Row:
 
     Raises UserError for orders that are incomplete or that wait for each other.
     """
-    batch = load_order(path)
+    batch = _recomputed(load_order(path), case)
     stream = repeat(batch, case.num_batches)
     once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
     return _row(path.name, path.name, POLICIES["flush"], once, again, case)
@@ -141,6 +144,8 @@ def measure_csv(path: Path, case: Case) -> Row:
 def measure_search(memory: int, prove: float, case: Case) -> Row:
     """The row of the shortest order found that holds `memory` microbatches on a rank at most."""
     _check_scale(case, case.num_stages)
+    if case.recompute is not None:
+        raise UserError("search has no recomputation", "set recompute=none")
     costs = _costs(build_schedule("1f1b", case.num_stages, case.num_microbatches), case)
     found = search(costs, case.num_microbatches, memory, prove=prove)
     stream = repeat(found.schedule, case.num_batches)
@@ -182,6 +187,8 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
     uneven = case.stage_scale is not None and set(case.stage_scale) != {1}
     if form is None or uneven or case.communication or (pairs and case.overlap_saving):
         return None
+    if case.recompute is not None:
+        return None
     sizes = formulas.Case(
         p=case.num_stages,
         m=case.num_microbatches,
@@ -216,6 +223,10 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
         scale=scale,
         overlap_saving=case.overlap_saving,
     )
+
+
+def _recomputed(schedule: Schedule, case: Case) -> Schedule:
+    return schedule if case.recompute is None else recomputed(schedule, case.recompute)
 
 
 def _check_scale(case: Case, num_ranks: int) -> None:
