@@ -290,8 +290,8 @@ def print_comparison(rows: list[Row | Refused], case: Case) -> None:
 
 
 NOTES = (
-    "bubble: idle share of all ranks' time until the last one ends; span: the same between each "
-    "rank's own first and last operation; used: the busy share.",
+    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
+    "share.",
     "In a row: after a flush a rank starts the next batch once its own work is done; others never "
     "pause.",
     "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "

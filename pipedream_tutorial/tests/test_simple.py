@@ -118,7 +118,7 @@ def test_a_share_keeps_its_factor_however_it_is_cut():
 
 def test_weight_copies_count_both_of_chimera_s_models():
     copies = {row.name: row.weight_copies for row in compare(CASE)}
-    assert copies["chimera"] == (2, 2, 2, 2)
+    assert copies["dualpipe"] == copies["chimera"] == (2, 2, 2, 2)
     assert copies["pipedream"] == (4, 3, 2, 1)
     assert copies["interleaved"] == copies["zb-v"] == (1, 1, 1, 1)
 
@@ -152,7 +152,7 @@ def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monk
     )
     refused = [row for row in compare(replace(CASE, num_stages=3, num_microbatches=4))
                if isinstance(row, Refused)]  # fmt: skip
-    assert [row.name for row in refused] == ["dualpipe-v", "chimera"]
+    assert [row.name for row in refused] == ["dualpipe-v", "dualpipe", "chimera"]
     words = " ".join(text.split())
     for row in refused:
         assert f"{row.title} not possible: {row.reason}" in words

@@ -26,6 +26,7 @@ export const SCHEDULES = {
   "v-half": { build: orders.vHalf, policy: "flush", title: "V-Half" },
   "v-min": { build: orders.vMin, policy: "flush", title: "V-Min" },
   "dualpipe-v": { build: orders.dualpipeV, policy: "flush", title: "DualPipeV" },
+  dualpipe: { build: orders.dualpipe, policy: "flush", title: "DualPipe" },
   chimera: { build: orders.chimera, policy: "flush", title: "Chimera" },
 };
 

@@ -235,6 +235,27 @@ function dualpipeLine(line, r, p, m) {
   for (let n = 0; n < r + 1; n++) lateWeight();
 }
 
+// DualPipeV on half as many ranks, unfolded: place r of the model is the first copy's on rank r, the
+// other place the second copy's.
+export function dualpipe(p, m) {
+  if (p % 2 || m % 2 || m < 2 * p) {
+    throw new RuleError(
+      `dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank or ` +
+        `more, not p=${p}, m=${m}; ` +
+        `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
+    );
+  }
+  const orders = perRank(p, (line, r) => {
+    const moved = ({ kind, stage, microbatch }) =>
+      stage === r ? new Op(kind, r, microbatch) : new Op(kind, p + stage, m / 2 + microbatch);
+    dualpipeLine(line, Math.min(r, p - 1 - r), p / 2, m / 2);
+    line.items = line.items.map(({ parts }) =>
+      parts.length === 2 ? new Pair(...parts.map(moved)) : moved(parts[0]),
+    );
+  });
+  return new Schedule("dualpipe", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
+}
+
 // Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every
 // operation takes one slot, no rank gets a slot twice (schedules/orders.py says why).
 export function chimera(p, m) {

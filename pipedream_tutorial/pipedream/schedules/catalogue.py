@@ -44,6 +44,7 @@ SCHEDULES: dict[str, Entry] = {
     "v-half": Entry(build=building_blocks.v_half, title="V-Half"),
     "v-min": Entry(build=building_blocks.v_min, title="V-Min"),
     "dualpipe-v": Entry(build=orders.dualpipe_v, title="DualPipeV"),
+    "dualpipe": Entry(build=orders.dualpipe, title="DualPipe"),
     "chimera": Entry(build=orders.chimera, title="Chimera"),
 }
 

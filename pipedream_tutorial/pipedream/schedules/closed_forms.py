@@ -211,6 +211,20 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         activations_text="p + 1/2 (2p+1 stages' worth)",
         source="2412.19437",
     ),
+    "dualpipe": ClosedForm(
+        makespan_idle=lambda c: formulas.dualpipe_v_span(formulas.folded(c), 0),
+        span_idle=lambda c, r: formulas.dualpipe_v_span(
+            formulas.folded(c), formulas.from_edge(c, r)
+        ),
+        idle_holds=lambda c: c.f >= c.i,
+        peak_activations=lambda c, r: Fraction(c.p + 1),
+        idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
+        range_text="F >= I",
+        published="(p/2-1) (F&B + B - 3W): equal if F = I >= W",
+        activations_text="p+1",
+        versions_text="1, two copies of the parameters",
+        source="2412.19437",
+    ),
     "chimera": ClosedForm(
         makespan_idle=formulas.chimera_idle,
         span_idle=lambda c, r: formulas.chimera_idle(c) - formulas.from_edge(c, r) * c.total,

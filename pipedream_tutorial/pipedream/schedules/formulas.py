@@ -117,6 +117,11 @@ def dualpipe_v_span(c: Case, r: int) -> Fraction:
     return ((2 * c.p - 2 - r) * c.f + (c.p - 1 - r) * exposed) / 2
 
 
+def folded(c: Case) -> Case:
+    """DualPipe as a DualPipeV on half the ranks, each with two stages of DualPipe's size."""
+    return Case(c.p // 2, c.m // 2, 2, 2 * c.f, 2 * c.i, 2 * c.w)
+
+
 def chimera_idle(c: Case) -> Fraction:
     """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
     units = c.m // c.p

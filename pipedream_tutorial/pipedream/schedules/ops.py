@@ -63,8 +63,8 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]
     """One rank's operations in the order in which it runs them."""
     chains: tuple[tuple[int, ...], ...]
-    """Stages in the direction of the forward pass. Two chains: two copies of the model (Chimera),
-    each microbatch goes through one of them."""
+    """Stages in the direction of the forward pass. Two chains: two copies of the model (Chimera,
+    DualPipe), each microbatch goes through one of them."""
     stages_per_rank: int = 1
     """Into how many stages (chunks) a rank's share of the layers is cut, in one copy."""
     kept: Fraction = Fraction(1)

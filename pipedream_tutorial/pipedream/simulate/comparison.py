@@ -72,8 +72,8 @@ class Row:
     staleness: tuple[int, ...]
     """By stage likewise: most updates between a microbatch's weights and its own update."""
     weight_copies: tuple[int | Fraction, ...]
-    """By rank: parameters kept, in units of a rank's share of the model. Chimera's two copies of
-    the model count as two."""
+    """By rank: parameters kept, in units of a rank's share of the model. Two copies of the model
+    (Chimera, DualPipe) count as two."""
     mixed: bool
     """Whether a backward pass sees other weights than its forward pass saw."""
     formula: Formula | None
