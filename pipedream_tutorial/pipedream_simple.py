@@ -56,7 +56,7 @@ CONFIG: dict[str, Any] = {
     "communication": 0,  # time from one rank to the next
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
     "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
-    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1]
+    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
     "chunks": 2,  # stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
     "learning_rate": 0.5,  # of plain SGD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -32,7 +33,8 @@ class Case:
     communication: Fraction
     overlap_saving: Fraction
     stage_scale: list[Fraction] | None
-    """One factor for each of `num_stages` equal shares of the layers, in the model's order."""
+    """One factor for each equal share of the layers, in the model's order: `num_stages` of them, or
+    a multiple, such as one for each chunk."""
     recompute: Fraction | None = None
     """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
 
@@ -212,8 +214,7 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
     _check_scale(case, schedule.num_ranks)
     scale = case.stage_scale
     if scale is not None:
-        num_stages = len(schedule.chains[0])
-        scale = [scale[place * len(scale) // num_stages] for place in range(num_stages)]
+        scale = stage_factors(scale, len(schedule.chains[0]))
     return build_costs(
         schedule,
         forward=case.forward,
@@ -225,13 +226,24 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
     )
 
 
+def stage_factors(scale: Sequence[Fraction], num_stages: int) -> list[Fraction]:
+    """The factors of equal shares of the layers, by stage: the mean of what a stage has of each."""
+    parts = len(scale)  # of a stage; a share has num_stages of them
+    return [
+        sum((scale[k // num_stages] for k in range(s * parts, (s + 1) * parts)), Fraction(0))
+        / parts
+        for s in range(num_stages)
+    ]
+
+
 def _recomputed(schedule: Schedule, case: Case) -> Schedule:
     return schedule if case.recompute is None else recomputed(schedule, case.recompute)
 
 
 def _check_scale(case: Case, num_ranks: int) -> None:
-    if case.stage_scale is not None and len(case.stage_scale) != num_ranks:
+    if case.stage_scale is not None and len(case.stage_scale) % num_ranks:
         raise UserError(
             f"stage_scale has length {len(case.stage_scale)} for {num_ranks} stages",
-            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}",
+            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}, or a multiple "
+            f"of {num_ranks}, one a chunk",
         )
