@@ -10,6 +10,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 from __future__ import annotations
 
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ CONFIG: dict[str, Any] = {
     "weight_gradient": 1,  # time of the half that gives the weights' gradients
     "communication": 0,  # time from one rank to the next
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
-    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1]
+    "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
+    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
     "chunks": 2,  # stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
     "learning_rate": 0.5,  # of plain SGD
@@ -79,6 +81,14 @@ OWN_RULES = {
         low=0,
         high=3600,
         text="of schedule=search: seconds for OR-Tools to look for the shortest and prove it",
+    ),
+    "recompute": Rule(
+        kind=Fraction,
+        none=True,
+        low=0,
+        high=1,
+        text="compute activations again before each backward pass (R, as long as F); the value is "
+        "the share of them kept until then, the stage's input; None: keep all",
     ),
     "verbose": Rule(
         kind=bool,
@@ -150,6 +160,10 @@ def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
                 predicted=row.stream,
                 policy=row.policy,
                 batch_size=schedule.num_microbatches,
+            )
+        elif config["recompute"] is not None:
+            raise UserError(
+                "a CSV has no operation that recomputes", "write the order with recompute=none"
             )
         elif len(schedule.chains) > 1:
             raise UserError(
@@ -237,7 +251,7 @@ def print_closed_form(row: Row) -> None:
             else f"perhaps: no order in this memory takes less than {number(row.bound)}",
         )
     elif form is None:
-        print(begin + "none for uneven stages, communication, overlap or an order from a file")
+        print(begin + "none with uneven stages, communication, overlap, recomputation or a file")
     elif form.makespan_idle is None or form.span_idle is None:
         print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
     else:
@@ -276,13 +290,12 @@ def print_comparison(rows: list[Row | Refused], case: Case) -> None:
 
 
 NOTES = (
-    "bubble: idle share of all ranks' time until the last one ends; span: the same between each "
-    "rank's own first and last operation; used: the busy share.",
-    "In a row: where a batch ends in a flush, a rank starts the next batch when its own work is "
-    "done; the other schedules run on without a pause.",
-    "At most, on any rank or stage: activ., activations of so many microbatches; weights, copies "
-    "of the rank's parameters; stale, a stage's updates between the weights that a microbatch saw "
-    "and its own update.",
+    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
+    "share.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
+    "pause.",
+    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
+    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
 )
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 

@@ -195,7 +195,7 @@ def main() -> None:
         **{key: config[key] for key in SHARED},
     )
     scale = case.stage_scale
-    if scale is not None and len(scale) != case.num_stages:
+    if scale is not None and len(scale) % case.num_stages:
         raise UserError(
             f"stage_scale has {len(scale)} values for {case.num_stages} stages",
             f"give {case.num_stages}, such as {','.join(['1'] * case.num_stages)}",

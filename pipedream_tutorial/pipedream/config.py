@@ -196,7 +196,7 @@ SHARED_RULES: dict[str, Rule] = {
         none=True,
         above=0,
         high=1000,
-        text="factors on the durations, one a stage, for uneven stages",
+        text="factors on the durations for uneven stages: one a stage, or one a chunk",
     ),
     "chunks": Rule(kind=int, low=1, high=16, text="stages a rank under interleaved 1F1B"),
     "learning_rate": Rule(kind=float, above=0, high=100, text="of plain SGD"),

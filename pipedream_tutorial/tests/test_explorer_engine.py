@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, load_csv, one_chain, repeat, save_csv
 from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import activation_steps, idle, peak_activations
 from pipedream.simulate.needs import DeadlockError
 from pipedream.simulate.search import (
@@ -66,7 +68,8 @@ def grid():
         for p, m in [(1, 1), (1, 5), (2, 8), (3, 6), (4, 8), (4, 12), (5, 3), (8, 16)]:
             for even in (True, False):
                 given = [1, 1, 1, 0] if even else chance.choices(durations, k=4)
-                scale = [] if even else chance.choices(["1/2", "1", "1.5", "2"], k=p)
+                factors = ["1/2", "1", "1.5", "2"]
+                scale = [] if even else chance.choices(factors, k=p * chance.choice([1, 2, 3]))
                 saving = 0 if even else chance.choice(["0", "1/2", "1"])
                 v, n = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
                 found.append((name, chosen(p, m, v, n, given, scale, saving)))
@@ -81,7 +84,7 @@ def in_python(name, c):
     m = c["m"] * c["n"] // repeats
     schedule = repeat(build_schedule(name, c["p"], m, c["v"]), repeats)
     stages = len(schedule.chains[0])
-    scale = [c["scale"][place * c["p"] // stages] for place in range(stages) if c["scale"]]
+    scale = c["scale"] and stage_factors([*map(Fraction, c["scale"])], stages)
     costs = build_costs(
         schedule,
         forward=c["F"],

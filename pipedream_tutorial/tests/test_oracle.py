@@ -114,7 +114,7 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
     assert all(same_bits(first, other) for other in others)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
     """The same layers, cut into twice as many stages. DualPipeV puts some W off behind those of
     later microbatches, so that sums are in another order."""

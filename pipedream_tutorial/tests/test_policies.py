@@ -15,6 +15,8 @@ SIZES = [(p, m) for p in range(1, 7) for m in range(max(1, p - 1), p + 3)]
 def sizes_of(name: str) -> list[tuple[int, int]]:
     if name == "chimera":
         return [(2, 2), (2, 4), (4, 4), (4, 8)]
+    if name == "dualpipe":
+        return [(2, 4), (2, 6), (4, 8)]
     return [(1, 2), (2, 4), (4, 8)] + [(2, 2), (4, 4)] * (name != "dualpipe-v")
 
 

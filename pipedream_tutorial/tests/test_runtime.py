@@ -24,7 +24,8 @@ from starting import FAST, no_process_is_left, run, started, warm  # noqa: F401
 # Every schedule with one copy of the model; the runtime knows none by name.
 SCHEDULES = [
     "pipedream", "pipedream-vertical", "pipedream-2bw", "1f1b", "gpipe",
-    "pipedream-no-stash", "naive", "zb-h1", "zb-h2", "interleaved", "zb-v", "eager-1f1b",
+    "pipedream-no-stash", "naive", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min",
+    "eager-1f1b",
 ]  # fmt: skip
 MICROBATCHES = [3, 4, 8]
 TRAINING = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate": 0.2}

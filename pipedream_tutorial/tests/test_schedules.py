@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import (
-    CLOSED_FORMS,
+from pipedream.schedules.closed_forms import CLOSED_FORMS
+from pipedream.schedules.formulas import (
     Case,
     gpipe_makespan,
     one_f_one_b_makespan,
@@ -61,16 +61,37 @@ def test_small_orders_are_as_the_papers_draw_them(name_and_sizes: tuple[str, int
 
 
 def test_v_schedules_put_the_first_and_the_last_stage_on_rank_0() -> None:
-    for name in ("zb-v", "dualpipe-v"):
+    for name in ("zb-v", "dualpipe-v", "v-half", "v-min"):
         s = build_schedule(name, 3, 6)
         held = [sorted({op.stage for item in order for op in item.parts}) for order in s.orders]
         assert held == [[0, 5], [1, 4], [2, 3]]
         assert s.stages_per_rank == 2
 
 
+def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
+    """Same times, if a message takes none: mirrored ranks do the same at the same time."""
+    for p, m in ((2, 4), (4, 8), (6, 14), (8, 24)):
+        both, folded = (
+            build_schedule("dualpipe", p, m),
+            build_schedule("dualpipe-v", p // 2, m // 2),
+        )
+        durations = {"forward": 3, "input_gradient": 2, "weight_gradient": "5/4"}
+        found = simulate(both, build_costs(both, overlap_saving="1/3", **durations))
+        doubled = {key: 2 * Fraction(value) for key, value in durations.items()}
+        wanted = simulate(folded, build_costs(folded, overlap_saving="1/3", **doubled))
+        for r, (starts, ends) in enumerate(zip(found.starts, found.ends, strict=True)):
+            half = min(r, p - 1 - r)
+            assert [t * found.tick for t in starts] == [
+                t * wanted.tick for t in wanted.starts[half]
+            ]
+            assert ends[-1] * found.tick == wanted.ends[half][-1] * wanted.tick
+
+
 def test_sizes_that_a_schedule_does_not_take_are_refused_with_what_to_type() -> None:
     with pytest.raises(UserError, match=r"at least 2 microbatches a rank, not 7.*to 8"):
         build_schedule("dualpipe-v", 4, 7)
+    with pytest.raises(UserError, match=r"p=3, m=7; take p=4 and m=8"):
+        build_schedule("dualpipe", 3, 7)
     with pytest.raises(UserError, match=r"p=3, m=6; take p=4"):
         build_schedule("chimera", 3, 6)
     with pytest.raises(UserError, match=r"p=4, m=6; take p=4 and a multiple of it"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pipedream.schedules.ops import load_csv, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.needs import needs
 from pipedream.simulate.simulator import build_costs, simulate
 
 SCRIPT = Path(pipedream_simple.__file__)
@@ -115,9 +117,62 @@ def test_a_share_keeps_its_factor_however_it_is_cut():
     assert row.batch.costs.forward == (1, 1, 1, 1, *[Fraction(1, 2)] * 4)
 
 
+def test_chunks_may_be_uneven():
+    """A factor a chunk, and the mean of two for a stage of that size: one model for all."""
+    scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
+    case = replace(CASE, stage_scale=scale)
+    rows = {row.name: row for row in compare(case)}
+    for name in ("interleaved", "zb-v", "v-min", "dualpipe-v"):
+        assert rows[name].batch.costs.forward == tuple(factor / 2 for factor in scale)
+    assert rows["1f1b"].batch.costs.forward == (Fraction(3, 4), 1, 1, Fraction(5, 4))
+    work = {name: sum(busy_times(row.batch)) for name, row in rows.items()}
+    assert set(work.values()) == {8 * 4 * 4}
+    # In a V the cheap first chunk and the dear last one are on the same rank: all do the same.
+    assert busy_times(rows["zb-v"].batch) == [32] * 4
+    for name in ("interleaved", "1f1b"):
+        assert busy_times(rows[name].batch) == [24, 32, 32, 40]
+    for row in rows.values():
+        assert row.batch.makespan >= max(busy_times(row.batch))
+        assert row.formula is None
+    whole = replace(CASE, stage_scale=[Fraction(3, 4), Fraction(1), Fraction(1), Fraction(5, 4)])
+    assert measure("1f1b", case).batch.ends == measure("1f1b", whole).batch.ends
+
+
+def busy_times(timeline):
+    return [sum(event.end - event.start for event in events) for events in timeline.events]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
+def test_uneven_chunks_run_as_the_rules_say(name):
+    """Starts of all operations against the rule, on random chunks, sending and numbers of ranks."""
+    chance = random.Random(name)
+    for p, m, v in ((2, 4, 2), (3, 6, 2), (4, 8, 2), (5, 10, 2)):
+        scale = [Fraction(chance.randint(1, 9), 3) for _ in range(p * v)]
+        case = replace(
+            CASE, num_stages=p, num_microbatches=m, chunks=v, stage_scale=scale,
+            communication=Fraction(1, 5),
+        )  # fmt: skip
+        timeline = measure(name, case).batch
+        ranks, ends = timeline.schedule.ranks(), {}
+        for event in timeline.all_events():
+            ends[event.item] = event.end
+        for line in timeline.events:
+            free = Fraction(0)
+            for event in line:
+                op = event.item
+                arrivals = [
+                    ends[need] + Fraction(1, 5) * (ranks[need] != event.rank)
+                    for need in needs(op, timeline.schedule)
+                ]
+                assert event.start == max([free, *arrivals])
+                duration = {"F": 1, "B": 3, "I": 2, "W": 1}[op.kind]
+                assert event.end - event.start == duration * scale[op.stage] / v
+                free = event.end
+
+
 def test_weight_copies_count_both_of_chimera_s_models():
     copies = {row.name: row.weight_copies for row in compare(CASE)}
-    assert copies["chimera"] == (2, 2, 2, 2)
+    assert copies["dualpipe"] == copies["chimera"] == (2, 2, 2, 2)
     assert copies["pipedream"] == (4, 3, 2, 1)
     assert copies["interleaved"] == copies["zb-v"] == (1, 1, 1, 1)
 
@@ -151,7 +206,7 @@ def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monk
     )
     refused = [row for row in compare(replace(CASE, num_stages=3, num_microbatches=4))
                if isinstance(row, Refused)]  # fmt: skip
-    assert [row.name for row in refused] == ["dualpipe-v", "chimera"]
+    assert [row.name for row in refused] == ["dualpipe-v", "dualpipe", "chimera"]
     words = " ".join(text.split())
     for row in refused:
         assert f"{row.title} not possible: {row.reason}" in words
@@ -170,6 +225,7 @@ OTHER = {
     "weight_gradient": "1/3",
     "communication": "0.25",
     "overlap_saving": "0.5",
+    "recompute": "1/20",
     "stage_scale": "1,2",
     "chunks": "3",
     "num_batches": "3",
@@ -358,7 +414,8 @@ def test_a_file_s_own_sizes_are_checked_against_stage_scale(tmp_path):
         ),
         (
             ["--set", "stage_scale=1,2"],
-            "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1",
+            "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1, "
+            "or a multiple of 4, one a chunk",
         ),
         (["--schedule=ZBH1"], "unknown schedule 'ZBH1'; did you mean 'zb-h1'?"),
         (

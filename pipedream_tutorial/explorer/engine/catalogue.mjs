@@ -23,7 +23,10 @@ export const SCHEDULES = {
   "zb-h1": { build: orders.zbH1, policy: "flush", title: "ZB-H1" },
   "zb-h2": { build: orders.zbH2, policy: "flush", title: "ZB-H2" },
   "zb-v": { build: orders.zbV, policy: "flush", title: "ZB-V" },
+  "v-half": { build: orders.vHalf, policy: "flush", title: "V-Half" },
+  "v-min": { build: orders.vMin, policy: "flush", title: "V-Min" },
   "dualpipe-v": { build: orders.dualpipeV, policy: "flush", title: "DualPipeV" },
+  dualpipe: { build: orders.dualpipe, policy: "flush", title: "DualPipe" },
   chimera: { build: orders.chimera, policy: "flush", title: "Chimera" },
 };
 

@@ -1,5 +1,5 @@
 // The schedules: functions from (ranks p, microbatches m) to an order per rank.
-// The same rules as schedules/orders.py, which names the papers.
+// The same rules as schedules/orders.py and building_blocks.py, which name the papers.
 
 import { Op, Pair, RuleError, Schedule, oneChain } from "./ops.mjs";
 
@@ -148,6 +148,40 @@ export function zbV(p, m) {
   return new Schedule("zb-v", orders, oneChain(2 * p), 2);
 }
 
+// One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
+export function vMin(p, m) {
+  const pause = p % 3 ? 0 : 2;
+  const block = (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r];
+  return repeatedBlock("v-min", p, m, block);
+}
+
+// Two slots between neighbours wherever the way leads down the V.
+export function vHalf(p, m) {
+  const pause = p % 2 ? 0 : 3;
+  const block = (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r];
+  return repeatedBlock("v-half", p, m, block);
+}
+
+// One microbatch's slots (F down, F up, I up, I down), again every 6 slots; W in those left free.
+function repeatedBlock(name, p, m, block) {
+  const orders = perRank(p, (line, r) => {
+    const [down, up, taken, waiting] = [r, 2 * p - 1 - r, new Map(), []];
+    const steps = [["F", down], ["F", up], ["I", up], ["I", down]];
+    block(r).forEach((slot, k) => {
+      for (let i = 0; i < m; i++) taken.set(slot + 6 * i, steps[k]);
+    });
+    for (let slot = 0; taken.size || waiting.length; slot++) {
+      if (taken.has(slot)) {
+        const [kind, stage] = taken.get(slot);
+        line.add(kind, stage);
+        if (kind === "I") waiting.push(stage);
+        taken.delete(slot);
+      } else if (waiting.length) line.add("W", waiting.shift());
+    }
+  });
+  return new Schedule(name, orders, oneChain(2 * p), 2);
+}
+
 export function dualpipeV(p, m) {
   if (m < 2 * p) {
     throw new RuleError(
@@ -199,6 +233,27 @@ function dualpipeLine(line, r, p, m) {
     else line.add("B", down);
   }
   for (let n = 0; n < r + 1; n++) lateWeight();
+}
+
+// DualPipeV on half as many ranks, unfolded: place r of the model is the first copy's on rank r, the
+// other place the second copy's.
+export function dualpipe(p, m) {
+  if (p % 2 || m % 2 || m < 2 * p) {
+    throw new RuleError(
+      `dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank or ` +
+        `more, not p=${p}, m=${m}; ` +
+        `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
+    );
+  }
+  const orders = perRank(p, (line, r) => {
+    const moved = ({ kind, stage, microbatch }) =>
+      stage === r ? new Op(kind, r, microbatch) : new Op(kind, p + stage, m / 2 + microbatch);
+    dualpipeLine(line, Math.min(r, p - 1 - r), p / 2, m / 2);
+    line.items = line.items.map(({ parts }) =>
+      parts.length === 2 ? new Pair(...parts.map(moved)) : moved(parts[0]),
+    );
+  });
+  return new Schedule("dualpipe", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
 }
 
 // Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every

@@ -4,14 +4,18 @@ import { Fraction, ONE, ZERO, gcd, lcm } from "./fraction.mjs";
 import { RuleError } from "./ops.mjs";
 import { Needs, checkNeeds, checkOnceAndWhole, deadlock } from "./needs.mjs";
 
-// Durations by a stage's place in the model. `scale` has a factor for each of p equal shares of the
-// layers; a schedule with v stages a rank has stages of 1/v of the work.
+// Durations by a stage's place in the model. `scale` has a factor for each equal share of the layers,
+// a stage the mean of what it has of each; with v stages a rank a stage is 1/v of the work.
 export function buildCosts(schedule, durations) {
   const numStages = schedule.chains[0].length;
   const given = durations.scale?.length ? durations.scale.map(Fraction.parse) : [ONE];
   const share = new Fraction(1n, BigInt(schedule.stagesPerRank));
+  const parts = given.length; // of a stage; a share has numStages of them
   const factors = Array.from({ length: numStages }, (_, place) =>
-    given[Math.floor((place * given.length) / numStages)].times(share),
+    Array.from({ length: parts }, (_, k) => given[Math.floor((place * parts + k) / numStages)])
+      .reduce((sum, factor) => sum.plus(factor))
+      .times(share)
+      .over(new Fraction(BigInt(parts))),
   );
   const each = (value) => factors.map((factor) => Fraction.parse(value).times(factor));
   return {

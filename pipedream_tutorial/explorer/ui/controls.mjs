@@ -109,8 +109,8 @@ export function showControls(chosen, level) {
 
 function isOfUse(key, { schedule, other }) {
   if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
-  const needs = { v: "interleaved", saving: "dualpipe-v" }[key];
-  return !needs || schedule === needs || other === needs;
+  const needs = { v: ["interleaved"], saving: ["dualpipe-v", "dualpipe"] }[key];
+  return !needs || needs.includes(schedule) || needs.includes(other);
 }
 
 // One small slider a rank for uneven stages.

@@ -16,12 +16,12 @@ from pipedream.simulate.simulator import Timeline
 
 IDLE, RUNNING = ".", "-"
 LEGEND = (
-    "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number: "
-    f"microbatch; {RUNNING} goes on; {IDLE} idle; f, b, i, w: on the rank's second stage, or all "
-    "stages of a rank as a, b, c ...; &: both together"
+    "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); R forward "
+    f"again; number: microbatch; {RUNNING} goes on; {IDLE} idle; f, b, i, w, r: on the rank's "
+    "second stage, or all stages of a rank as a, b, c ...; &: both together"
 )
 # Okabe and Ito's colours, told apart by colour-blind readers too, as 256-colour codes.
-_BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "&": 175}
+_BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Cell:
     end: int
     """The column after its last one; equal to `first` where it is too short to show."""
     kind: str
-    """F, B, I, W, or & for a pair that runs together."""
+    """F, B, I, W, R, or & for a pair that runs together."""
     text: str
     """Exactly its columns."""
 

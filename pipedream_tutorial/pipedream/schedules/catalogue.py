@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from pipedream.errors import UserError, nearest
-from pipedream.schedules import orders
+from pipedream.schedules import building_blocks, orders
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 
@@ -41,7 +41,10 @@ SCHEDULES: dict[str, Entry] = {
     "zb-h1": Entry(build=orders.zb_h1, title="ZB-H1"),
     "zb-h2": Entry(build=orders.zb_h2, title="ZB-H2"),
     "zb-v": Entry(build=orders.zb_v, title="ZB-V"),
+    "v-half": Entry(build=building_blocks.v_half, title="V-Half"),
+    "v-min": Entry(build=building_blocks.v_min, title="V-Min"),
     "dualpipe-v": Entry(build=orders.dualpipe_v, title="DualPipeV"),
+    "dualpipe": Entry(build=orders.dualpipe, title="DualPipe"),
     "chimera": Entry(build=orders.chimera, title="Chimera"),
 }
 

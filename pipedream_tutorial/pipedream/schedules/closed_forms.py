@@ -6,44 +6,17 @@ durations than its paper gives; where it does not hold, `idle_holds` says so.
 
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 2104.04473; PipeDream 1806.03377, 2BW
 2006.09503; zero bubble 2401.10241; Chimera 2107.06925; DualPipe 2412.19437 and the table in
-github.com/deepseek-ai/DualPipe.
+github.com/deepseek-ai/DualPipe; V-Half and V-Min 2405.15362.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
-
-class Case(NamedTuple):
-    """Sizes and durations; those are of one microbatch on a rank's whole share of the layers."""
-
-    p: int
-    m: int
-    v: int
-    """Stages a rank, in the interleaved schedule; the V schedules have 2, whatever this says."""
-    f: Fraction
-    """Forward pass."""
-    i: Fraction
-    """Input gradient. The whole backward pass B is I + W."""
-    w: Fraction
-    """Weight gradient."""
-
-    @property
-    def total(self) -> Fraction:
-        """T: the work that one microbatch is for a rank."""
-        return self.f + self.i + self.w
-
-    @property
-    def backward(self) -> Fraction:
-        return self.i + self.w
-
-    @property
-    def per_round(self) -> int:
-        """Microbatches that go through one stage before an interleaved rank turns to its next."""
-        return self.m // max(1, self.m // self.p)
+from pipedream.schedules import formulas
+from pipedream.schedules.formulas import Case
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,64 +45,6 @@ class ClosedForm:
     source: str
 
 
-def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
-    """Share of a rank's time, 0 to 1: X / (m T + X)."""
-    return idle_time / (c.m * c.total + idle_time)
-
-
-def _even_fill(c: Case) -> Fraction:
-    return (c.p - 1) * c.total
-
-
-def _even_fill_span(c: Case, r: int) -> Fraction:
-    return (c.p - 1 - r) * c.total
-
-
-def _interleaved_idle(c: Case) -> Fraction:
-    """With fewer microbatches than ranks a rank waits for the first one to come round, v times."""
-    missing = max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1
-    return missing * c.total / c.v
-
-
-def _interleaved_activations(c: Case, r: int) -> Fraction:
-    return Fraction(min(c.m * c.v, (c.v - 1) * c.per_round + 2 * (c.p - 1 - r) + 1), c.v)
-
-
-def _zb_h1_idle(c: Case) -> Fraction:
-    hidden = (min(c.m, c.p) - 1) * min(c.f, c.i, c.w)
-    return (c.p - 1) * (c.f + c.i) - hidden
-
-
-def _zb_h1_span(c: Case, r: int) -> Fraction:
-    hidden = max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
-    return (c.p - 1 - r) * (c.f + c.i) - hidden
-
-
-def _zb_h2_step(c: Case) -> Fraction:
-    """What is left to wait for between two neighbours: nothing while I <= 2 min(F, W) - F."""
-    return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
-
-
-def _zb_v_span(c: Case, r: int) -> Fraction:
-    return (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w)
-
-
-def _dualpipe_v_span(c: Case, r: int) -> Fraction:
-    exposed = c.i - min(c.i, c.w)
-    return ((2 * c.p - 2 - r) * c.f + (c.p - 1 - r) * exposed) / 2
-
-
-def _chimera_idle(c: Case) -> Fraction:
-    """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
-    units = c.m // c.p
-    longer, apart = max(c.f, c.backward), abs(c.f - c.backward)
-    return (c.p - 2) * (longer + (units - 1) * apart)
-
-
-def _from_edge(c: Case, r: int) -> int:
-    return min(r, c.p - 1 - r)
-
-
 def _asynchronous(
     versions: Callable[[Case, int], int],
     staleness: Callable[[Case, int, int], int],
@@ -139,8 +54,8 @@ def _asynchronous(
 ) -> ClosedForm:
     """1F1B's order without flushes, in a run of p microbatches or more."""
     return ClosedForm(
-        makespan_idle=_even_fill,
-        span_idle=_even_fill_span,
+        makespan_idle=formulas.even_fill,
+        span_idle=formulas.even_fill_span,
         idle_holds=lambda c: True,
         peak_activations=lambda c, s: Fraction(c.p - s),
         peak_versions=versions,
@@ -166,8 +81,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="1811.06965",
     ),
     "gpipe": ClosedForm(
-        makespan_idle=_even_fill,
-        span_idle=_even_fill_span,
+        makespan_idle=formulas.even_fill,
+        span_idle=formulas.even_fill_span,
         idle_holds=lambda c: True,
         peak_activations=lambda c, r: Fraction(c.m),
         idle_text="(p-1) (F+B)",
@@ -176,8 +91,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="1811.06965",
     ),
     "1f1b": ClosedForm(
-        makespan_idle=_even_fill,
-        span_idle=_even_fill_span,
+        makespan_idle=formulas.even_fill,
+        span_idle=formulas.even_fill_span,
         idle_holds=lambda c: True,
         peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)),
         idle_text="(p-1) (F+B)",
@@ -186,8 +101,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2104.04473",
     ),
     "eager-1f1b": ClosedForm(
-        makespan_idle=_even_fill,
-        span_idle=_even_fill_span,
+        makespan_idle=formulas.even_fill,
+        span_idle=formulas.even_fill_span,
         idle_holds=lambda c: True,
         peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)),
         idle_text="(p-1) (F+B)",
@@ -221,18 +136,18 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         "2006.09503",
     ),
     "interleaved": ClosedForm(
-        makespan_idle=_interleaved_idle,
-        span_idle=lambda c, r: _interleaved_idle(c) - r * c.total / c.v,
+        makespan_idle=formulas.interleaved_idle,
+        span_idle=lambda c, r: formulas.interleaved_idle(c) - r * c.total / c.v,
         idle_holds=lambda c: True,
-        peak_activations=_interleaved_activations,
+        peak_activations=formulas.interleaved_activations,
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
         activations_text="min(m v, (v-1) q + 2 (p-1-r) + 1) / v, a round of q microbatches",
         source="2104.04473",
     ),
     "zb-h1": ClosedForm(
-        makespan_idle=_zb_h1_idle,
-        span_idle=_zb_h1_span,
+        makespan_idle=formulas.zb_h1_idle,
+        span_idle=formulas.zb_h1_span,
         idle_holds=lambda c: True,
         peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
         idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's own span min(F,W)",
@@ -241,8 +156,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2401.10241",
     ),
     "zb-h2": ClosedForm(
-        makespan_idle=lambda c: (c.p - 1) * max(c.f, _zb_h2_step(c)),
-        span_idle=lambda c, r: (c.p - 1 - r) * _zb_h2_step(c),
+        makespan_idle=lambda c: (c.p - 1) * max(c.f, formulas.zb_h2_step(c)),
+        span_idle=lambda c, r: (c.p - 1 - r) * formulas.zb_h2_step(c),
         idle_holds=lambda c: c.m >= 2 * c.p - 1,
         peak_activations=lambda c, r: Fraction(min(c.m, 2 * c.p - 1)),
         idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
@@ -253,7 +168,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-v": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
-        span_idle=_zb_v_span,
+        span_idle=formulas.zb_v_span,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
         peak_activations=lambda c, r: min(Fraction(min(c.m, c.p)), Fraction(c.m + 1 + r, 2)),
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
@@ -262,9 +177,32 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         activations_text="min(p, m, (m+1+r)/2)",
         source="2401.10241",
     ),
+    "v-half": ClosedForm(
+        makespan_idle=formulas.v_half_idle,
+        span_idle=lambda c, r: formulas.v_half_idle(c) - r * (c.f + c.i) / 2,
+        idle_holds=lambda c: c.m > c.p // 2 and 2 * abs(c.f - c.i) <= c.w <= 2 * min(c.f, c.i),
+        peak_activations=formulas.v_half_activations,
+        idle_text="(p-1) (F + I - W/4 + h/2), p even: (p-1/2) (F+I) - p W/4 + (p/2-1) h; "
+        "h = max(0, I-F)",
+        range_text="2F-2I, 2I-2F <= W; W <= 2F, 2I; m > p/2",
+        published="about p/2 (F+B), with operations moved forward in the filling pipeline",
+        activations_text="p//2 + 1",
+        source="2405.15362",
+    ),
+    "v-min": ClosedForm(
+        makespan_idle=formulas.v_min_idle,
+        span_idle=formulas.v_min_span,
+        idle_holds=lambda c: c.f == c.i == c.w and c.m >= 2,
+        peak_activations=formulas.v_min_activations,
+        idle_text="(4p-5) F / 2, (4p-3) F / 2 if 3 divides p",
+        range_text="F = I = W, m >= 2, p >= 2",
+        published="about 2p/3 (F+B) if F = I = W",
+        activations_text="(p+4) // 3",
+        source="2405.15362",
+    ),
     "dualpipe-v": ClosedForm(
-        makespan_idle=lambda c: _dualpipe_v_span(c, 0),
-        span_idle=_dualpipe_v_span,
+        makespan_idle=lambda c: formulas.dualpipe_v_span(c, 0),
+        span_idle=formulas.dualpipe_v_span,
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(2 * c.p + 1, 2),
         idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
@@ -273,11 +211,25 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         activations_text="p + 1/2 (2p+1 stages' worth)",
         source="2412.19437",
     ),
+    "dualpipe": ClosedForm(
+        makespan_idle=lambda c: formulas.dualpipe_v_span(formulas.folded(c), 0),
+        span_idle=lambda c, r: formulas.dualpipe_v_span(
+            formulas.folded(c), formulas.from_edge(c, r)
+        ),
+        idle_holds=lambda c: c.f >= c.i,
+        peak_activations=lambda c, r: Fraction(c.p + 1),
+        idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
+        range_text="F >= I",
+        published="(p/2-1) (F&B + B - 3W): equal if F = I >= W",
+        activations_text="p+1",
+        versions_text="1, two copies of the parameters",
+        source="2412.19437",
+    ),
     "chimera": ClosedForm(
-        makespan_idle=_chimera_idle,
-        span_idle=lambda c, r: _chimera_idle(c) - _from_edge(c, r) * c.total,
+        makespan_idle=formulas.chimera_idle,
+        span_idle=lambda c, r: formulas.chimera_idle(c) - formulas.from_edge(c, r) * c.total,
         idle_holds=lambda c: True,
-        peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + _from_edge(c, r)),
+        peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + formulas.from_edge(c, r)),
         idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
         published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
         activations_text="p/2 + 1 + min(r, p-1-r)",
@@ -285,36 +237,3 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2107.06925",
     ),
 }
-
-
-def gpipe_makespan(
-    forward: Sequence[Fraction], backward: Sequence[Fraction], m: int, communication: Fraction
-) -> Fraction:
-    """GPipe on uneven stages: each half fills once and then runs at its slowest stage's pace.
-
-    Durations by stage, of whole backward passes; every hop there and back is paid once.
-    """
-    fill = sum(forward, Fraction(0)) + sum(backward, Fraction(0))
-    paced = (m - 1) * (max(forward) + max(backward))
-    return fill + paced + 2 * (len(forward) - 1) * communication
-
-
-def one_f_one_b_makespan(c: Case, communication: Fraction) -> Fraction:
-    """1F1B on even stages with a time to send: p microbatches pay for one more round trip.
-
-    Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
-    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each.
-    """
-    hops = 2 * (c.p + c.m - 2 - -(-(c.m - 1) // c.p))
-    return (c.m + c.p - 1) * c.total + hops * communication
-
-
-def one_f_one_b_period(forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Fraction:
-    """Time a microbatch once 1F1B runs steadily on uneven stages: the slowest stage's F + B."""
-    return max(f + b for f, b in zip(forward, backward, strict=True))
-
-
-def short_run_versions(c: Case, s: int) -> int:
-    """Versions that weight stashing keeps on stage s in a run of m microbatches, however few."""
-    ahead = min(c.m, c.p - s)
-    return min(ahead, c.m - ahead + 2)

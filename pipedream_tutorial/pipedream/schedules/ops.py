@@ -6,12 +6,14 @@ import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from pipedream.errors import UserError
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+RECOMPUTE = "R"
 _WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 
@@ -20,7 +22,8 @@ class Op(NamedTuple):
     """One microbatch's work on one stage, written as torch writes it: 2F0 is stage 2, F, batch 0.
 
     F is the forward pass, B the whole backward pass, I its half that gives the input's gradient
-    (what the previous stage waits for) and W the half that gives the weights' gradients.
+    (what the previous stage waits for) and W the half that gives the weights' gradients. R is F
+    once more, for the activations that F did not keep.
     """
 
     kind: str
@@ -60,10 +63,12 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]
     """One rank's operations in the order in which it runs them."""
     chains: tuple[tuple[int, ...], ...]
-    """Stages in the direction of the forward pass. Two chains: two copies of the model (Chimera),
-    each microbatch goes through one of them."""
+    """Stages in the direction of the forward pass. Two chains: two copies of the model (Chimera,
+    DualPipe), each microbatch goes through one of them."""
     stages_per_rank: int = 1
     """Into how many stages (chunks) a rank's share of the layers is cut, in one copy."""
+    kept: Fraction = Fraction(1)
+    """Of a microbatch's activations on a stage, the share that is kept from its F to its R."""
 
     @property
     def num_ranks(self) -> int:
@@ -112,6 +117,22 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 def _shifted(item: Item, by: int) -> Item:
     shifted = [Op(kind, stage, microbatch + by) for kind, stage, microbatch in item.parts]
     return Pair(*shifted) if isinstance(item, Pair) else shifted[0]
+
+
+def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
+    """The same orders, with R before every backward pass; `kept` is the share that R starts from:
+    the stage's input."""
+
+    def with_recompute(item: Item) -> tuple[Item, ...]:
+        backward = item.parts[-1]
+        if backward.kind in (BACKWARD, INPUT_GRADIENT):
+            return Op(RECOMPUTE, backward.stage, backward.microbatch), item
+        return (item,)
+
+    orders = tuple(
+        tuple(each for item in order for each in with_recompute(item)) for order in schedule.orders
+    )
+    return replace(schedule, orders=orders, kept=kept)
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:

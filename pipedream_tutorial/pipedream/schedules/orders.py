@@ -239,6 +239,37 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     return line.items
 
 
+def dualpipe(p: int, m: int) -> Schedule:
+    """DualPipe with two copies of the model in opposite directions, half of the microbatches each.
+
+    DualPipeV on half as many ranks, unfolded: its way down the V is on one rank of a pair that
+    mirror each other, its way up on the other, and for the second copy the other way round.
+    """
+    if p % 2 or m % 2 or m < 2 * p:
+        least = 2 * (p + p % 2)
+        raise UserError(
+            f"dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank "
+            f"or more, not p={p}, m={m}",
+            f"take p={p + p % 2} and m={max(least, m + m % 2)}",
+        )
+    lines = [
+        _unfolded(_dualpipe_line(min(r, p - 1 - r), p // 2, m // 2), r, p, m) for r in range(p)
+    ]
+    chains = (tuple(range(p)), tuple(range(p, 2 * p)))
+    return Schedule(name="dualpipe", orders=as_orders(lines), chains=chains)
+
+
+def _unfolded(line: list[Item], r: int, p: int, m: int) -> list[Item]:
+    """Place r of the model is the first copy's on rank r; the other place the second copy's."""
+
+    def moved(op: Op) -> Op:
+        if op.stage == r:
+            return op
+        return Op(op.kind, p + op.stage, m // 2 + op.microbatch)
+
+    return [Pair(*map(moved, i.parts)) if isinstance(i, Pair) else moved(i) for i in line]
+
+
 def chimera(p: int, m: int) -> Schedule:
     """Two copies of the model in opposite directions, half of the microbatches through each.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 from pipedream.errors import UserError
-from pipedream.schedules import closed_forms
+from pipedream.schedules import formulas
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.ops import Pair, Schedule, repeat
+from pipedream.schedules.ops import Pair, Schedule, recomputed, repeat
 from pipedream.schedules.policies import POLICIES, Policy, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.search import search
@@ -32,7 +33,10 @@ class Case:
     communication: Fraction
     overlap_saving: Fraction
     stage_scale: list[Fraction] | None
-    """One factor for each of `num_stages` equal shares of the layers, in the model's order."""
+    """One factor for each equal share of the layers, in the model's order: `num_stages` of them, or
+    a multiple, such as one for each chunk."""
+    recompute: Fraction | None = None
+    """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +74,8 @@ class Row:
     staleness: tuple[int, ...]
     """By stage likewise: most updates between a microbatch's weights and its own update."""
     weight_copies: tuple[int | Fraction, ...]
-    """By rank: parameters kept, in units of a rank's share of the model. Chimera's two copies of
-    the model count as two."""
+    """By rank: parameters kept, in units of a rank's share of the model. Two copies of the model
+    (Chimera, DualPipe) count as two."""
     mixed: bool
     """Whether a backward pass sees other weights than its forward pass saw."""
     formula: Formula | None
@@ -120,7 +124,8 @@ def measure(name: str, case: Case, simulated: Simulated | None = None) -> Row:
         key = (entry.build, num_batches, repeats)
         if key not in simulated:
             m = case.num_microbatches * num_batches // repeats
-            schedule = repeat(build_schedule(name, case.num_stages, m, case.chunks), repeats)
+            batch = _recomputed(build_schedule(name, case.num_stages, m, case.chunks), case)
+            schedule = repeat(batch, repeats)
             simulated[key] = simulate(schedule, _costs(schedule, case))
         return simulated[key]
 
@@ -132,7 +137,7 @@ def measure_csv(path: Path, case: Case) -> Row:
 
     Raises UserError for orders that are incomplete or that wait for each other.
     """
-    batch = load_order(path)
+    batch = _recomputed(load_order(path), case)
     stream = repeat(batch, case.num_batches)
     once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
     return _row(path.name, path.name, POLICIES["flush"], once, again, case)
@@ -141,6 +146,8 @@ def measure_csv(path: Path, case: Case) -> Row:
 def measure_search(memory: int, prove: float, case: Case) -> Row:
     """The row of the shortest order found that holds `memory` microbatches on a rank at most."""
     _check_scale(case, case.num_stages)
+    if case.recompute is not None:
+        raise UserError("search has no recomputation", "set recompute=none")
     costs = _costs(build_schedule("1f1b", case.num_stages, case.num_microbatches), case)
     found = search(costs, case.num_microbatches, memory, prove=prove)
     stream = repeat(found.schedule, case.num_batches)
@@ -182,7 +189,9 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
     uneven = case.stage_scale is not None and set(case.stage_scale) != {1}
     if form is None or uneven or case.communication or (pairs and case.overlap_saving):
         return None
-    sizes = closed_forms.Case(
+    if case.recompute is not None:
+        return None
+    sizes = formulas.Case(
         p=case.num_stages,
         m=case.num_microbatches,
         v=case.chunks,
@@ -205,8 +214,7 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
     _check_scale(case, schedule.num_ranks)
     scale = case.stage_scale
     if scale is not None:
-        num_stages = len(schedule.chains[0])
-        scale = [scale[place * len(scale) // num_stages] for place in range(num_stages)]
+        scale = stage_factors(scale, len(schedule.chains[0]))
     return build_costs(
         schedule,
         forward=case.forward,
@@ -218,9 +226,24 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
     )
 
 
+def stage_factors(scale: Sequence[Fraction], num_stages: int) -> list[Fraction]:
+    """The factors of equal shares of the layers, by stage: the mean of what a stage has of each."""
+    parts = len(scale)  # of a stage; a share has num_stages of them
+    return [
+        sum((scale[k // num_stages] for k in range(s * parts, (s + 1) * parts)), Fraction(0))
+        / parts
+        for s in range(num_stages)
+    ]
+
+
+def _recomputed(schedule: Schedule, case: Case) -> Schedule:
+    return schedule if case.recompute is None else recomputed(schedule, case.recompute)
+
+
 def _check_scale(case: Case, num_ranks: int) -> None:
-    if case.stage_scale is not None and len(case.stage_scale) != num_ranks:
+    if case.stage_scale is not None and len(case.stage_scale) % num_ranks:
         raise UserError(
             f"stage_scale has length {len(case.stage_scale)} for {num_ranks} stages",
-            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}",
+            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}, or a multiple "
+            f"of {num_ranks}, one a chunk",
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.simulator import Event, Timeline
 
@@ -41,23 +41,32 @@ def idle(timeline: Timeline) -> Idle:
     )
 
 
-def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, int]]]:
+def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, Fraction | int]]]:
     """rank -> after each operation, how many stages' activations of a microbatch it holds.
 
     A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
-    In a pair the forward's is added before the backward's goes. One stage of a schedule with v
-    stages a rank holds 1/v of what a whole rank's share would.
+    In a pair the forward's is added before the backward's goes. Where there is an R, the forward
+    pass is there twice: with all that it computes, and with the share that stays when it ends; R
+    adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
+    share would.
     """
     split = {(op.stage, op.microbatch) for op in schedule.ops() if op.kind == WEIGHT_GRADIENT}
-    steps: dict[int, list[tuple[Op, int]]] = {}
+    again = {(op.stage, op.microbatch) for op in schedule.ops() if op.kind == RECOMPUTE}
+    gone = 1 - schedule.kept
+    steps: dict[int, list[tuple[Op, Fraction | int]]] = {}
     for rank, order in enumerate(schedule.orders):
-        held, steps[rank] = 0, []
+        held: Fraction | int = 0
+        steps[rank] = []
         for op in (op for item in order for op in item.parts):
+            at = (op.stage, op.microbatch)
             if op.kind == FORWARD:
                 held += 1
-            elif op.kind == WEIGHT_GRADIENT or (
-                op.kind == BACKWARD and (op.stage, op.microbatch) not in split
-            ):
+                if at in again:
+                    steps[rank].append((op, held))
+                    held -= gone
+            elif op.kind == RECOMPUTE:
+                held += gone
+            elif op.kind == WEIGHT_GRADIENT or (op.kind == BACKWARD and at not in split):
                 held -= 1
             steps[rank].append((op, held))
     return steps
@@ -67,7 +76,7 @@ def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
     v = schedule.stages_per_rank
     return tuple(
-        Fraction(max((held for _, held in steps), default=0), v)
+        Fraction(max((held for _, held in steps), default=0)) / v
         for _, steps in sorted(activation_steps(schedule).items())
     )
 
@@ -97,15 +106,17 @@ def held_activations(
 ) -> dict[int, list[tuple[Time, Fraction]]]:
     """rank -> (time, activations held from then on), in microbatches of a rank's whole share.
 
-    Counted from the start of a forward pass to the end of the pass that frees them.
+    Counted from the start of a forward pass or R to the end of the pass that frees them.
     """
     v = schedule.stages_per_rank
     found = {}
     for rank, steps in activation_steps(schedule).items():
-        points = [(zero, Fraction(0))]
+        points, before = [(zero, Fraction(0))], None
         for op, count in steps:
             start, end = times[op]
-            points.append((start if op.kind == FORWARD else end, Fraction(count, v)))
+            begins = op.kind in (FORWARD, RECOMPUTE) and op != before
+            points.append((start if begins else end, Fraction(count) / v))
+            before = op
         found[rank] = _changes(points)
     return found
 

@@ -3,13 +3,22 @@
 F of a stage     needs F of the stage before it
 B, I of a stage  need B or I of the stage after it, and this stage's own F
 W of a stage     needs this stage's own I
+R of a stage     needs this stage's own F, and where there is an R, B and I need it instead of F
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Op,
+    Schedule,
+)
 
 Key = tuple[str, int, int]
 """An Op's fields; equal to the Op, and quicker to make."""
@@ -29,10 +38,16 @@ def needs(op: Op, schedule: Schedule) -> list[Op]:
 
 
 class Needs:
-    """Finds what operations wait for, knowing which backward kinds the schedule uses."""
+    """Finds what operations wait for, knowing which kinds the schedule uses."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.halves = {(stage, i) for kind, stage, i in schedule.ops() if kind == INPUT_GRADIENT}
+        self.halves: set[tuple[int, int]] = set()
+        self.again: set[tuple[int, int]] = set()
+        for kind, stage, i in schedule.ops():
+            if kind == INPUT_GRADIENT:
+                self.halves.add((stage, i))
+            elif kind == RECOMPUTE:
+                self.again.add((stage, i))
         self.after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
         self.before = {b: a for a, b in self.after.items()}
 
@@ -51,7 +66,9 @@ class Needs:
             return () if previous is None else ((FORWARD, previous, microbatch),)
         if kind == WEIGHT_GRADIENT:
             return ((INPUT_GRADIENT, stage, microbatch),)
-        own = (FORWARD, stage, microbatch)
+        if kind == RECOMPUTE:
+            return ((FORWARD, stage, microbatch),)
+        own = (RECOMPUTE if (stage, microbatch) in self.again else FORWARD, stage, microbatch)
         following = self.after.get(stage)
         if following is None:
             return (own,)

@@ -8,6 +8,7 @@ An operation starts when its rank has ended the one before it and all that it ne
     F of a stage     needs F of the stage before it (and the time to send its output)
     B, I of a stage  need B or I of the stage after it (likewise), and this stage's own F
     W of a stage     needs this stage's own I
+    R of a stage     needs this stage's own F; B and I then need R instead of F
 
 Nothing else is assumed, and no schedule is known here by name.
 """
@@ -26,6 +27,7 @@ from pipedream.schedules.ops import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
+    RECOMPUTE,
     WEIGHT_GRADIENT,
     Item,
     Op,
@@ -68,6 +70,7 @@ class Costs:
         both = self.input_gradient[place] + self.weight_gradient[place]
         return {
             FORWARD: self.forward[place],
+            RECOMPUTE: self.forward[place],
             BACKWARD: both,
             INPUT_GRADIENT: self.input_gradient[place],
             WEIGHT_GRADIENT: self.weight_gradient[place],

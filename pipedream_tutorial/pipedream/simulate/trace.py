@@ -21,6 +21,7 @@ from pipedream.schedules.ops import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
+    RECOMPUTE,
     WEIGHT_GRADIENT,
     Item,
     Op,
@@ -151,7 +152,8 @@ def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
             receiver = Op(FORWARD, after.get(op.stage, -1), op.microbatch)
         else:
             receiver = back.get((before.get(op.stage, -1), op.microbatch), op)
-        if op.kind != WEIGHT_GRADIENT and receiver in ranks and receiver != op:
+        own = op.kind in (WEIGHT_GRADIENT, RECOMPUTE)  # for this stage alone
+        if not own and receiver in ranks and receiver != op:
             found.append((op, receiver))
     return found
 

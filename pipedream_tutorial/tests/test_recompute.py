@@ -1,0 +1,156 @@
+"""Recomputation: R before every backward pass, its time and memory against closed forms."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pipedream_simple
+import pytest
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.closed_forms import CLOSED_FORMS
+from pipedream.schedules.formulas import (
+    Case,
+    even_fill,
+    recomputed_activations,
+    zb_recomputed_activations,
+)
+from pipedream.schedules.ops import Op, Schedule, recomputed, repeat
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import held_activations, idle, peak_activations, times_of
+from pipedream.simulate.needs import DeadlockError
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
+from pipedream.simulate.trace import handed_on
+
+SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 4), (6, 12)]
+KEPT = Fraction(1, 20)
+
+
+def built(name: str) -> list[tuple[Case, Schedule]]:
+    """The schedule at all sizes that it takes, with durations of any ratio."""
+    chance, found = random.Random(name), []
+    for p, m in SIZES:
+        f, i, w = (Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(3))
+        try:
+            found.append((Case(p, m, 2, f, i, w), build_schedule(name, p, m)))
+        except UserError:
+            continue
+    assert len(found) >= 3
+    return found
+
+
+def timed(schedule: Schedule, c: Case, communication: Fraction = Fraction(0)) -> Timeline:
+    costs = build_costs(
+        schedule, forward=c.f, input_gradient=c.i, weight_gradient=c.w, communication=communication
+    )
+    return simulate(schedule, costs)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_r_comes_between_forward_and_backward_and_delays_by_its_own_time_at_most(name: str) -> None:
+    for c, schedule in built(name):
+        again = recomputed(schedule, KEPT)
+        counts = Counter(op.kind for op in again.ops())
+        assert counts["R"] == counts["F"] == counts["B"] + counts["I"]
+        before, after = (timed(s, c, c.f / 3) for s in (schedule, again))
+        times, ranks = times_of(after), again.ranks()
+        for op in again.ops():
+            if op.kind == "R":
+                backward = next(b for b in (op._replace(kind=k) for k in "BI") if b in times)
+                assert ranks[op] == ranks[backward]
+                assert times[op._replace(kind="F")][1] <= times[op][0]
+                assert times[op][1] <= times[backward][0]
+                assert times[op][1] - times[op][0] == c.f / again.stages_per_rank
+        longest = before.makespan + c.p * c.m * c.f  # as if no R ran beside anything
+        assert before.makespan < after.makespan <= longest
+        assert handed_on(again) == handed_on(schedule)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
+def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
+    """R waits for no other rank: what a rank idles is what it idles without."""
+    for c, schedule in built(name):
+        found = timed(recomputed(schedule, KEPT), c)
+        assert set(idle(found).makespan) == {even_fill(c)}
+        assert found.makespan == (c.m + c.p - 1) * c.total + c.m * c.f
+
+
+def test_one_microbatch_at_a_time_recomputes_on_the_last_rank_alone() -> None:
+    for c, schedule in built("naive"):
+        makespan = timed(recomputed(schedule, KEPT), c).makespan
+        assert makespan == c.m * (c.p * c.total + c.f)
+
+
+@pytest.mark.parametrize(
+    "name", ["naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "pipedream", "chimera"]
+)
+@pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
+def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fraction) -> None:
+    form = CLOSED_FORMS[name]
+    for c, schedule in built(name):
+        v = schedule.stages_per_rank
+        if SCHEDULES[name].policy != "flush" and c.m < c.p:
+            continue
+        assert peak_activations(recomputed(schedule, kept)) == tuple(
+            recomputed_activations(form.peak_activations(c, r), v, kept) for r in range(c.p)
+        )
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
+def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
+    for c, schedule in built(name):
+        found = peak_activations(recomputed(schedule, KEPT))
+        assert found == tuple(zb_recomputed_activations(c, r, ahead, KEPT) for r in range(c.p))
+        assert found[-1] == peak_activations(schedule)[-1]
+
+
+def test_activations_over_time_rise_with_f_and_r() -> None:
+    schedule = recomputed(build_schedule("gpipe", 1, 2), Fraction(1, 4))
+    found = timed(schedule, Case(1, 2, 1, *map(Fraction, (1, 1, 1))))
+    assert [str(e.item) for e in found.events[0]] == ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]
+    quarters = [
+        (time, count * 4)
+        for time, count in held_activations(schedule, times_of(found), Fraction(0))[0]
+    ]
+    # F0 whole, F1 on top of a quarter, then R0's three quarters on top of two.
+    assert quarters == [(0, 4), (1, 5), (5, 4), (8, 0)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_weights_are_the_same_ones(name: str) -> None:
+    policy = POLICIES[SCHEDULES[name].policy]
+    schedule = repeat(build_schedule(name, 4, 8), 2)
+    before = weight_use(schedule, policy, 8)
+    after = weight_use(recomputed(schedule, KEPT), policy, 8)
+    for stage, use in before.items():
+        assert (after[stage].forward, after[stage].backward) == (use.forward, use.backward)
+        assert after[stage].peak_versions == use.peak_versions
+
+
+def test_r_before_its_forward_pass_is_a_circle() -> None:
+    schedule = recomputed(build_schedule("1f1b", 1, 1), KEPT)
+    first, again, backward = schedule.orders[0]
+    broken = Schedule(name="broken", orders=((again, first, backward),), chains=schedule.chains)
+    with pytest.raises(DeadlockError) as caught:
+        simulate(broken, build_costs(broken))
+    assert caught.value.cycle == [Op("R", 0, 0)]
+
+
+def test_it_is_a_key_of_the_script(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def call(*arguments: str) -> str:
+        keys = ["--steps=0", "--recompute=1/20", *arguments]
+        monkeypatch.setattr("sys.argv", ["pipedream_simple.py", *keys])
+        pipedream_simple.main()
+        return capsys.readouterr().out
+
+    printed = call("--schedule=1f1b")
+    assert "rank 3 ......F0R0B0--F1R1B1--" in printed
+    assert "time 41, utilisation 78.0%" in printed
+    assert "microbatches held at most: 1.15 1.1 1.05 1 by rank" in printed
+    with pytest.raises(UserError, match="search has no recomputation"):
+        call("--schedule=search")
+    with pytest.raises(UserError, match="a CSV has no operation that recomputes"):
+        call("--schedule=1f1b", "--csv", str(tmp_path / "it.csv"))
