@@ -11,6 +11,7 @@ it: others are left out of the table.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from distributed_training.measure.harness import Run, each_run, open_group
 from distributed_training.plan.traffic import fullest_sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.assemble import gather
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 
@@ -107,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ:
         work(options.out, options.rates[0])
         return 0
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        raise UserError("network namespaces take root, ip and tc", fix="use sudo; install iproute2")
     for rate in options.rates:
         # A small bucket: what is in it passes the link at once.
         command = ["bash", str(SCRIPT), f"{rate}mbit", "measure", "slow_links"]
