@@ -47,8 +47,7 @@ class Node:
 
 
 def _inside(pid: int, *namespaces: str) -> list[str]:
-    others = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-    return ["nsenter", "--target", str(pid), *others, *namespaces, "--"]
+    return ["nsenter", "--target", str(pid), *namespaces, "--"]
 
 
 def _run(*command: object) -> None:
@@ -59,7 +58,6 @@ def _run(*command: object) -> None:
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
     """So many nodes on one switch, named node0, node1, ...; `folder` is shared but for own/."""
     missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     own = folder / "own"
     own.mkdir()
     with contextlib.ExitStack() as ends:
@@ -82,7 +80,7 @@ def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
             if missing:
                 raise OSError(f"{missing[0]} is not installed")
             shell = ("sh", "-c", "echo ready; exec cat")
-            switch = keep("unshare", *user, "--net", *shell)
+            switch = keep("unshare", "--net", *shell)
             inside = _inside(switch, "--net")
             _run(*inside, "ip", "link", "add", "switch", "type", "bridge")
             _run(*inside, "ip", "link", "set", "switch", "up")
