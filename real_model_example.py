@@ -12,7 +12,7 @@ Change CONFIG, or put single keys over it: --batch_size 8. --help lists them all
 CONFIG = {
     # The work: the same under every strategy.
     "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by machine
-    "strategy": "auto",  # dp, zero1, zero2, zero3, offload, infinity, fsdp, tp, pp, 3d, hybrid
+    "strategy": "auto",  # dp, zero1/2/3, offload, infinity, fsdp, tp, pp, 3d, hybrid, local_sgd
     "batch_size": 4,  # sequences per GPU and accumulation step
     "epochs": 2,  # passes over the training samples
     "max_length": 512,  # tokens per sample
@@ -52,7 +52,7 @@ CONFIG = {
     "compile": "auto",  # torch.compile; auto: on GPUs
     "cuda_graphs": "auto",  # a training step as one launch; auto: where that is correct
     # What is looked at and kept.
-    "eval_every": 0,  # evaluate every so many steps besides each epoch's end; 0: never
+    "eval_every": 0,  # steps between evaluations; 0: at each epoch's end only
     "eval_samples": 200,  # validation samples used; -1: all
     "generate": "The value of",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file

@@ -50,7 +50,7 @@ def with_fault(job: dict[str, Any]) -> int:
     from tests.e2e.fault_cases import run_script
 
     watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 8.0, 2.0
-    right_update, right_save = Trainer._update, checkpoint.save_checkpoint
+    right_update, right_begin = Trainer._update, checkpoint.Saver.begin
     fault, mine = job["fault"], int(os.environ["RANK"]) == job["rank"]
 
     def update(self: Trainer) -> None:
@@ -69,15 +69,15 @@ def with_fault(job: dict[str, Any]) -> int:
             with open(job["paid"], "a") as file:
                 file.write(f"{self.step}\n")
 
-    def save(*arguments: Any, **options: Any) -> Any:
+    def begin(self: Any, engine: Any, **options: Any) -> None:
         if mine and options["step"] >= job["step"]:
             if fault == "disk full":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
             elif fault == "killed while saving":
-                os.kill(os.getpid(), signal.SIGKILL)
-        return right_save(*arguments, **options)
+                checkpoint.write_parts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        right_begin(self, engine, **options)
 
-    Trainer._update, checkpoint.save_checkpoint = update, save
+    Trainer._update, checkpoint.Saver.begin = update, begin
     return run_script(job["arguments"])
 
 
@@ -133,7 +133,8 @@ def run_mission(
             **fault, "status": record["status"], "error": record["error"], "said": lines[:1],
             "steps": steps, "steps_lost": lost, "seconds": round(time.monotonic() - start, 1),
         })  # fmt: skip
-        assert lost <= SAVED_EVERY, (strategy, faults[-1], said)
+        # What was still being written when the fault struck is lost, too.
+        assert lost <= 2 * SAVED_EVERY, (strategy, faults[-1], said)
         paid += steps
     if record["status"] != "ok":  # which it is where a rank that writes nothing had no room to
         steps, said = attempt(values, folder, {"fault": None, "rank": 0, "step": 0})

@@ -178,8 +178,9 @@ class DeepSpeedEngine(base.Engine):
                     state, held = adam.state[flat], {"weight": flat}
                     state["step"] = self._adam_steps(steps, flat)
                     for moment in base.MOMENTS:
-                        zeros = state.setdefault(moment, torch.zeros_like(flat)).zero_()
-                        held |= {moment: zeros} if steps else {}
+                        if moment not in state:
+                            state[moment] = torch.zeros_like(flat)
+                        held |= {moment: state[moment].zero_()} if steps else {}
                     for fragment, kind in itertools.product(fragments.get(group, ()), held):
                         part = self._part(kind, fragment, lambda held=held: held)
                         part.set(saved.read(part))

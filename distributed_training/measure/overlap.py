@@ -129,14 +129,14 @@ def _envelope(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def read_run(folder: Path) -> list[Rank]:
     """The traces of a run, by rank. Raises UserError where there are none or they are broken."""
-    files = sorted(
-        folder.glob(TRACE_FILE.format("*")), key=lambda path: int(re.findall(r"\d+", path.name)[0])
-    )
+    files = {
+        int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACE_FILE.format("*"))
+    }
     if not files:
         what = f"{short_path(folder)} holds no {TRACE_FILE.format('*')}"
         raise UserError(what, fix="train with --profile 3")
     ranks = []
-    for rank, file in enumerate(files):
+    for rank, file in sorted(files.items()):
         try:
             with gzip.open(file, "rt", encoding="utf-8") as text:
                 ranks.append(read_trace(json.load(text), rank))

@@ -28,10 +28,12 @@ from distributed_training.plan.scaling import Fit, count
 from distributed_training.records.display import short_path
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.schedule import learning_rate
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 
-PLAN = load_json(ROOT / "results/plans/scaling-law.json", "plan")
+PLAN_FILE = "results/plans/scaling-law.json"
+PLAN = load_json(ROOT / PLAN_FILE, "plan")
 MODELS = Path(__file__).with_name("scaling_models")
 DEADLINE_S = 540.0  # after which no run begins
 Runs = dict[str, dict[str, Any]]
@@ -135,7 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", default=list(PLAN["tokens"]), choices=PLAN["tokens"])
     options = parser.parse_args(argv)
     file = options.out / "scaling-law.json"
-    runs: Runs = load_json(file, "record")["runs"] if file.exists() else {}
+    before = load_json(file, "record") if file.exists() else {"plan": PLAN, "runs": {}}
+    if before["plan"] != PLAN:
+        fix = "name another folder"
+        raise UserError(f"{short_path(file)} was made by another {PLAN_FILE}", fix=fix)
+    runs: Runs = before["runs"]
     wanted = cases(options.sizes, options.tokens)
     with open_group() as group:
         todo = {name: values for name, values in wanted.items() if name not in runs}

@@ -23,5 +23,8 @@ for i in 1 0; do
   GLOO_SOCKET_IFNAME=eth0 ip netns exec "${nodes[i]}" torchrun --nnodes 2 --node_rank "$i" \
     --nproc_per_node 1 --master_addr 10.99.0.1 --master_port 29501 "$script" "$@" &
 done
-wait -n; status=$?
-wait; exit $status
+status=0
+wait -n || status=$?
+if [ "$status" != 0 ]; then kill $(jobs -p) 2>/dev/null || true; fi
+wait || status=$?
+exit "$status"

@@ -100,7 +100,7 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Want
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan's JSON. Raises UserError for what is not a strategy."""
+    """A plan's JSON. Raises UserError for what is not a plan."""
     plan = load_json(path, "plan")
     runs = plan.get("runs") if isinstance(plan, dict) else None
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):

@@ -7,6 +7,7 @@ header says where it belongs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -111,16 +112,29 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
 def copy_parts(parts: Iterable[Part]) -> list[Part]:
     """The parts as they are now, in memory of their own: page-locked where they lie on a GPU, from
     which the copies go all at once."""
-    copies, on_gpu = [], False
-    for part in parts:
-        source = part.get().detach()
-        on_gpu |= source.is_cuda
-        copy = torch.empty(part.size, dtype=part.dtype, pin_memory=source.is_cuda)
-        copy.copy_(source, non_blocking=True)
-        copies.append(replace(part, get=functools.partial(lambda held: held, copy)))
-    if on_gpu:
-        torch.cuda.synchronize()
+    copies: list[Part] = []
+    with _stream_of_its_own():
+        for part in parts:
+            source = part.get().detach()
+            copy = torch.empty(part.size, dtype=part.dtype, pin_memory=source.is_cuda)
+            copy.copy_(source, non_blocking=True)
+            copies.append(replace(part, get=functools.partial(lambda held: held, copy)))
     return copies
+
+
+@contextlib.contextmanager
+def _stream_of_its_own() -> Iterator[None]:
+    """On a GPU, a stream for what is done within, which has ended afterwards. When page-locked
+    memory is freed an event is recorded on the stream that it was last used by: on the training's
+    own that would fall into a graph that is being captured."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _contents(header: bytes, parts: Iterable[Part]) -> Iterator[bytes | memoryview]:

@@ -106,6 +106,7 @@ def process_group(
     if store is not None:
         place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
         options |= {"store": store, **place}
+        store.set_timeout(options["timeout"])  # which torch only does with a store of its own
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)

@@ -84,9 +84,11 @@ def published_operations(file: str) -> str:
     for name, case in cases.items():
         strategy, most = name.split()[0], dict[str, float]()
         for rank in case["ranks"]:
+            sent: dict[str, float] = {}  # over all axes of the mesh
             for key, counts in rank["counted"].items():
                 kind = key.split()[-1].replace("_", "-")
-                most[kind] = max(most.get(kind, 0.0), counts["sent_bytes"])
+                sent[kind] = sent.get(kind, 0.0) + counts["sent_bytes"]
+            most = {kind: max(most.get(kind, 0.0), sent.get(kind, 0.0)) for kind in most | sent}
         found.setdefault(strategy, most)
     kinds = sorted({kind for most in found.values() for kind in most})
     rows = [

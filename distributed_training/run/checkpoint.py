@@ -53,7 +53,7 @@ class Saver:
         """`saved` is called with a checkpoint's folder and its row of the record's `saves`."""
         self.plan, self.topology, self.saved = plan, topology, saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
-        self._copies = True  # decided once: page-locked memory is kept from one copy to the next
+        self._copies = False
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
 
@@ -65,11 +65,14 @@ class Saver:
         parts, writing = _begin(engine, self.plan, self.topology, step)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-            self._copies = all(assemble.gather(_has_room(parts, self.plan)))
+        # Page-locked memory, where it was found once, is kept from one copy to the next.
+        on_gpu = self.topology.device_type == "cuda"
+        if not (self._copies and on_gpu):
+            self._copies = all(assemble.gather(_has_room(parts, self.plan, on_gpu)))
         if self._copies:
             parts = copy_parts(parts)
         meta = _describe(engine, self.plan, step, data_fingerprint)
-        self._row = {"step": step}
+        self._row = {"step": step, "copied": self._copies}
         ending = self._ending = Future()
         arguments = (parts, writing, meta, self.plan, self.topology, self._group)
         if self._copies:
@@ -77,6 +80,10 @@ class Saver:
         else:
             self._run(ending, *arguments)
         self._row["stall_s"] = time.monotonic() - began
+
+    def under_way(self) -> bool:
+        """Whether `finish` has something to do."""
+        return self._ending is not None
 
     def has_ended(self) -> bool:
         """Whether `finish` will not wait."""
@@ -132,11 +139,14 @@ def _describe(engine: Engine, plan: Plan, step: int, data_fingerprint: str) -> r
     )  # fmt: skip
 
 
-def _has_room(parts: Iterable[Part], plan: Plan) -> bool:
+def _has_room(parts: Iterable[Part], plan: Plan, on_gpu: bool) -> bool:
     """Whether this machine's memory holds a copy of them, and of the other processes' here."""
     if plan.strategy.swaps_to_disk:  # memory is not there for it
         return False
-    size = sum(math.prod(part.size) * part.dtype.itemsize for part in parts)
+    sizes = [math.prod(part.size) * part.dtype.itemsize for part in parts]
+    if on_gpu:  # page-locked memory is handed out in powers of two
+        sizes = [1 << (size - 1).bit_length() for size in sizes]
+    size = sum(sizes)
     return PINNED * size * plan.processes_here < available_ram_bytes()
 
 

@@ -53,8 +53,9 @@ class Process:
 def current_process(environment: Mapping[str, str]) -> Process | None:
     """What torchrun or deepspeed set for this process; None when no launcher started it."""
     if "RANK" not in environment:
-        if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # set by srun alone, not by sbatch
-            what = f"srun started this command {environment['SLURM_STEP_NUM_TASKS']} times"
+        tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
+        if tasks != "1" and "SLURM_PTY_PORT" not in environment:  # nor in a shell from srun --pty
+            what = f"srun started this command {tasks} times"
             fix = f"one task a node, with torchrun in it: sbatch --nodes=2 {SLURM_SCRIPT}"
             raise UserError(what, "no launcher told the processes their ranks", fix)
         return None

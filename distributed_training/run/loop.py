@@ -289,12 +289,15 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Wait for a save that is under way; raises what failed in it. Collective."""
-        self.at("the end of a save")
-        self.saver.finish()
+        if self.saver.under_way():
+            self.at("the end of a save")
+            self.saver.finish()
 
     def _saved(self, folder: Path, row: dict[str, Any]) -> None:
         self.history.saves.append(row)
-        self._say(f"saved {folder.parent.name}/{folder.name}", row["step"])
+        self.write_record()
+        waited = "" if row["copied"] else "; training waited: memory has no room for a copy"
+        self._say(f"saved {folder.parent.name}/{folder.name}{waited}", row["step"])
 
     def _say(self, text: str, step: int | None = None) -> None:
         self.display.say(f"step {step or self.step:>6}/{self.num_steps}  {text}")
@@ -309,8 +312,7 @@ class Trainer:
         rank 0's clock decides on output. GPUs do not wait for these CPU integers. A save that has
         ended is taken note of on all ranks. Collective.
         """
-        due = time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
-        due = due and self.topology.rank == 0
+        due = self.topology.rank == 0 and time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
         votes = torch.tensor([self._stopping.signum, int(due), int(self.saver.has_ended())])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes[2]:

@@ -42,9 +42,9 @@ class Profile:
 
     def __init__(self, plan: Plan, topology: Topology, done: int, display: Display) -> None:
         self.steps, self._done, self._written = steps_to_trace(plan, done), done, False
-        self._on_gpu, rank = topology.device_type == "cuda", topology.rank
-        self._trace = plan.run_dir / TRACE_FILE.format(rank)
-        self._memory = plan.run_dir / MEMORY_FILE.format(rank)
+        self._on_gpu, self._rank = topology.device_type == "cuda", topology.rank
+        self._trace = plan.run_dir / TRACE_FILE.format(self._rank)
+        self._memory = plan.run_dir / MEMORY_FILE.format(self._rank)
         self._profiler: torch.profiler.profile | None = None
         if plan.config.profile and not self.steps:
             display.note("nothing is traced: no step is left after a warm-up")
@@ -68,6 +68,10 @@ class Profile:
 
     def __enter__(self) -> Profile:
         if self.steps:
+            if self._rank == 0:  # of an earlier start, perhaps with more processes
+                for name in (TRACE_FILE, MEMORY_FILE):
+                    for file in self._trace.parent.glob(name.format("*")):
+                        file.unlink()
             os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
             wait = self.steps.start - self._done - 2  # the step before is the profiler's warm-up
@@ -93,6 +97,8 @@ class Profile:
             self._stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
+        if self._done < self.steps[0]:  # a signal came before the first one ended
+            return
         if self._on_gpu:
             dump_memory_history(self._memory)
         profiler.export_chrome_trace(str(self._trace))

@@ -33,8 +33,14 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     """
     end = time.monotonic() + limit_s
     try:
-        store, own_address = _connect(process, end, limit_s)
-        hosts = _wait_for_all(store, process, end, limit_s)
+        try:
+            store, own_address = _connect(process, end, limit_s)
+            hosts = _wait_for_all(store, process, end, limit_s)
+        except dist.DistNetworkError as error:
+            host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            what = f"rank {process.rank} on {socket.gethostname()} lost rank 0 at {host}:{port}"
+            why = str(error).partition("\n")[0]
+            raise UserError(what, why, "read what the first node printed") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -69,6 +75,9 @@ def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, 
     served = open_store(True) if process.rank == 0 and not agent_serves else None
     own, other = _addresses(host, port, process, end, limit_s)
     store = served or open_store(False)
+    # torchrun's agent keeps its server when it starts the processes again.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", store)
     if not _is_loopback(other):
         store.set(_AS_RANK_0_IS_SEEN, other)
     return store, own

@@ -80,7 +80,8 @@ class Watch:
             host, port = self.address
             limit = timedelta(seconds=LOST_S)
             store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
-            store = dist.PrefixStore("watch", store)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"watch {attempt}", store)
         following = (self.rank + 1) % self.world_size
         renewed, beats = float("-inf"), 0
         while beats == 0 or not self._ended.wait(BEAT_S):

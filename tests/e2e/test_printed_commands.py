@@ -32,7 +32,7 @@ STARTS = re.compile(
 )
 # Files, runs and folders that the reader has or makes, and a mistake shown on purpose.
 NOT_HERE = (
-    "notes.txt", "mine.txt", "questions.jsonl", "<run>", "12_zero2_fp32", "batch_sise",
+    "notes.txt", "mine.txt", "questions.jsonl", "<run>", "13_zero2_fp32", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:",
 )  # fmt: skip
 OTHER_COMMANDS = (

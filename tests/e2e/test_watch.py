@@ -28,10 +28,8 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     values = {**LONG, "output_dir": tmp_path}
     limit = 60 if how == "frozen" else 3
     job = {"how": how, "arguments": settings({**values, "hang_timeout_s": limit})}
-    begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         heavy_pool().call("tests.e2e.fault_cases:with_rank_1_stopped", job, num_processes=2)
-    assert time.monotonic() - begin < 100
     record, host = only_record(tmp_path), platform.node()
     assert record["status"] == "failed"
     if how == "frozen":
