@@ -140,6 +140,8 @@ def test_r_before_its_forward_pass_is_a_circle() -> None:
 def test_it_is_a_key_of_the_script(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # a grid is as wide as the terminal
+
     def call(*arguments: str) -> str:
         keys = ["--steps=0", "--recompute=1/20", *arguments]
         monkeypatch.setattr("sys.argv", ["pipedream_simple.py", *keys])

@@ -118,9 +118,6 @@ def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
     assert document["train_micro_batch_size_per_gpu"] == 2
     assert document["gradient_accumulation_steps"] == 3
     assert "auto" not in json.dumps(document)
-    assert ("checkpoint_every         0    (the strategy's default)" in text) == (
-        strategy == "infinity"
-    )
     assert not output_dir.exists()
 
 

@@ -16,7 +16,7 @@ from tests.parity.support import BASE, assert_equal_runs, cut, reference, run_ca
 FAMILY = ROOT / "tests/models/rotary"
 SECOND = {**BASE, "model": str(FAMILY), "tokenizer": "embedded", "seed": 7}
 UNTIED = {"model": f"{FAMILY}:untied"}
-NUM_STEPS = 8
+NUM_STEPS = 6
 # The word before the slash names the reference.
 CASES = {
     2: {

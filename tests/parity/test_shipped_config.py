@@ -15,7 +15,7 @@ from distributed_training.settings.strategies import list_strategies, strategy_o
 from real_model_example import CONFIG
 from tests.parity.support import LOSS_TOLERANCE, reference, run_cases
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 # Local SGD computes something else: test_fewer_bytes.py.
 STRATEGIES = [name for name in list_strategies() if strategy_options(name) is Options]
 ON = {2: [name for name in STRATEGIES if name != "3d"], 4: ["3d", "hybrid"], 8: ["3d"]}

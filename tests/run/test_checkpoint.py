@@ -201,7 +201,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path,
     assert list_checkpoints(tmp_path) == [folder]
     for name in (RANK_0, "meta.json"):
         assert (folder / name).read_bytes() == (expected / name).read_bytes()
-    assert row.keys() == {"step", "stall_s", "write_s", "bytes"}
+    assert row.keys() == {"step", "copied", "stall_s", "write_s", "bytes"}
     assert (row["step"], row["bytes"]) == (5, (folder / RANK_0).stat().st_size)
     assert row["stall_s"] > 0 < row["write_s"]
 

@@ -156,6 +156,7 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     done = []
     monkeypatch.setattr(checkpoint.Saver, "begin", lambda *_, step, **__: done.append(step))
     monkeypatch.setattr(checkpoint.Saver, "finish", lambda _: done.append("finished"))
+    monkeypatch.setattr(checkpoint.Saver, "under_way", lambda _: True)
     engine = CountingEngine()
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
