@@ -42,7 +42,7 @@ def fetch_dataset(name: str, config: str | None, *, download: bool = True) -> di
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
         except (EntryNotFoundError, RepositoryNotFoundError):
             pass
-        except Exception:
+        except Exception:  # no answer, in the HTTP client's words: then what the cache has
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()

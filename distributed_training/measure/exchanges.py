@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.measure.harness import Run, each_run, open_group
+from distributed_training.measure.harness import Run, every_run, open_group
 from distributed_training.plan.traffic import fullest_sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.loop import learning_rate
@@ -89,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, values in PLAN["cases"].items()
         }
         found = {}
-        for name, ranks in each_run(group, cases, train):
-            if isinstance(ranks, str):
-                raise SystemExit(f"{name}: {ranks}")
+        for name, ranks in every_run(group, cases, train):
             found[name] = ranks[0]
         if group.process.rank == 0:
             before = load_json(options.out, "record") if options.out.exists() else {}

@@ -110,6 +110,20 @@ def each_run(
         yield name, found
 
 
+def every_run(
+    group: Group,
+    runs: Mapping[str, Mapping[str, Any]],
+    use: Callable[[Run], Any],
+    *,
+    deadline_s: float = float("inf"),
+) -> Iterator[tuple[str, list[Any]]]:
+    """As `each_run`, where none may be refused: the reason ends the process. Collective."""
+    for name, ranks in each_run(group, runs, use, deadline_s=deadline_s):
+        if isinstance(ranks, str):
+            raise SystemExit(f"{name}: {ranks}")
+        yield name, ranks
+
+
 def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) -> list[Any] | str:
     """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
     values = {"output_dir": str(group.folder), **values}

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from distributed_training.measure.exchanges import validation_loss
-from distributed_training.measure.harness import Run, each_run, open_group
+from distributed_training.measure.harness import Run, every_run, open_group
 from distributed_training.measure.law import Point, fit_law, left_out, residuals
 from distributed_training.plan.scaling import Fit, count
 from distributed_training.records.display import short_path
@@ -145,9 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = cases(options.sizes, options.tokens)
     with open_group() as group:
         todo = {name: values for name, values in wanted.items() if name not in runs}
-        for name, ranks in each_run(group, todo, train, deadline_s=DEADLINE_S):
-            if isinstance(ranks, str):
-                raise SystemExit(f"{name}: {ranks}")
+        for name, ranks in every_run(group, todo, train, deadline_s=DEADLINE_S):
             runs[name] = ranks[0]
             shown = f"loss {ranks[0]['loss']:.3f}, {ranks[0]['seconds']:.0f} s"
             print(f"{name}: {shown}", flush=True)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from distributed_training.measure.harness import Run, each_run, open_group
+from distributed_training.measure.harness import Run, every_run, open_group
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.private import TorchDispatchMode, resolve_process_group
 from distributed_training.plan.machine import start_processes
@@ -180,9 +180,7 @@ def work(out: Path) -> None:
         count = group.process.world_size
         cases = PLAN["cases"][str(count)]
         runs = {name: config_of(values, group.folder) for name, values in cases.items()}
-        for name, ranks in each_run(group, runs, count_step):
-            if isinstance(ranks, str):
-                raise SystemExit(f"{name}: {ranks}")
+        for name, ranks in every_run(group, runs, count_step):
             found[name] = {"config": cases[name], "processes": count, "ranks": ranks}
         if group.process.rank == 0:
             out.write_text(json.dumps(found))

@@ -62,7 +62,7 @@ def _asynchronous(
         staleness=staleness,
         idle_text="(p-1) (F+B), once a run",
         published="the same",
-        activations_text="p-s",
+        activations_text="p-r",
         versions_text=versions_text,
         staleness_text=staleness_text,
         source=source,
