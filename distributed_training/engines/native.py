@@ -53,7 +53,7 @@ class NativeEngine(base.Engine):
         config, layout = plan.config, plan.layout
         self.config, self.topology = config, topology
         self.compute_dtype, self.size = model.compute_dtype, model.size
-        self.token_parts = topology.tp if config.sequence_parallel else 1
+        self.tp_parts = plan.tp_parts
         # DDP works over the default group, as it does in everybody's script.
         self.copies_only = topology.dp_size == topology.world_size == topology.dp_replicate
         mesh = None if self.copies_only else topology.build_mesh()
@@ -106,7 +106,7 @@ class NativeEngine(base.Engine):
         terms: set[str] = set()
         part.to(topology.device)
         if topology.tp > 1:
-            terms = apply_tp(part, mesh["tp"], sequence_parallel=config.sequence_parallel)
+            terms = apply_tp(part, mesh["tp"], self.tp_parts)
         apply_checkpointing(part, config.activation_checkpointing)
         if config.compile:
             apply_compile(part, ends=topology.tp == 1)
@@ -227,14 +227,15 @@ class NativeEngine(base.Engine):
         return total
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        length = input_ids.shape[1]
+        batch, length = input_ids.shape
+        samples, tokens = self.tp_parts
         # Attention is causal: padding changes nothing before it.
-        ids = F.pad(input_ids, (0, -length % self.token_parts)).to(self.topology.device)
+        ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
         with base.evaluating(self.parts):
             logits = self._forward(ids)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
-        return logits[:, :length]
+        return logits[:batch, :length]
 
     def _forward(self, *tensors: torch.Tensor) -> torch.Tensor | None:
         """None but on the last stage."""

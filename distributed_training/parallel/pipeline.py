@@ -1,7 +1,7 @@
 """Pipeline parallelism: the blocks dealt out to stages, micro-batches passed along them.
 
 Activations travel forward and their gradients backward between neighbouring stages, [B, T, D] each
-way and micro-batch (with sequence parallelism each process sends its own [B, T / R, D]).
+way and micro-batch (with sequence parallelism each of R processes sends its own share of them).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pipeline:
         """`stages`: those of this process. `group`: the processes of its pipeline."""
         config, ranks, device = plan.config, plan.layout.ranks, topology.device
         self.stages, self.ranks, self.group, self.device = stages, ranks, group, device
-        self.token_parts = topology.tp if config.sequence_parallel else 1
+        self.tp_parts = plan.tp_parts
         some = next(iter(stages.values()))
         self.size, self.dtype = some.size, some.compute_dtype or torch.float32
         self.first, self.last = stages.get(0), stages.get(len(ranks) - 1)
@@ -60,7 +60,7 @@ class Pipeline:
         for index, stage in stages.items():
             later = None
             if cost.SCHEDULES[config.pipeline_schedule].splits_backward:
-                later = WeightGradients(stage, device, token_parts=self.token_parts).take
+                later = WeightGradients(stage, device, self.tp_parts).take
             given, made = ids if stage.is_first else hidden, loss if stage.is_last else hidden
             shape: Any = (stage, index, len(ranks), device, given, made)
             wrapped.append(TwoWayStage(*shape, group=group, dw_builder=later))
@@ -130,8 +130,9 @@ class Pipeline:
         return {self.last.output_weight} if copied else set()
 
     def _empty_hidden(self, shape: tuple[int, ...], device: Any) -> torch.Tensor:
-        """What travels for token ids of `shape`, [B, T] -> [B, T / token_parts, D]."""
-        hidden = (shape[0], shape[1] // self.token_parts, self.size.hidden_size)
+        """What travels for token ids of `shape`, [B, T]: this process's part of [B, T, D]."""
+        samples, tokens = self.tp_parts
+        hidden = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)
         return torch.empty(hidden, dtype=self.dtype, device=device)
 
     def _peer(self, stage: int) -> int:

@@ -2,9 +2,10 @@
 
 Letters as in decoder.py; R processes. A `column` matrix is split by rows (heads, or hidden units of
 an MLP), the `row` matrix after it by columns (each product is one term of a sum). With sequence
-parallelism (2205.05198) what lies between, norms, residuals and dropout, is split along the tokens:
-an all-gather precedes attention and MLP, a reduce-scatter follows. Without, everybody computes all
-of it, and one all-reduce follows. The loss is split by vocabulary.
+parallelism (2205.05198) what lies between, norms, residuals and dropout, is split, by samples where
+R divides them, else along the tokens: an all-gather precedes attention and MLP, a reduce-scatter
+follows. Without, everybody computes all of it, and one all-reduce follows. The loss is split by
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
 from distributed_training.parallel.private import all_reduce_functional
 
 
-def apply_tp(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> set[str]:
+def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
     """Split a model, or a stage of one, over the one-axis `mesh`, in place: parameters become
-    DTensors, and between split layers tensors are local, [B, T / R, D] with sequence parallelism.
+    DTensors, and between split layers tensors are local, of `parts` of the samples and tokens.
 
     Returns the names of parameters that each process uses on its own tokens: their gradients are
     still to be summed over `mesh` (gradients.sum_gradients).
     """
-    between: Placement = Shard(1) if sequence_parallel else Replicate()
+    samples, tokens = parts
+    sequence_parallel = max(parts) > 1
+    between: Placement = Shard(0 if samples > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=between),
         "row": parallel.RowwiseParallel(output_layouts=between),
         "whole": _OnOwnTokens(),
-        "positions": _OnOwnTokens(shift=sequence_parallel),
+        "positions": _OnOwnTokens(shift=tokens > 1),
         "vocabulary": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
     }
     roles = model.find_roles()

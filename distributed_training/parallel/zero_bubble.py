@@ -26,9 +26,9 @@ Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in]
 class WeightGradients:
     """The matrices of one stage's blocks, whose gradients autograd leaves out from now on."""
 
-    def __init__(self, stage: Decoder, device: torch.device, *, token_parts: int) -> None:
-        """A block's Linears take `token_parts` times as many tokens as the block itself."""
-        self.token_parts = token_parts
+    def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
+        """A block's Linears take all `tp_parts` (Plan) of what the block itself takes one of."""
+        self.tp_parts = tp_parts
         self.pending: Products = []
         dtype = stage.compute_dtype or torch.float32
         self.start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
@@ -48,8 +48,9 @@ class WeightGradients:
     ) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return forward(x)
-        tokens = (x.shape[0], x.shape[1] * self.token_parts)
-        shapes = [(*tokens, local_part(linear.weight).shape[0]) for linear in linears]
+        samples, tokens = self.tp_parts
+        whole = (x.shape[0] * samples, x.shape[1] * tokens)
+        shapes = [(*whole, local_part(linear.weight).shape[0]) for linear in linears]
         inputs: list[torch.Tensor] = []
 
         def keep(gradients: tuple[torch.Tensor, ...]) -> None:

@@ -71,6 +71,16 @@ class Plan:
         return schedule_of(self.config, self.strategy, self.mesh["pp"])
 
     @property
+    def tp_parts(self) -> tuple[int, int]:
+        """How many parts of a micro-batch's samples, and of each sample's tokens, processes along
+        tp have between layers that are split. Samples are contiguous in memory: what is gathered
+        from whole ones need not be copied into place."""
+        if not self.config.sequence_parallel:
+            return 1, 1
+        tp = self.mesh["tp"]
+        return (tp, 1) if self.batch.micro_batch_size % tp == 0 else (1, tp)
+
+    @property
     def spread(self) -> dict[str, Any]:
         """How the work is spread: where a checkpoint agrees, a run resumes bit for bit."""
         return {

@@ -29,7 +29,7 @@ def micro_batches(count):
 
 def in_two_parts(model, batches):
     """First parts before all second ones, as never in one pass; what the second parts are."""
-    weights, later = WeightGradients(model, CPU, token_parts=1), []
+    weights, later = WeightGradients(model, CPU, (1, 1)), []
     for inputs, targets in batches:
         model(inputs, targets).backward()
         later.append(weights.take())
@@ -74,7 +74,7 @@ def test_two_parts_take_the_products_of_one(name):
 
     model, (batch,) = build(name), micro_batches(1)
     whole = products(model(*batch).backward)
-    weights = WeightGradients(model, CPU, token_parts=1)
+    weights = WeightGradients(model, CPU, (1, 1))
     forward = products(lambda: model(*batch))
     weights.take()
     loss = model(*batch)
@@ -89,7 +89,7 @@ def test_two_parts_take_the_products_of_one(name):
 def test_an_evaluation_leaves_nothing_for_later():
     model, (batch,) = build("gpt2"), micro_batches(1)
     expected = model(*batch)
-    weights = WeightGradients(model, CPU, token_parts=1)
+    weights = WeightGradients(model, CPU, (1, 1))
     with torch.no_grad():
         assert torch.equal(model(*batch), expected)
     weights.take()()

@@ -36,7 +36,7 @@ CASES = {
         "packed/pp2-zb-v-8": {**split(pp=2), **cut(8), "pipeline_schedule": "zb-v"},
     },
     4: {
-        "padded/tp4": {**split(tp=4), **cut(1)},
+        "padded/tp4-by-tokens": {**split(tp=4), **cut(4)},
         "packed/shard2-tp2": {**split(dp_shard=2, tp=2), **cut(2)},
         "padded/copies2-tp2": {**split(dp_replicate=2, tp=2), **cut(1)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
