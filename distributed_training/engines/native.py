@@ -34,8 +34,8 @@ from distributed_training.parallel.gradients import (
 )
 from distributed_training.parallel.graphs import StepGraph
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
-from distributed_training.parallel.private import foreach_mul_
-from distributed_training.parallel.tensor import apply_tp
+from distributed_training.parallel.private import foreach_mul_, overlap_products
+from distributed_training.parallel.tensor import apply_tp, can_overlap
 from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -73,6 +73,7 @@ class NativeEngine(base.Engine):
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
+        self.overlaps = bool(config.async_tp) and can_overlap(self.tp_group)
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
         self.remembered: Any = None  # what compressing gradients has lost so far
         self.module, *_ = [self._spread(part, mesh) for part in stages.values()]
@@ -145,7 +146,8 @@ class NativeEngine(base.Engine):
         self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
         self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
-        loss_sum, norm, each = self.step(*arrays)
+        with overlap_products(self.overlaps):  # compiled with the first step
+            loss_sum, norm, each = self.step(*arrays)
         skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
         norm = None if skipped else norm
         return base.StepResult(loss_sum, batch.num_targets, norm, skipped, each)

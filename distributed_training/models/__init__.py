@@ -129,7 +129,7 @@ def find_model(name: str) -> ModelSpec:
         family = _load(known[name])
         size, hub_id = family.sizes()[name], getattr(family, "HUB_IDS", {}).get(name)
         return ModelSpec(label=name, family=known[name], size=size, hub_id=hub_id)
-    folder = user_path("model", name)
+    folder = user_path("model", name).resolve()
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json", "model")
         family = config.get("model_type") if isinstance(config, dict) else None
@@ -137,7 +137,7 @@ def find_model(name: str) -> ModelSpec:
             what = f"model={shown(name)} has model_type {shown(family)}"
             raise UserError(what, f"this suite trains {', '.join(FAMILIES)}")
         (size,) = _load(family).sizes(folder).values()
-        return ModelSpec(label=folder.resolve().name, family=family, size=size, weights_dir=folder)
+        return ModelSpec(label=folder.name, family=family, size=size, weights_dir=folder)
     path, _, chosen = name.partition(":")
     folder = user_path("model", path).resolve()
     names, wanted = list(known), name

@@ -32,9 +32,13 @@ class Linear(nn.Linear):
     A block calls each of its own once, with [B, T, features]: parallel/zero_bubble.py counts on it.
     """
 
+    adds_bias = True  # not where the product is one term of a sum: who sums adds it
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, self.weight.to(x.dtype), self.own_bias(x.dtype))
+
+    def own_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return self.bias.to(dtype) if self.adds_bias and self.bias is not None else None
 
 
 class Decoder(nn.Module):

@@ -6,7 +6,9 @@ Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategie
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -156,6 +159,26 @@ def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -
     nothing = [torch.zeros(0) for _ in range(4)]
     for step in range(1, last + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Let processes of one machine read each other's GPU memory, as overlap_products needs it.
+    RuntimeError where the GPUs cannot. Collective over `group`."""
+    name = group.group_name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(name)
+    symmetric_memory.rendezvous(symmetric_memory.empty((1024,), device=torch.device("cuda")), name)
+
+
+def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """What is compiled inside gathers and sums in parts, while a product computes others."""
+    if not enabled:
+        return contextlib.nullcontext()
+    from torch._inductor import config as inductor_config  # takes long to import
+
+    logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
+    return inductor_config.patch(_micro_pipeline_tp=True)
 
 
 def record_memory_history() -> None:

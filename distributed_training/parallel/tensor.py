@@ -10,19 +10,31 @@ vocabulary.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, parallel
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallel,
+)
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
-from distributed_training.parallel.private import all_reduce_functional
+from distributed_training.parallel.private import all_reduce_functional, share_memory
+
+logger = logging.getLogger(__name__)
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
@@ -37,7 +49,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
     between: Placement = Shard(0 if samples > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=between),
-        "row": parallel.RowwiseParallel(output_layouts=between),
+        "row": _RowSplit(between),
         "whole": _OnOwnTokens(),
         "positions": _OnOwnTokens(shift=tokens > 1),
         "vocabulary": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -57,9 +69,33 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
     return {
         f"{name}.{parameter}"
         for name, role in roles.items()
-        if sequence_parallel and role in ("whole", "positions")
         for parameter, _ in model.get_submodule(name).named_parameters()
+        if sequence_parallel
+        and (role in ("whole", "positions") or (role, parameter) == ("row", "bias"))
     }
+
+
+@dataclass
+class _RowSplit(parallel.ParallelStyle):
+    """A matrix split by columns, whose product is summed into `between`. Each process adds the bias
+    to what it then has, so that nothing comes between product and sum, and both may be one."""
+
+    between: Placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_name: str, linear: Any, mesh: DeviceMesh) -> None:
+            linear.adds_bias = False
+            whole = nn.Parameter(distribute_tensor(linear.weight, mesh, [Shard(1)]))
+            linear.register_parameter("weight", whole)
+
+        def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
+
+        def leave(linear: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+            y = output.redistribute(placements=[self.between]).to_local()
+            return y if linear.bias is None else y + linear.bias.to_local().to(y.dtype)
+
+        return distribute_module(module, device_mesh, split, enter, leave)
 
 
 @dataclass
@@ -79,6 +115,21 @@ class _OnOwnTokens(parallel.ParallelStyle):
         return distribute_module(
             module, device_mesh, None, enter, lambda _module, output, _mesh: output.to_local()
         )
+
+
+def can_overlap(group: dist.ProcessGroup) -> bool:
+    """Make ready for exchanges in parts (private.overlap_products); False, with a warning, where a
+    process of `group` cannot. Collective over all processes."""
+    failure = ""
+    try:
+        share_memory(group)
+    except RuntimeError as error:
+        failure = str(error).partition("\n")[0]
+    failed = torch.tensor(int(bool(failure)))
+    dist.all_reduce(failed)
+    if failed:
+        logger.warning("async_tp is off: %s", failure or "another rank's GPU shares no memory")
+    return not failed
 
 
 def _pad_rows(table: Any, multiple: int) -> None:

@@ -77,8 +77,7 @@ class _TappedLinear(Linear):
             return super().forward(x)
         assert self.seen is None, "a block calls each of its Linears once"
         self.seen = local_part(x.detach())
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = F.linear(x, self.weight.detach().to(x.dtype), bias)
+        y = F.linear(x, self.weight.detach().to(x.dtype), self.own_bias(x.dtype))
         if not isinstance(y, DTensor):
             return _Tapped.apply(y, self.tap)
         # The gradient of a sum is that of each of its terms.

@@ -54,7 +54,9 @@ def choose_settings(
     config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
     _check_compression(config, strategy, mesh, size)
     return with_values(
-        config, cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes)
+        config,
+        async_tp=_choose_async_tp(config, machine, mesh),
+        cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes),
     )
 
 
@@ -114,6 +116,24 @@ def _choose_compile(
     if able and obstacle:
         notes.append(f"not compiled: {obstacle}")
     return able and not obstacle
+
+
+def _choose_async_tp(config: RunConfig, machine: Machine, mesh: Mapping[str, int]) -> bool:
+    """Whether the compiler overlaps exchanges along tp with products; `config` says if it runs."""
+    obstacle = ""
+    if mesh["tp"] == 1:
+        obstacle = "tp=1, which exchanges nothing"
+    elif not config.sequence_parallel:
+        obstacle = "sequence_parallel=False, whose sums are not scattered"
+    elif not (machine.num_gpus and config.compile):
+        obstacle = "compile=False" if machine.num_gpus else "a CPU"
+    elif machine.num_gpus % mesh["tp"]:
+        obstacle = f"tp={mesh['tp']} over machines of {machine.num_gpus} GPUs"
+    if config.async_tp is True and obstacle:
+        raise UserError(f"async_tp=True does not work with {obstacle}", fix="set it to auto")
+    if config.async_tp != AUTO:
+        return bool(config.async_tp)
+    return not obstacle and machine.compute_capability == (9, 0)  # where it was measured
 
 
 def _choose_cuda_graphs(

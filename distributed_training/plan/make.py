@@ -168,6 +168,8 @@ def find_sources(config: RunConfig, notes: list[str]) -> tuple[RunConfig, Path, 
     if rate == AUTO:
         rate = 5e-5 if weights_dir else 3e-3 if config.model == "gpt2-tiny" else 3e-4
     found = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+    if spec.weights_dir is not None:  # runs/latest is another run's from now on
+        found["model"] = str(spec.weights_dir)
     return with_values(config, **found, learning_rate=rate), tokenizer_dir, weights_dir
 
 
@@ -182,7 +184,7 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
         if not folder.is_dir():
             fix = 'give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"'
             raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
-        return str(folder), folder
+        return str(folder), folder.resolve()
     note = "GPT-2's tokenizer is not available ({}): using the small one that is shipped; "
     note += "perplexities compare only with runs that do the same"
     by_name = asked != AUTO or config.weights == "pretrained"
@@ -199,7 +201,7 @@ def _choose_weights(
     if asked == "random":
         return "random", None
     if asked not in (AUTO, "pretrained"):
-        return asked, user_path("weights", asked)
+        return asked, user_path("weights", asked).resolve()
     if spec.weights_dir is not None and (spec.weights_dir / "model.safetensors").is_file():
         return str(spec.weights_dir), spec.weights_dir
     if hub_id is None or tokenizer == EMBEDDED:

@@ -62,6 +62,7 @@ def plan_of(record: Record) -> Plan:
     machine = record.machine | {"compute_capability": tuple(record.machine["compute_capability"])}
     config = {
         "cuda_graphs": graphs and bool(words["compile"]),
+        "async_tp": False,  # there was none
         **words,
         "resume": None,
         # Once it was sequences of a replica, now of a process.

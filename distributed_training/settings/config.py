@@ -106,6 +106,8 @@ class RunConfig(Options):
     pp: Axis = spread(None, help="processes that the layers are dealt out to")
     sequence_parallel: bool = spread(True,
         help="with tp: split the tokens between the split layers, too")
+    async_tp: bool | Auto = spread(AUTO,
+        help="with tp, compiled: exchange in parts while a product computes; auto: on H100, H200")
     pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = spread(
         AUTO, help="with pp: order of the micro-batches; auto: 1f1b")
     pipeline_cut: Text | None = spread(None,

@@ -126,6 +126,7 @@ def test_what_is_given_is_kept():
         "precision": "bf16",
         "compile": True,
         "cuda_graphs": False,
+        "async_tp": False,
         "pipeline_schedule": "1f1b",
         "tokenizer": "embedded",
         "weights": "random",
@@ -298,6 +299,26 @@ def test_steps_that_are_one_cuda_graph(values):
     assert decide(CPU_MACHINE, world_size=2, **values)[0].config.cuda_graphs is False
     with refused("cuda_graphs=True does not work with a CPU", "auto or False"):
         decide(CPU_MACHINE, world_size=2, cuda_graphs=True, **values)
+
+
+def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
+    values = {"world_size": 2, "strategy": "tp"}
+    assert decide(gpu(num_gpus=2, compute_capability=(9, 0)), **values)[0].config.async_tp is True
+    ampere = gpu(num_gpus=2, compute_capability=(8, 0))
+    assert decide(ampere, **values)[0].config.async_tp is False
+    assert decide(ampere, async_tp=True, **values)[0].config.async_tp is True
+    for other, words in (
+        ({"compile": False}, "compile=False"),
+        ({"sequence_parallel": False}, "sequence_parallel=False"),
+        ({"strategy": "fsdp"}, "tp=1"),
+    ):
+        assert decide(gpu(num_gpus=2), **{**values, **other})[0].config.async_tp is False
+        with refused(f"async_tp=True does not work with {words}", "auto"):
+            decide(gpu(num_gpus=2), async_tp=True, **{**values, **other})
+    with refused("async_tp=True does not work with a CPU", "auto"):
+        decide(CPU_MACHINE, async_tp=True, **values)
+    with refused("async_tp=True does not work with tp=2 over machines of 1 GPUs", "auto"):
+        decide(gpu(num_gpus=1), async_tp=True, **values)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
