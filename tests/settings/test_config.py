@@ -34,7 +34,8 @@ WORK = {
 NOT_WORK = {
     "strategy": "dp", "batch_size": 5, "grad_accum_steps": 5,  # the last two: global_batch_size
     "micro_batch_size": 2, "num_microbatches": 2, "deepspeed_config": "x.json", "dp_replicate": 2,
-    "dp_shard": -1, "tp": 2, "pp": 2, "sequence_parallel": False, "pipeline_schedule": "gpipe",
+    "dp_shard": -1, "tp": 2, "pp": 2, "sequence_parallel": False, "async_tp": True,
+    "pipeline_schedule": "gpipe",
     "pipeline_cut": "1,1", "activation_checkpointing": "full", "compile": False,
     "cuda_graphs": False, "eval_every": 5,
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
