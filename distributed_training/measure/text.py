@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wrote {a.size}", flush=True)
         command = [sys.executable, "-c", CHILD, str(file), str(a.tokenizer.resolve()), str(cache)]
         for part in ("first", "again", "mapped"):
-            row = watch(command + [found["first"]["folder"]] * (part == "mapped"))
+            row = watch([*command, found["first"]["folder"]] if part == "mapped" else command)
             found[part] = row | {"mb_per_s": size / row["seconds"] / 1e6}
             print(f"{part}: {row['seconds']:.1f} s, {row['most_pss'] / 2**30:.2f} GiB", flush=True)
         cached = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
