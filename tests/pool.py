@@ -89,11 +89,12 @@ class Pool:
         cwd: Path = ROOT,
         limit_s: float = 120,
         unset: Sequence[str] = (),
+        script: Path = SCRIPT,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         """`python real_model_example.py ARGUMENTS`, or that on each process of a launcher."""
         job = {
-            "argv": [str(SCRIPT), *map(str, arguments)],
+            "argv": [str(script), *map(str, arguments)],
             "cwd": str(cwd),
             "environment": environment,
             "unset": list(unset),

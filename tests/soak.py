@@ -1,150 +1,460 @@
-"""Random faults, one after the other, and what they cost: goodput = useful steps / steps paid.
+"""Random faults over all strategies, many runs at a time, and what they cost.
 
-    python -m tests.soak --seed 1 --faults 300 --minutes 10 --out results/soak.json
+    python -m tests.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
+    python -m tests.soak --seed 1 --repeat zero2:3          # one mission of that soak again
 
-A mission is one run on two CPU processes. Under a random strategy it meets random faults at random
-steps, is begun again with `resume=auto` after each, and must end with the loss of a run that met
-none. Limits of time are short.
+A mission is one run on two or four CPU processes, started as a user does, with --num_gpus. It meets
+up to three random faults at random steps, is begun again with `resume=auto` after each, and must
+end with the weights of a run that met none. Goodput is useful steps / steps paid.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import os
 import platform
 import random
 import re
-import resource
 import signal
+import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import SMALL, heavy_pool, settings
+import numpy as np
+from safetensors.numpy import load_file
 
-STRATEGIES = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "hybrid", "local_sgd")
-NUM_STEPS, SAVED_EVERY = 16, 4
-# Fault -> the signal that one of the processes gets, where it is one.
-FAULTS = {
-    "killed": signal.SIGKILL,  # in a step
-    "killed while saving": signal.SIGKILL,
-    "frozen": signal.SIGSTOP,
-    "hangs": None,
-    "told to stop": signal.SIGTERM,
-    "terminal gone": signal.SIGHUP,
-    "disk full": None,  # while saving
-    "not finite": None,
-}
+from distributed_training.plan.checks import has_libaio
+from distributed_training.records.record import versions
+from tests.conftest import SMALL, clean_environment, heavy_pool, settings
+from tests.pool import ROOT
+
+WORKER = ROOT / "tests" / "soak_worker.py"
+NUM_STEPS, SAVED_EVERY, HANG_S = 40, 8, 40
 FAULTS_A_MISSION = 3
-TOLERANCE = 1e-4  # of the last evaluation's loss
+LIMIT_S, RESERVE_S = 200.0, 110.0  # of one start; before the end no fault begins any more
+TOLERANCE = 1e-4  # of a weight's 2-norm
+TWO_STAGES = {"grad_accum_steps": 2, "batch_size": 2}
+# Strategy -> (processes, CONFIG).
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp": (2, {}),
+    "fsdp": (2, {}),
+    "hsdp": (4, {"strategy": "fsdp", "dp_replicate": 2}),
+    "tp": (2, {}),
+    "pp": (2, TWO_STAGES),
+    "3d": (4, TWO_STAGES),
+    "local_sgd": (2, {"local_steps": 4}),
+    "zero1": (2, {}),
+    "zero2": (2, {}),
+    "zero3": (2, {}),
+    "offload": (2, {}),
+    "hybrid": (2, TWO_STAGES),
+    "infinity": (2, {"model": "four-wide-layers"}),
+}
+DEEPSPEED = ("zero1", "zero2", "zero3", "offload", "hybrid", "infinity")  # wait for extensions
 
 
-def with_fault(job: dict[str, Any]) -> int:
-    """The script on one process of a mission; `fault` strikes rank `rank` in step `step`."""
-    from distributed_training.run import checkpoint, watch
-    from distributed_training.run.loop import Trainer
-    from tests.e2e.fault_cases import run_script
+@dataclass(frozen=True)
+class Expected:
+    """How a run must end after a fault."""
 
-    watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 8.0, 2.0
-    right_update, right_begin = Trainer._update, checkpoint.Saver.begin
-    fault, mine = job["fault"], int(os.environ["RANK"]) == job["rank"]
-
-    def update(self: Trainer) -> None:
-        if mine and self.step + 1 == job["step"]:
-            if fault == "hangs":
-                time.sleep(600)
-            elif fault == "not finite":
-                step = self.engine.train_step
-                self.engine.train_step = lambda batch: dataclasses.replace(
-                    result := step(batch), loss_sum=result.loss_sum * float("nan")
-                )
-            elif fault not in (None, "killed while saving", "disk full"):
-                os.kill(os.getpid(), FAULTS[fault])
-        right_update(self)
-        if self.topology.rank == 0:
-            with open(job["paid"], "a") as file:
-                file.write(f"{self.step}\n")
-
-    def begin(self: Any, engine: Any, **options: Any) -> None:
-        if mine and options["step"] >= job["step"]:
-            if fault == "disk full":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-            elif fault == "killed while saving":
-                checkpoint.write_parts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        right_begin(self, engine, **options)
-
-    Trainer._update, checkpoint.Saver.begin = update, begin
-    return run_script(job["arguments"])
+    status: tuple[str, ...]  # of its record; "" where there may be none
+    named: str  # a pattern of the record's error, or of what was said
+    recorded_s: float = 15.0  # from the fault until the record says so
+    ended_s: float = 15.0  # until no process is left; a frozen one is given 30 s to end by itself
 
 
-def attempt(values: Mapping[str, Any], folder: Path, fault: Mapping[str, Any]) -> tuple[int, str]:
-    """(optimizer steps done, what was said) of one start of a run."""
-    paid = folder / "paid"
-    before = len(paid.read_text().splitlines()) if paid.exists() else 0
-    job = {**fault, "paid": str(paid), "arguments": settings({**values, "resume": "auto"})}
-    said = ""
-    try:
-        heavy_pool().call("tests.soak:with_fault", job, num_processes=2, grace_s=60)
-    except RuntimeError as error:
-        said = str(error)
-    return len(paid.read_text().splitlines()) - before if paid.exists() else 0, said
+KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
+STOPPED = Expected(("interrupted", "ok"), "")
+FULL = Expected(("failed",), "is full; .*make room, then go on with --resume auto")
+FAULTS = {
+    "killed": KILLED,
+    "killed while saving": KILLED,
+    "killed at the start": Expected(("", "running", "failed", "interrupted"), KILLED.named),
+    "launcher killed": Expected(("interrupted", "ok"), r"the launcher \(process \d+\) was killed"),
+    "all killed": Expected(("running",), ""),
+    "frozen": Expected(("failed",), r"(lost|waiting for) rank {rank}\b", 60, 100),
+    "hangs": Expected(("failed",), r"waiting for rank {rank}\b", 60, 100),
+    "told to stop": STOPPED,
+    "rank told to stop": STOPPED,
+    "terminal gone": STOPPED,
+    "Ctrl-C": STOPPED,
+    "disk full": FULL,
+    "no quota": FULL,
+    "not finite": Expected(("failed",), r"not finite on ranks? ([\d, ]+, )?{rank}\b"),
+}
 
 
-def saved_steps(output_dir: Path) -> int:
-    """The step of the newest checkpoint."""
-    found = output_dir.glob("*-*/checkpoints/step-*")
-    return max((int(path.name.partition("-")[2]) for path in found), default=0)
+@dataclass
+class Mission:
+    """One run, its faults and what came of them; `number` 0 of a strategy meets none."""
 
+    strategy: str
+    number: int
+    seed: int
+    folder: Path
+    kinds: Sequence[str]
+    num_faults: int
+    cores: list[int]
+    time_left: Callable[[], float]
+    warm: bool = False  # without launcher, on processes of tests.pool
 
-def newest_record(output_dir: Path) -> dict[str, Any]:
-    """Of several where a fault came before the first checkpoint."""
-    return json.loads(max(output_dir.glob("*-*/record.json")).read_text())
+    def run(self) -> dict[str, Any]:
+        """A row of the record."""
+        self.runs = self.folder / "runs"
+        self.runs.mkdir(parents=True)
+        draw = random.Random(f"{self.seed} {self.strategy} {self.number}")
+        self.faults: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        with disk(self.runs) if "disk full" in self.kinds else contextlib.nullcontext():
+            status = self._meet_faults(draw)
+            useful = saved_steps(self.runs)
+            weights = read_weights(self.runs)
+        paid = sum(fault["steps"] for fault in self.faults)
+        return {
+            "strategy": self.strategy, "number": self.number, "status": status,
+            "useful_steps": useful, "steps_paid": paid, "failures": self.failures,
+            "starts": self.faults, "weights": weights,
+        }  # fmt: skip
 
+    def _meet_faults(self, draw: random.Random) -> str | None:
+        for _ in range(self.num_faults):
+            kind, share = draw.choice(self.kinds), draw.random()
+            rank = draw.randrange(STRATEGIES[self.strategy][0])
+            if self.time_left() < RESERVE_S:
+                break
+            begin = saved_steps(self.runs)
+            step = min(NUM_STEPS, begin + 2 + int(share * (NUM_STEPS - begin - 1)))
+            row = self._start(kind, rank, step)
+            self._judge(row)
+            if row["status"] == "ok" or self.failures:
+                return row["status"]
+        row = self._start("none", 0, 0)
+        if row["status"] != "ok":
+            self.failures.append(f"without a fault the run ended as {row['status']}: {row['tail']}")
+        return row["status"]
 
-def run_mission(
-    strategy: str, draw: random.Random, folder: Path, num_faults: int, names: Sequence[str]
-) -> dict[str, Any]:
-    """One run with so many faults, as a row of the record."""
-    output_dir = folder / "runs"
-    values = {
-        **SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "epochs": 4, "export": False,
-        "checkpoint_every": SAVED_EVERY, "output_dir": output_dir, "hang_timeout_s": 8,
-    }  # fmt: skip
-    paid, faults, record = 0, list[dict[str, Any]](), {"status": None}
-    for _ in range(num_faults):
-        begin = saved_steps(output_dir)
-        if begin >= NUM_STEPS - 1:
-            break
-        fault = {
-            "fault": draw.choice(names),
-            "rank": draw.randrange(2),
-            "step": draw.randrange(begin + 2, NUM_STEPS + 1),
-        }
-        start = time.monotonic()
-        steps, said = attempt(values, folder, fault)
-        record = newest_record(output_dir)
-        lost = begin + steps - saved_steps(output_dir)
-        lines = re.findall(r"^(?:error: |failed: |interrupted|rank \d lost).*", said, re.MULTILINE)
-        faults.append({
-            **fault, "status": record["status"], "error": record["error"], "said": lines[:1],
-            "steps": steps, "steps_lost": lost, "seconds": round(time.monotonic() - start, 1),
+    def _start(self, kind: str, rank: int, step: int) -> dict[str, Any]:
+        """Start the run once, until none of its processes is left."""
+        own = self.folder / f"start-{len(self.faults)}"
+        (own / "processes").mkdir(parents=True)
+        begin = saved_steps(self.runs)
+        (self.runs / "filled").unlink(missing_ok=True)
+        job = {"folder": str(own), "kind": kind, "rank": rank, "step": step, "cores": self.cores}
+        environment = {"SOAK": json.dumps(job | {"disk": str(self.runs)}), "OMP_NUM_THREADS": "1"}
+        began, log = time.time(), own / "log"
+        self._launch(environment, log, own / "processes")
+        ended, said = time.time(), log.read_text(errors="replace")
+        struck = own / "struck"
+        at = float(struck.read_text()) if struck.exists() else None
+        record, written = newest_record(self.runs, began)
+        paid = own / "paid"
+        steps = len(paid.read_text().splitlines()) if paid.exists() else 0
+        lines = re.findall(r"^(?:error: |failed: |interrupted|note: rank ).*", said, re.MULTILINE)
+        row = {
+            "kind": kind, "rank": rank, "step": step, "struck": at is not None,
+            "status": record.get("status", ""), "error": record.get("error"), "said": lines[-1:],
+            "from": begin, "steps": steps, "steps_lost": begin + steps - saved_steps(self.runs),
+            "seconds": round(ended - began, 1),
+            "recorded_s": round(written - at, 1) if at and written > at else None,
+            "ended_s": round(ended - at, 1) if at else None, "tail": "",
+        }  # fmt: skip
+        if row["status"] != "ok":
+            row["tail"] = said[-3000:]
+        self.faults.append(row)
+        return row
+
+    def _launch(self, environment: dict[str, str], log: Path, processes: Path) -> None:
+        count, values = STRATEGIES[self.strategy]
+        arguments = settings({
+            **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
+            "max_steps": NUM_STEPS, "checkpoint_every": SAVED_EVERY, "output_dir": self.runs,
+            "offload_dir": self.folder / "offload", "hang_timeout_s": HANG_S, "resume": "auto",
+            **values, **deepspeed_json(self.strategy, self.folder),
         })  # fmt: skip
-        # What was still being written when the fault struck is lost, too.
-        assert lost <= 2 * SAVED_EVERY, (strategy, faults[-1], said)
-        paid += steps
-    if record["status"] != "ok":  # which it is where a rank that writes nothing had no room to
-        steps, said = attempt(values, folder, {"fault": None, "rank": 0, "step": 0})
-        paid, record = paid + steps, newest_record(output_dir)
-    assert record["status"] == "ok", (strategy, faults, said)
-    evaluation = record["evaluations"][-1]
-    return {
-        "strategy": strategy, "faults": faults, "steps_paid": paid,
-        "useful_steps": evaluation["step"], "loss": evaluation["loss"],
-    }  # fmt: skip
+        limit_s = min(LIMIT_S, max(1.0, self.time_left()))
+        if self.warm:
+            result = heavy_pool().script(
+                arguments, num_processes=count, script=WORKER, limit_s=limit_s, **environment
+            )
+            log.write_text(result.stdout + result.stderr)
+            return
+        command = [sys.executable, str(WORKER), "--num_gpus", str(count), *arguments]
+        with log.open("w") as out:
+            launcher = subprocess.Popen(
+                command, cwd=ROOT, env=clean_environment(DS_ACCELERATOR="cpu", **environment),
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        end = time.monotonic() + limit_s
+        while launcher.poll() is None or any(living(processes)):
+            if time.monotonic() > end:
+                left = sorted(living(processes))
+                if self.time_left() > 0:
+                    self.failures.append(f"processes {left} were there after {limit_s:.0f} s")
+                for process in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def _judge(self, row: dict[str, Any]) -> None:
+        """Whether the run ended as it must after its fault."""
+        if not row["struck"] or self.time_left() <= 0:
+            return
+        expected, words = FAULTS[row["kind"]], f"{row['error']}\n{row['said']}"
+        row["named"] = row["status"] == "ok" or bool(
+            re.search(expected.named.format(rank=row["rank"]), words)
+        )
+        wrong = {
+            f"status {row['status']!r}": row["status"] not in expected.status,
+            "the culprit is not named": not (row["named"] or self.warm),
+            f"{row['steps_lost']} steps lost": row["steps_lost"] > 2 * SAVED_EVERY,
+            f"recorded after {row['recorded_s']} s":
+                (row["recorded_s"] or 0) > expected.recorded_s,
+            f"ended after {row['ended_s']} s": row["ended_s"] > expected.ended_s,
+        }  # fmt: skip
+        found = [text for text, is_so in wrong.items() if is_so]
+        if found:
+            self.failures.append(f"{row['kind']} at step {row['step']}: {'; '.join(found)}")
+
+
+class Soak:
+    """Missions on `jobs` threads, until the time is over or so many faults have struck."""
+
+    def __init__(
+        self, seed: int, num_faults: int, seconds: float, jobs: int,
+        strategies: Sequence[str], kinds: Sequence[str], warm: bool, folder: Path,
+    ) -> None:  # fmt: skip
+        self.seed, self.num_faults, self.warm, self.folder = seed, num_faults, warm, folder
+        self.strategies, self.kinds, self.jobs = list(strategies), list(kinds), jobs
+        self.end = time.monotonic() + seconds
+        self.lock = threading.RLock()
+        self.begun = dict.fromkeys(strategies, 0)
+        self.undisturbed: dict[str, dict[str, Any]] = {}
+        self.not_run: dict[str, str] = {}
+        self.missions: list[dict[str, Any]] = []
+        self.struck, self.extensions = 0, warm or not set(DEEPSPEED) & set(strategies)
+
+    def time_left(self) -> float:
+        return self.end - time.monotonic()
+
+    def run(self, done: Callable[[], None] = lambda: None) -> None:
+        """All missions; `done` is called after each."""
+        threads = [
+            threading.Thread(target=self._work, args=(slot, done), daemon=True)
+            for slot in range(self.jobs)
+        ]
+        threads += [] if self.extensions else [threading.Thread(target=self._build, daemon=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _build(self) -> None:
+        """DeepSpeed's extensions, once for all."""
+        script = [sys.executable, str(ROOT / "tests" / "build_extensions.py")]
+        built = subprocess.run(
+            script, env=clean_environment(), capture_output=True, text=True,
+            timeout=max(1, self.time_left()),
+        )  # fmt: skip
+        with self.lock:
+            if built.returncode:
+                why = f"extensions cannot be built: {built.stderr.strip()[-300:]}"
+                self.not_run |= {name: why for name in DEEPSPEED if name in self.strategies}
+            self.extensions = True
+
+    def _next(self) -> tuple[str, int] | None:
+        """The strategy that had the fewest missions; None where it must be waited for."""
+        with self.lock:
+            ready = [
+                name for name in self.strategies
+                if name not in self.not_run and (self.extensions or name not in DEEPSPEED)
+                and (not self.begun[name] or name in self.undisturbed)
+            ]  # fmt: skip
+            if not ready:
+                return None
+            name = min(ready, key=lambda name: self.begun[name])
+            self.begun[name] += 1
+            return name, self.begun[name] - 1
+
+    def _work(self, slot: int, done: Callable[[], None]) -> None:
+        while self.time_left() > RESERVE_S and self.struck < self.num_faults:
+            found = self._next()
+            if found is None:
+                time.sleep(0.2)
+                continue
+            row = self.one(*found, slot)
+            with self.lock:
+                self._keep(row)
+                done()
+
+    def one(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
+        """Run one mission."""
+        cores, per_job = sorted(os.sched_getaffinity(0)), len(os.sched_getaffinity(0)) // self.jobs
+        own = cores[slot * per_job : (slot + 1) * per_job] if per_job >= 2 else []
+        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:
+            return Mission(
+                strategy, number, self.seed, Path(folder), self.kinds,
+                min(FAULTS_A_MISSION, self.num_faults) if number else 0, own, self.time_left,
+                self.warm,
+            ).run()  # fmt: skip
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        weights, name = row.pop("weights"), row["strategy"]
+        if row["number"] == 0:
+            if row["failures"]:
+                self.not_run[name] = row["failures"][0]
+            else:
+                self.undisturbed[name] = weights
+            return
+        if row["status"] != "ok" and self.time_left() <= 0:
+            return  # the time was over
+        self.struck += sum(start["struck"] for start in row["starts"])
+        row |= compare(weights, self.undisturbed[name]) if row["status"] == "ok" else {}
+        if row.get("largest_difference", 0) > TOLERANCE:
+            row["failures"].append(f"weights differ by {row['largest_difference']:.1e}")
+        self.missions.append(row)
+        kinds = ", ".join(start["kind"] for start in row["starts"][:FAULTS_A_MISSION])
+        end = "; ".join(row["failures"]) or "as if nothing had been"
+        print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
+
+    def record(self) -> dict[str, Any]:
+        """What is published."""
+        with self.lock:
+            starts = [(m, start) for m in self.missions for start in m["starts"] if start["struck"]]
+            useful, paid = (
+                sum(m[k] for m in self.missions) for k in ("useful_steps", "steps_paid")
+            )
+            return {
+                "seed": self.seed, "jobs": self.jobs, "num_faults": len(starts),
+                "num_missions": len(self.missions),
+                "num_failed": sum(bool(m["failures"]) for m in self.missions),
+                "goodput": round(useful / paid, 4) if paid else None,
+                "useful_steps": useful, "steps_paid": paid, "num_steps": NUM_STEPS,
+                "saved_every": SAVED_EVERY, "hang_timeout_s": HANG_S, "versions": versions(),
+                "machine": {"num_cpus": os.cpu_count(), "kernel": platform.release()},
+                "not_run": self.not_run,
+                "by_fault": by(starts, lambda _, start: start["kind"]),
+                "by_strategy": by(starts, lambda mission, _: mission["strategy"]),
+                "failures": [m for m in self.missions if m["failures"]],
+                "missions": [without_tails(m) for m in self.missions if not m["failures"]],
+            }  # fmt: skip
+
+
+def by(
+    starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
+) -> dict[str, dict[str, Any]]:
+    """A row for each kind of fault, or each strategy."""
+    rows = {}
+    for name in sorted({key(*pair) for pair in starts}):
+        own = [pair for pair in starts if key(*pair) == name]
+        missions = {id(mission): mission for mission, _ in own}.values()
+        ended = sorted(start["ended_s"] for _, start in own)
+        rows[name] = {
+            "faults": len(own),
+            "named": sum(start.get("named", False) for _, start in own),
+            "ended_s": {"median": statistics.median(ended), "most": ended[-1]},
+            "recorded_s_most": max((s["recorded_s"] or 0 for _, s in own), default=None),
+            "steps_lost": {
+                "mean": round(statistics.mean(start["steps_lost"] for _, start in own), 1),
+                "most": max(start["steps_lost"] for _, start in own),
+            },
+            "missions": len(missions),
+            "bit_identical": sum(m.get("bit_identical", False) for m in missions),
+            "failed": sum(bool(m["failures"]) for m in missions),
+            "goodput": round(
+                sum(m["useful_steps"] for m in missions) / sum(m["steps_paid"] for m in missions), 4
+            ),
+        }
+    return rows
+
+
+def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
+    """A mission that went well needs no logs."""
+    starts = [{k: v for k, v in start.items() if k != "tail"} for start in mission["starts"]]
+    return {**mission, "starts": starts}
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """How far the weights of two runs are from each other."""
+    assert set(ours) == set(theirs)
+    far = {
+        name: float(
+            np.linalg.norm(ours[name] - theirs[name]) / max(np.linalg.norm(theirs[name]), 1e-9)
+        )
+        for name in ours
+    }
+    same = all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    return {"bit_identical": same, "largest_difference": max(far.values())}
+
+
+def living(processes: Path) -> Iterator[int]:
+    """Those of a start's processes that have not ended."""
+    for file in list(processes.iterdir()):
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{file.name}/stat").read_text()
+            if stat.rpartition(")")[2].split()[0] != "Z":
+                yield int(file.name)
+
+
+@contextlib.contextmanager
+def disk(folder: Path) -> Iterator[None]:
+    """A small disk of its own at `folder`."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)
+
+
+def can_mount() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with disk(Path(folder)):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
+
+
+def deepspeed_json(strategy: str, folder: Path) -> dict[str, str]:
+    """infinity's, with buffers and groups as small as the model: of its three groups one lies on
+    the disk."""
+    if strategy != "infinity":
+        return {}
+    values = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
+    values["zero_optimization"]["sub_group_size"] = 2**18
+    values["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(values))
+    return {"deepspeed_config": str(path)}
+
+
+def saved_steps(runs: Path) -> int:
+    """The step of the newest checkpoint."""
+    found = runs.glob("*-*/checkpoints/step-*/meta.json")
+    return max((int(path.parent.name.partition("-")[2]) for path in found), default=0)
+
+
+def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
+    """(the record that was written last, when), where that was after `since`."""
+    files = {file: file.stat().st_mtime for file in runs.glob("*-*/record.json")}
+    file = max(files, key=lambda file: files[file], default=None)
+    if file is None or files[file] < since - 1:
+        return {}, 0.0
+    return json.loads(file.read_text()), files[file]
+
+
+def read_weights(runs: Path) -> dict[str, Any]:
+    """Of the run that ended well."""
+    files = sorted(runs.glob("*-*/hf/model.safetensors"), key=lambda file: file.stat().st_mtime)
+    return load_file(files[-1]) if files else {}
 
 
 def soak(
@@ -152,48 +462,62 @@ def soak(
     num_faults: int,
     seconds: float = float("inf"),
     *,
-    strategies: Sequence[str] = STRATEGIES,
-    faults: Sequence[str] = tuple(FAULTS),
+    jobs: int = 1,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    kinds: Sequence[str] = tuple(FAULTS),
+    warm: bool = False,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """The record of missions until so many faults have struck, or the time is over."""
-    draw, missions, end = random.Random(seed), list[dict[str, Any]](), time.monotonic() + seconds
-    undisturbed: dict[str, float] = {}
-    while (struck := sum(len(m["faults"]) for m in missions)) < num_faults:
-        if time.monotonic() > end:
-            break
-        with tempfile.TemporaryDirectory() as folder:
-            most = min(FAULTS_A_MISSION, num_faults - struck)
-            name = draw.choice(strategies)
-            mission = run_mission(name, draw, Path(folder), most, faults)
-        if name not in undisturbed:
-            with tempfile.TemporaryDirectory() as folder:
-                undisturbed[name] = run_mission(name, draw, Path(folder), 0, faults)["loss"]
-        assert abs(mission["loss"] - undisturbed[name]) < TOLERANCE, (mission, undisturbed[name])
-        missions.append(mission)
-        names = ", ".join(fault["fault"] for fault in mission["faults"])
-        print(f"{name}: {names}: {NUM_STEPS} steps of {mission['steps_paid']}", flush=True)
-    useful, paid = (sum(m[key] for m in missions) for key in ("useful_steps", "steps_paid"))
-    return {
-        "seed": seed, "num_faults": sum(len(m["faults"]) for m in missions),
-        "goodput": useful / paid, "useful_steps": useful, "steps_paid": paid,
-        "saved_every": SAVED_EVERY, "processes": 2, "host": platform.machine(),
-        "missions": missions,
-    }  # fmt: skip
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        whole = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
+        prepare(whole)
+
+        def write() -> None:
+            if out is not None:
+                out.write_text(json.dumps(whole.record(), indent=1) + "\n")
+
+        whole.run(write)
+        write()
+        return whole.record()
+
+
+def prepare(whole: Soak) -> None:
+    """Leave out what this machine cannot do."""
+    if "infinity" in whole.strategies and not has_libaio():
+        whole.not_run["infinity"] = "libaio is not installed"
+    if "disk full" in whole.kinds and not can_mount():
+        whole.kinds.remove("disk full")
+        whole.not_run["disk full"] = "no disk of its own can be mounted here"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--faults", type=int, default=300)
-    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--faults", type=int, default=10**6, help="end after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--jobs", type=int, default=1, help="missions at a time")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--repeat", metavar="STRATEGY:NUMBER", help="one mission again, its logs")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    record = soak(arguments.seed, arguments.faults, 60 * arguments.minutes)
-    print(f"{record['num_faults']} faults, goodput {record['goodput']:.2f}")
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    a = parser.parse_args()
+    print(f"seed {a.seed}", flush=True)
+    if a.repeat is not None:
+        name, _, number = a.repeat.partition(":")
+        with tempfile.TemporaryDirectory() as folder:
+            one = Soak(a.seed, a.faults, a.seconds, 1, [name], a.kinds, False, Path(folder))
+            prepare(one)
+            row = one.one(name, int(number))
+        print(json.dumps({**row, "weights": None}, indent=1))
+        return
+    record = soak(
+        a.seed, a.faults, a.seconds, jobs=a.jobs, strategies=a.strategies, kinds=a.kinds, out=a.out
+    )
+    print(
+        f"{record['num_faults']} faults in {record['num_missions']} missions, "
+        f"{record['num_failed']} failed, goodput {record['goodput']}"
+    )
 
 
 if __name__ == "__main__":

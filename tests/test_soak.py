@@ -7,7 +7,10 @@ from tests.soak import soak
 
 def test_random_faults_cost_no_more_than_the_steps_since_a_checkpoint():
     record = soak(
-        seed=3, num_faults=2, strategies=("dp", "fsdp"), faults=("killed", "told to stop")
-    )
-    assert record["num_faults"] == 2
+        seed=3, num_faults=2, strategies=("dp",), kinds=("rank told to stop", "not finite"),
+        warm=True,
+    )  # fmt: skip
+    assert record["failures"] == []
+    assert record["num_faults"] >= 2
     assert 0 < record["goodput"] <= 1
+    assert all(mission["bit_identical"] for mission in record["missions"])

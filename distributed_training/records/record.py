@@ -131,9 +131,14 @@ class RunRecord:
         return Record.model_validate(self.values)
 
     def update(self, **values: Any) -> None:
-        """Change top-level entries and write the file."""
+        """Change top-level entries and write the file. Why the run is about to stop, which another
+        process may have written into it, is kept unless it ended well after all."""
         self.values.update(values)
-        write_json(self.run_dir / RECORD_FILE, self.values)
+        why = None if self.values["status"] == "ok" else load_state(self.run_dir).error
+        self._write(self.values | ({"error": why} if why else {}))
+
+    def _write(self, values: dict[str, Any]) -> None:
+        write_json(self.run_dir / RECORD_FILE, values)
 
 
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
@@ -150,7 +155,7 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
         "pid": os.getpid(),
     }
     record = RunRecord(run_dir, {**about, **values})
-    record.update()
+    record._write(record.values)
     return record
 
 

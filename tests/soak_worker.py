@@ -1,0 +1,134 @@
+"""real_model_example.py as tests/soak.py starts it: a fault strikes one of its processes.
+
+SOAK in the environment is the fault as JSON, with the folder in which the processes leave their
+numbers, the time of the fault, and a line for each step that they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import real_model_example
+from distributed_training.models.gpt2 import SIZES, gpt2_size
+
+# Parts of it are large enough for infinity's files.
+SIZES["four-wide-layers"] = gpt2_size(
+    vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
+)
+JOB: dict[str, Any] = json.loads(os.environ["SOAK"])
+FOLDER, KIND = Path(JOB["folder"]), JOB["kind"]
+# Kind -> (signal, whether the launcher gets it instead of the rank), in a step.
+SIGNALS = {
+    "killed": (signal.SIGKILL, False),
+    "launcher killed": (signal.SIGKILL, True),
+    "frozen": (signal.SIGSTOP, False),
+    "rank told to stop": (signal.SIGTERM, False),
+    "told to stop": (signal.SIGTERM, True),
+    "terminal gone": (signal.SIGHUP, True),
+    "Ctrl-C": (signal.SIGINT, True),
+}
+
+
+def struck() -> None:
+    """The fault strikes now."""
+    with suppress(OSError):
+        (FOLDER / "struck").write_text(repr(time.time()))
+
+
+def kill_everyone() -> None:
+    """As when the power fails."""
+    others = {int(file.name) for file in (FOLDER / "processes").iterdir()} - {os.getpid()}
+    for process in [*others, os.getpid()]:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def strike_in_step(trainer: Any) -> None:
+    """What goes wrong as a step begins."""
+    if KIND in SIGNALS:
+        struck()
+        signum, launcher = SIGNALS[KIND]
+        os.kill(os.getppid() if launcher else os.getpid(), signum)
+    elif KIND == "all killed":
+        struck()
+        kill_everyone()
+    elif KIND == "hangs":
+        struck()
+        time.sleep(600)
+    elif KIND == "not finite":
+        struck()
+        step = trainer.engine.train_step
+        trainer.engine.train_step = lambda batch: dataclasses.replace(
+            result := step(batch), loss_sum=result.loss_sum * float("nan")
+        )
+
+
+def strike_in_save(checkpoint: Any, own: bool) -> None:
+    """What goes wrong as a checkpoint is written; a quota is that of all ranks."""
+    if KIND == "no quota":
+        struck()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    elif own and KIND == "disk full":
+        struck()
+        with open(JOB["disk"] + "/filled", "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+    elif own and KIND == "killed while saving":
+
+        def write_parts(*_: Any) -> None:
+            struck()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint.write_parts = write_parts
+
+
+def arrange(rank: int) -> None:
+    """Put the fault into this rank's way."""
+    own = rank == JOB["rank"]
+    if own and KIND == "killed at the start":
+        struck()
+        os.kill(os.getpid(), signal.SIGKILL)
+    from distributed_training.run import checkpoint
+    from distributed_training.run.loop import Trainer
+
+    right_update, right_begin = Trainer._update, checkpoint.Saver.begin
+
+    def update(self: Trainer) -> None:
+        if own and self.step + 1 == JOB["step"]:
+            strike_in_step(self)
+        right_update(self)
+        if rank == 0:
+            with suppress(OSError), open(FOLDER / "paid", "a") as file:
+                file.write(f"{self.step}\n")
+
+    def begin(self: Any, engine: Any, **options: Any) -> None:
+        if options["step"] >= JOB["step"]:
+            strike_in_save(checkpoint, own)
+        right_begin(self, engine, **options)
+
+    Trainer._update, checkpoint.Saver.begin = update, begin
+
+
+def main() -> int:
+    (FOLDER / "processes" / str(os.getpid())).touch()
+    if JOB["cores"]:
+        os.sched_setaffinity(0, JOB["cores"])
+    if "RANK" in os.environ:
+        arrange(int(os.environ["RANK"]))
+    real_model_example.__file__ = __file__  # --num_gpus starts this script
+    return real_model_example.main()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
