@@ -64,8 +64,8 @@ def apply_prefetch(model: Decoder, ahead: int) -> None:
     """
     blocks: list[Any] = list(model.blocks.values())
     if ahead == 0:
-        for block in blocks:
-            gather_on_use(block)
+        for module in (model, *blocks):
+            gather_on_use(module)
     elif ahead > 1:
         for place, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])

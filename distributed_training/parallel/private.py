@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -43,9 +42,9 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
 
 
-def gather_on_use(module: FSDPModule) -> None:
-    """Let FSDP gather a module's parameters when it is called, on the stream that computes, and no
-    other module's meanwhile."""
+def gather_on_use(module: Any) -> None:
+    """Let one of FSDP's modules gather its parameters when it is called, on the stream that
+    computes, and no other module's meanwhile."""
     module._set_unshard_async_op(True)
     module.set_modules_to_backward_prefetch([module])  # in place of FSDP's own choice
 
