@@ -169,6 +169,7 @@ def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: 
         "device": torch.cuda.get_device_name(group.device) if on_gpu else "CPU",
         "cuda": torch.version.cuda if on_gpu else None,
         "processes": group.process.world_size,
+        "load_average": os.getloadavg()[0],
         "steps": {"warm_up": NUM_WARMUP, "timed": NUM_TIMED, "traced": NUM_TRACED},
         "plan": plan,
         "shares": summarise(runs),

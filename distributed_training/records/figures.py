@@ -177,7 +177,7 @@ def overlap_options(records: Path) -> Figure:
 def overlap_slow_link(records: Path) -> Figure:
     """The same where the link is slow and the processors are CPUs."""
     record = _overlap(records / "cpu-overlap")
-    about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 16 x 128 tokens a step; process 0"
+    about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens a step; process 0"
     title = "Over a slow link: what communication takes of a step, and what nothing hides"
     return draw_timelines(record, list(record["shares"]), title, about)
 
