@@ -18,7 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel.blocks import apply_checkpointing, apply_compile, apply_fsdp
+from distributed_training.parallel.blocks import (
+    apply_checkpointing,
+    apply_compile,
+    apply_fsdp,
+    apply_prefetch,
+)
 from distributed_training.parallel.compression import (
     apply_compression,
     ddp_options,
@@ -117,6 +122,7 @@ class NativeEngine(base.Engine):
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
+            apply_prefetch(part, config.fsdp_prefetch)
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 

@@ -49,6 +49,7 @@ class Rank:
     window: tuple[float, float]
     computing: Spans
     by_kind: dict[str, Spans] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # kernels or operations of each kind
 
     @property
     def communicating(self) -> Spans:
@@ -102,6 +103,7 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
         window=window,
         computing=clip(_computing(found, bool(on_gpu)), window),
         by_kind={kind: clip(union(spans), window) for kind, spans in sorted(by_kind.items())},
+        counts={kind: len(spans) for kind, spans in sorted(by_kind.items())},
     )
 
 

@@ -32,8 +32,11 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     plan = json.loads(arguments.plan.read_text())
-    runs = list(enumerate(plan["runs"]))[arguments.first :]
-    return arguments, plan, {f"{i} {run}": {**plan["common"], **run} for i, run in runs}
+    runs = plan["runs"]
+    if isinstance(runs, list):
+        runs = {f"{place} {run}": run for place, run in enumerate(runs)}
+    chosen = list(runs.items())[arguments.first :]
+    return arguments, plan, {name: {**plan["common"], **run} for name, run in chosen}
 
 
 def collect(

@@ -116,9 +116,9 @@ def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any
 
 
 def ddp_options(config: RunConfig, device_type: str) -> dict[str, Any]:
-    """What DistributedDataParallel needs for it."""
+    """How large DistributedDataParallel's buckets are."""
     one = config.gradient_compression in KEPT and device_type == "cpu"
-    return {"bucket_cap_mb": ONE_BUCKET_MIB} if one else {}
+    return {"bucket_cap_mb": ONE_BUCKET_MIB if one else config.bucket_cap_mb}
 
 
 def forget(remembered: Any) -> None:

@@ -45,6 +45,13 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
 
 
+def gather_on_use(module: Any) -> None:
+    """Let one of FSDP's modules gather its parameters when it is called, on the stream that
+    computes, and no other module's meanwhile."""
+    module._set_unshard_async_op(True)
+    module.set_modules_to_backward_prefetch([module])  # in place of FSDP's own choice
+
+
 class TwoWayStage(PipelineStage):
     """A PipelineStage whose edges use two communicators in turns: over one, NCCL would let a
     receive that waits for the stage before hold up what is ready for the stage after."""

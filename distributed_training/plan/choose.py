@@ -52,7 +52,7 @@ def choose_settings(
         config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
     config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
-    _check_compression(config, strategy, mesh, size)
+    _check_exchanges(config, strategy, mesh, size)
     return with_values(
         config,
         async_tp=_choose_async_tp(config, machine, mesh),
@@ -60,18 +60,29 @@ def choose_settings(
     )
 
 
-def _check_compression(
+def _check_exchanges(
     config: RunConfig, strategy: Strategy, mesh: Mapping[str, int], size: ModelSize
 ) -> None:
-    kind = config.gradient_compression
-    asked = f"gradient_compression={kind!r}"
-    others = ("pp", "dp_shard", "tp")
-    copies_only = all(strategy.mesh[axis] == mesh[axis] == 1 for axis in others)
+    """Raises UserError for keys of DDP's or FSDP's exchanges where there are none, or not so."""
+    sizes = {axis for axis in mesh if not strategy.mesh[axis] == mesh[axis] == 1}
+    in_ddp = strategy.traits.uses_ddp_and_fsdp and sizes <= {"dp_replicate"}
+    in_fsdp = strategy.traits.uses_ddp_and_fsdp and "dp_shard" in sizes and "pp" not in sizes
+    kind, cap, ahead = config.gradient_compression, config.bucket_cap_mb, config.fsdp_prefetch
+    asked, where = f"gradient_compression={kind!r}", f"strategy={config.strategy!r}"
+    if ahead != 1 and not in_fsdp:
+        what, why = f"fsdp_prefetch={ahead} does not go with {where}", "it is for FSDP's blocks"
+        raise UserError(what, why, "set it to 1, or strategy to fsdp")
+    if cap is not None and not in_ddp:
+        what = f"bucket_cap_mb={cap:g} does not go with {where}"
+        raise UserError(what, "PyTorch's DDP has buckets", "set it to None, or strategy to dp")
     if kind == "none":
         return
-    if not (strategy.traits.compresses_gradients and copies_only):
-        what = f"{asked} does not go with strategy={config.strategy!r}"
+    if not in_ddp:
+        what = f"{asked} does not go with {where}"
         raise UserError(what, "it works in PyTorch's DDP", "set it to none, or strategy to dp")
+    if cap is not None and kind != "bf16":
+        what = f"bucket_cap_mb={cap:g} does not go with {asked}"
+        raise UserError(what, "it takes a single bucket on CPUs", "set it to None")
     if kind != "bf16" and config.precision == "fp16":
         why = "an overflow would stay in what is added to later gradients"
         raise UserError(f"{asked} does not go with precision='fp16'", why, "set precision to bf16")

@@ -164,8 +164,9 @@ class _Process:
             parts |= {"parameters": 4 * held / self.shards, "copies": copies}
         elif plan.mesh["dp_replicate"] * self.shards > 1 and self._fsdp:
             block = self.formulas.in_blocks / max(1, self.formulas.num_blocks)
-            # The root's parameters stay gathered, of the blocks the one in use and the next one.
-            parts["copies"] = self.width * (self.formulas.around + 2 * block)
+            # The root's parameters stay gathered, of the blocks the one in use and those ahead.
+            blocks = (1 + plan.config.fsdp_prefetch) * block
+            parts["copies"] = self.width * (self.formulas.around + blocks)
             parts["buffers"] = 4 * block  # whole gradients on their way to a reduce-scatter
         elif self.width == 2:
             parts["copies"] = 2.0 * held  # rounded weights, kept for the backward pass

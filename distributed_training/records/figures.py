@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 from distributed_training.records.display import GIB
 from distributed_training.records.record import Record, load_record
 from distributed_training.records.tables import layout_words
+from distributed_training.records.timelines import draw as draw_timelines
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json
 
 # Okabe and Ito's colours, which the colour-blind tell apart: one for each way to divide.
 COLOURS = {
@@ -154,6 +156,37 @@ def memory(records: Path) -> Figure:
     return figure
 
 
+def overlap(records: Path) -> Figure:
+    """What a GPU does when in one step of each kind of strategy."""
+    names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
+    about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step; GPU 0"
+    title = "What communication takes of a step, and what of it nothing hides"
+    return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
+
+
+def overlap_options(records: Path) -> Figure:
+    """What buckets and prefetch change where there is little to hide communication behind."""
+    base = ("dp, 4 x 512", "fsdp, 4 x 512")
+    names = (base[0], f"{base[0]}, one bucket", base[1], f"{base[1]}, no prefetch",
+             f"{base[1]}, 2 blocks ahead")  # fmt: skip
+    about = "gpt2-medium, 4 H200s, 16 x 512 tokens a step; GPU 0"
+    title = "What buckets and prefetch change of a short step"
+    return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
+
+
+def overlap_slow_link(records: Path) -> Figure:
+    """The same where the link is slow and the processors are CPUs."""
+    record = _overlap(records / "cpu-overlap")
+    about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens a step; process 0"
+    title = "Over a slow link: what communication takes of a step, and what nothing hides"
+    return draw_timelines(record, list(record["shares"]), title, about)
+
+
+def _overlap(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = load_json(folder / "overlap.json", "record")
+    return record
+
+
 def _figure(title: str, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
@@ -197,6 +230,9 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "tradeoff.svg": tradeoff,
     "bubbles.svg": bubbles,
     "memory.svg": memory,
+    "overlap.svg": overlap,
+    "overlap-options.svg": overlap_options,
+    "overlap-slow-link.svg": overlap_slow_link,
 }
 
 

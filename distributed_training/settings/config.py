@@ -112,6 +112,10 @@ class RunConfig(Options):
         AUTO, help="with pp: order of the micro-batches; auto: 1f1b")
     pipeline_cut: Text | None = spread(None,
         help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
+    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = spread(None,
+        help="under dp: MiB of gradients that are averaged together; None: PyTorch's, 25")
+    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = spread(1,
+        help="under fsdp: blocks whose parameters are gathered ahead of their use")
     activation_checkpointing: Literal["none", "full", "selective"] = spread("none",
         help="what is computed again for the backward pass instead of kept")
     compile: bool | Auto = spread(AUTO,

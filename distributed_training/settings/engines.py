@@ -32,7 +32,8 @@ class Traits:
     package: str | None = None  # what it needs besides torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
-    compresses_gradients: bool = False  # whether DDP averages gradients where there are copies only
+    # Whether PyTorch's DDP averages gradients of copies, and its FSDP divides state.
+    uses_ddp_and_fsdp: bool = False
     takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
     # Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
     # master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)
@@ -59,7 +60,7 @@ ENGINES: dict[str, Traits] = {
         schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
         leaves_out_updates=True,
         replays_steps=True,
-        compresses_gradients=True,
+        uses_ddp_and_fsdp=True,
     ),
     "deepspeed": _DEEPSPEED,
     "deepspeed_pipeline": replace(

@@ -240,3 +240,17 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
         return assemble.gather(watched.seen)
 
     return _all_cases(arguments, step)
+
+
+def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, and what a further step's all-reduces are, and FSDP's work, in its order."""
+
+    def use(run: Run) -> dict[str, Any]:
+        found = _train(run, arguments["steps"])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            run.engine.train_step(run.batch(arguments["steps"]))
+        events = sorted(profiler.events() or [], key=lambda event: event.time_range.start)
+        names = [event.name for event in events]
+        return {**found, "names": [n for n in names if n.startswith(("FSDP::", "gloo:all_reduce"))]}
+
+    return _all_cases(arguments, use)

@@ -8,6 +8,7 @@ import pytest
 
 from distributed_training.plan.cluster import parse_cluster
 from distributed_training.plan.make import draft_plan
+from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.predict import predict
 from distributed_training.plan.rank import best_layout, rank_layouts, under_strategy
 from distributed_training.settings.config import build_config
@@ -36,11 +37,32 @@ def plan_of(machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
+        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1 does not go with strategy"),
+        ({"strategy": "local_sgd", "bucket_cap_mb": 1.0}, "strategy='local_sgd'"),
+        ({"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}, "single bucket"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
+        ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 does not go with strategy='dp'"),
+        ({"strategy": "zero3", "fsdp_prefetch": 0}, "strategy='zero3'"),
+        ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
+        ({"strategy": "fsdp", "fsdp_prefetch": -1}, "fsdp_prefetch=-1"),
     ],
 )
 def test_refusals(values, said):
     with refused(said):
         plan_of(**{"strategy": "dp", **values})
+
+
+def test_what_goes_with_buckets_and_prefetch():
+    plan_of(strategy="dp", bucket_cap_mb=0.5, gradient_compression="bf16")
+    for layout in ({"dp_replicate": 2}, {"tp": 2, "dp_shard": 2}):
+        plan_of(strategy="3d", **{"pp": 1, "tp": 1, "dp_shard": 2, **layout}, fsdp_prefetch=0)
+    plan_of(processes=1, strategy="fsdp", fsdp_prefetch=2)  # as any other option, of no effect
+    three, one, none = (
+        estimate_memory(plan_of(H200.machine, 8, strategy="fsdp", fsdp_prefetch=ahead))
+        for ahead in (3, 1, 0)
+    )
+    block = one.by_place[0]["copies"] - none.by_place[0]["copies"]
+    assert three.by_place[0]["copies"] - one.by_place[0]["copies"] == pytest.approx(2 * block) != 0
 
 
 def test_fp16_keeps_no_error_that_an_overflow_would_stay_in():

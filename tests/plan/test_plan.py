@@ -240,6 +240,8 @@ OPTIONS = {
     "sequence_parallel": st.booleans(),
     "pipeline_schedule": st.sampled_from(["auto", *PIPELINE_SCHEDULES]),
     "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
+    "bucket_cap_mb": st.none() | st.floats(0.01, 100),
+    "fsdp_prefetch": st.integers(0, 3),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "compile": st.sampled_from(["auto", True, False]),
     "cuda_graphs": st.sampled_from(["auto", True, False]),

@@ -35,9 +35,8 @@ NOT_WORK = {
     "strategy": "dp", "batch_size": 5, "grad_accum_steps": 5,  # the last two: global_batch_size
     "micro_batch_size": 2, "num_microbatches": 2, "deepspeed_config": "x.json", "dp_replicate": 2,
     "dp_shard": -1, "tp": 2, "pp": 2, "sequence_parallel": False, "async_tp": True,
-    "pipeline_schedule": "gpipe",
-    "pipeline_cut": "1,1", "activation_checkpointing": "full", "compile": False,
-    "cuda_graphs": False, "eval_every": 5,
+    "pipeline_schedule": "gpipe", "pipeline_cut": "1,1", "bucket_cap_mb": 0.5, "fsdp_prefetch": 0,
+    "activation_checkpointing": "full", "compile": False, "cuda_graphs": False, "eval_every": 5,
     "eval_samples": -1, "generate": None, "output_dir": "elsewhere", "offload_dir": "elsewhere",
     "checkpoint_every": 0, "keep_checkpoints": 5, "export": False, "resume": "auto",
     "log_to": "wandb", "verbose": True, "keep_best": True, "push": "user/name",

@@ -1,0 +1,70 @@
+"""Pictures of `measure traces`' records: when one process computes and communicates in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+
+COMPUTES, COMMUNICATES, EXPOSED = "#0072b2", "#e69f00", "#000000"
+INCHES = 900 / 96  # a README's width
+
+
+def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str) -> Figure:
+    """A panel for each of the named runs, with a lane for each thing that rank 0 does, over one
+    axis of milliseconds."""
+    runs = [record["runs"][name] for name in names]
+    lanes = [_lanes(run["timeline"]) for run in runs]
+    heights = [len(each) + 1.6 for each in lanes]  # with the panel's title
+    tight = ConstrainedLayoutEngine(h_pad=0.02, hspace=0)
+    figure = Figure(figsize=(INCHES, 0.85 + 0.165 * sum(heights)), layout=tight)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    panels = figure.subplots(
+        len(runs), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    for axes, name, run, own in zip(panels, names, runs, lanes, strict=True):
+        _draw_lanes(axes, own)
+        above = f"{about}\n" if axes is panels[0] else ""
+        axes.set_title(f"{above}{name}: {_told(run)}", fontsize=9, loc="left", pad=3)
+        axes.axvline(run["timeline"]["step_us"] / 1000, color="#999999", linewidth=0.8)
+        axes.tick_params(axis="x", length=3 if axes is panels[-1] else 0)
+    panels[-1].set_xlim(0, max(run["timeline"]["step_us"] for run in runs) / 1000)
+    panels[-1].set_xlabel("milliseconds of one step")
+    return figure
+
+
+def _lanes(timeline: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Label -> colour and spans, from the top."""
+    kinds = {kind: (COMMUNICATES, spans) for kind, spans in timeline["by_kind"].items() if spans}
+    ends = (COMPUTES, timeline["computing"]), (EXPOSED, timeline["exposed"])
+    return {"computes": ends[0], **kinds, "exposed": ends[1]}
+
+
+def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
+    for place, (colour, spans) in enumerate(lanes.values()):
+        top, bottom = place + 0.1, place + 0.9
+        corners = [
+            corner
+            for begin, end in spans
+            for corner in ((begin, top), (end, top), (end, bottom), (begin, bottom), (begin, top))
+        ]
+        codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(spans)
+        # One path a lane: a bar each would make the file four times as long.
+        bars = Path([(x / 1000, y) for x, y in corners], codes)
+        axes.add_patch(PathPatch(bars, color=colour, linewidth=0))
+    axes.set_yticks([place + 0.5 for place in range(len(lanes))], list(lanes), fontsize=8)
+    axes.set_ylim(len(lanes), 0)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _told(run: Mapping[str, Any]) -> str:
+    """Of rank 0, which is drawn."""
+    found = run["ranks"][0]["traced_s"]
+    talks, exposed = (100 * found[part] / found["step"] for part in ("communicating", "exposed"))
+    return f"{exposed:.1f}% exposed, of {talks:.1f}% communication"
