@@ -5,8 +5,10 @@
     python pipedream_runtime.py --benchmark --set num_stages=4 --record out.json
 
 Every schedule runs at every number of microbatches. One of the runs tells how long the stages
-take; fed with that, the simulator predicts the others. --benchmark changes CONFIG's defaults to a
-measurement of GPT-2 medium's blocks on GPUs.
+take; fed with that, the simulator predicts the others, and schedule=search looks for the shortest
+order. --benchmark changes CONFIG's defaults to a measurement of GPT-2 medium's blocks on GPUs:
+GPipe, 1F1B and PipeDream. --benchmark=zero-bubble measures schedules that cut the backward pass,
+and --benchmark=search found orders where sending takes as long as a forward pass.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipedream.config import Rule, parse_arguments
-from pipedream.errors import UserError, main_with_errors
+from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.launch import Process, launch, run_worker, this_process
 from pipedream.runtime.prediction import MeasuredRun, calibrate, can_predict, predict
 from pipedream.runtime.record import build_record, render
 from pipedream.schedules.catalogue import (
+    FOUND,
     SCHEDULES,
     layers_of_a_stage,
     schedule_for_training,
@@ -39,7 +43,8 @@ CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: processes, each with one stage of the model
     "num_microbatches": [4, 8],  # m: microbatches in a batch; one run for each
     "num_batches": 2,  # batches in a run; what does not flush runs through without a pause
-    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run for each
+    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run for each; search: see memory
+    "memory": None,  # of search: microbatches that a rank may hold, one run for each; None: p
     "model": "mlp",  # mlp (small, for the CPU), gpt2-tiny or gpt2-medium (blocks only)
     "layers_per_stage": None,  # None: 2 of mlp, an even share of the blocks of a gpt2
     "microbatch_size": None,  # samples or sequences; None: 8 of mlp, 4 of a gpt2
@@ -56,21 +61,50 @@ CONFIG: dict[str, Any] = {
     "calibrate_on": None,  # the m of the run, of the first schedule, that durations are from
     "check_weights": True,  # train in one process, too, and compare the final weights bit for bit
     "timeout_s": 120,  # a stage that waits longer for another one gives up
+    "go_on": False,  # where a schedule fails, start again without it
 }
 
-BENCHMARK: dict[str, Any] = {
+ON_GPUS: dict[str, Any] = {
     "device": "cuda",
-    "num_microbatches": [4, 8, 16, 32],
-    "num_batches": 3,
     "model": "gpt2-medium",
-    "microbatch_size": 8,  # where a GPU works for as long as the host takes to launch, it waits
     "forward_ms": 0,
     "backward_ms": 0,
     "learning_rate": 0.01,
     "repeats": 3,
     "calibrate_on": 8,
     "check_weights": False,
+    "go_on": True,
 }
+BENCHMARKS: dict[str, dict[str, Any]] = {
+    "flushes": ON_GPUS
+    | {
+        "num_microbatches": [4, 8, 16, 32],
+        "num_batches": 3,
+        "microbatch_size": 8,  # where a GPU works for as long as the host takes to launch, it waits
+    },
+    "zero-bubble": ON_GPUS
+    | {
+        "schedule": [
+            "zb-h1", "1f1b", "zb-h2", "search", "interleaved", "zb-v", "v-half", "v-min",
+        ],
+        "num_microbatches": [8],
+        "layers_per_stage": 6,
+        "microbatch_size": 32,  # F, I and W of half a rank's blocks still take 5 ms of an H200
+        "timeout_s": 60,
+    },
+    "search": ON_GPUS
+    | {
+        "schedule": ["zb-h1", "search", "1f1b", "zb-h2"],
+        "memory": [4, 5, 6],
+        "num_microbatches": [8],
+        "num_batches": 1,
+        "layers_per_stage": 1,  # little work between messages of the same size
+        "microbatch_size": 96,
+        "nccl_max_ctas": 2,  # and a slower link: to send takes about as long as F
+        "repeats": 5,
+        "timeout_s": 60,
+    },
+}  # fmt: skip
 
 RULES: dict[str, Rule] = {
     "num_stages": Rule(text="stages p, one process each", kind=int, low=1, high=64),
@@ -82,8 +116,16 @@ RULES: dict[str, Rule] = {
         text="one run for each; all: those with one copy of the model",
         kind=str,
         many=True,
-        choices=("all", *SCHEDULES),
+        choices=("all", "search", *SCHEDULES),
         or_file=".csv",
+    ),
+    "memory": Rule(
+        text="of search: microbatches that a rank may hold, one run for each; None: num_stages",
+        kind=int,
+        many=True,
+        none=True,
+        low=1,
+        high=4096,
     ),
     "model": Rule(
         text="what is trained; of gpt2 the blocks only",
@@ -137,6 +179,7 @@ RULES: dict[str, Rule] = {
     ),
     "check_weights": Rule(text="compare with the one-process run bit for bit", kind=bool),
     "timeout_s": Rule(text="longest wait for another stage, seconds", kind=float, low=1, high=3600),
+    "go_on": Rule(text="where a schedule fails, start again without it", kind=bool),
 }
 
 EXTRA = {
@@ -147,11 +190,11 @@ EXTRA = {
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
-    """CONFIG, with BENCHMARK's values under --benchmark, and what the command line changes."""
+    """CONFIG, with a benchmark's values under --benchmark, and what the command line changes."""
     base = dict(CONFIG)
-    if "--benchmark" in arguments:
-        arguments = [a for a in arguments if a != "--benchmark"]
-        base |= BENCHMARK
+    for name in [a for a in arguments if a.partition("=")[0] == "--benchmark"]:
+        arguments = [a for a in arguments if a != name]
+        base |= _benchmark(name.partition("=")[2] or "flushes")
     config = parse_arguments(base, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
@@ -169,6 +212,12 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
         if config[key] is not None:
             _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
     return config
+
+
+def _benchmark(name: str) -> dict[str, Any]:
+    if name not in BENCHMARKS:
+        raise UserError(f"there is no benchmark {name!r}", nearest(name, BENCHMARKS))
+    return BENCHMARKS[name]
 
 
 def _check_writable(option: str, path: Path) -> None:
@@ -206,41 +255,71 @@ def main() -> NoReturn:
     if process is None:
         if importlib.util.find_spec("torch") is None:  # once, rather than by every stage
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        command = [sys.executable, os.path.abspath(__file__), *arguments]
-        sys.exit(launch(command, config["num_stages"]))
+        sys.exit(_launch(config, arguments))
     run_worker(lambda own: be_stage(config, arguments, own), process)
+
+
+CASE = "PIPEDREAM_CASE"
+"""Environment: the file in which rank 0 says which case it has begun."""
+
+
+def _launch(config: Mapping[str, Any], arguments: list[str]) -> int:
+    """Start the stages; with go_on again and again, without the schedules that failed."""
+    schedules, code = list(config["schedule"]), 0
+    with tempfile.TemporaryDirectory() as folder:
+        begun = Path(folder, "case")
+        os.environ[CASE] = str(begun)
+        while True:
+            begun.write_text("")
+            command = [sys.executable, os.path.abspath(__file__), *arguments]
+            ended = launch(command, config["num_stages"])
+            failed = begun.read_text()
+            failed = "search" if failed.startswith(FOUND) else failed
+            if ended != 1 or not config["go_on"] or failed not in schedules[1:]:
+                return ended or code
+            schedules.remove(failed)
+            arguments = [*arguments, f"--schedule={','.join(schedules)}"]
+            print(f"note: {failed} failed; starting again without it", file=sys.stderr, flush=True)
+            code = 1
 
 
 def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
     """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.runtime.session import run_session  # torch is imported by the stages only
+    from pipedream.runtime.session import (
+        calibration,
+        run_session,
+    )  # torch is imported by the stages only
     from pipedream.runtime.workload import about
 
     how = about({key: config[key] for key in CONFIG}, arguments)
 
     def keep(runs: list[MeasuredRun]) -> None:
         """A record of the runs so far, so that one that fails does not take them along."""
-        chosen = _calibration(runs, config)
+        chosen = calibration(runs, config)
         if config["record"] is not None and chosen is not None:
             _write_whole(Path(config["record"]), build_record(runs, chosen, how))
 
+    def begin(name: str) -> None:
+        if process.rank == 0 and CASE in os.environ:
+            Path(os.environ[CASE]).write_text(name)
+
     outcome = run_session(
-        config, process, keep_weights=config["weights"] is not None, say=_print_now, keep=keep
+        config,
+        process,
+        keep_weights=config["weights"] is not None,
+        say=_print_now,
+        keep=keep,
+        begin=begin,
     )
     if outcome is None:
         return
-    chosen = _calibration(outcome.runs, config)
+    chosen = calibration(outcome.runs, config)
     assert chosen is not None
     print(render(build_record(outcome.runs, chosen, how)), flush=True)
     if config["trace"] is not None:
         _write_trace(config["trace"], outcome.runs[-1], chosen)
     if config["weights"] is not None:
         _save_weights(config["weights"], outcome)
-
-
-def _calibration(runs: Sequence[MeasuredRun], config: Mapping[str, Any]) -> MeasuredRun | None:
-    """The run that durations are from, once it has been run."""
-    return next((run for run in runs if run.num_microbatches == config["calibrate_on"]), None)
 
 
 def _write_whole(path: Path, record: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from pipedream.draw.compare import MARKERS
 from pipedream.draw.page import GREY, LINE_COLOURS, SMALL, TEXT, new_figure
 from pipedream.runtime.record import GPU_GOAL_POINTS
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.catalogue import title_of
 
 Record = Mapping[str, Any]
 
@@ -50,8 +50,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         head=0.45,
         left=1.05,
         notes=[
-            f"Farthest off: {SCHEDULES[worst['schedule']].title}, m = {worst['num_microbatches']}, "
-            f"{text}"
+            f"Farthest off: {title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
         ],
     )
     ax.axhspan(-GPU_GOAL_POINTS, GPU_GOAL_POINTS, color="#EFEFEF", linewidth=0, zorder=0)
@@ -82,7 +81,7 @@ def _legend(colours: Mapping[str, str], markers: Mapping[str, str]) -> list[Arti
     black: dict[str, Any] = HOLLOW | {"color": "black"}
     legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
     legend += [
-        Line2D([], [], label=SCHEDULES[name].title, **black | {"marker": markers[name]})
+        Line2D([], [], label=title_of(name), **black | {"marker": markers[name]})
         for name in markers
     ]
     filled = {"marker": "o", "markerfacecolor": "black"}

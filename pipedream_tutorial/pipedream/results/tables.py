@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.catalogue import SCHEDULES, title_of
 
 Record = Mapping[str, Any]
 
@@ -109,7 +109,7 @@ def bubble_table(record: Record) -> str:
     m = record["calibration"]["num_microbatches"]
     lines = [f"| m = {m} | idle, measured | simulated |", "| --- | ---: | ---: |"]
     for case in (case for case in record["cases"] if case["num_microbatches"] == m):
-        title = SCHEDULES[case["schedule"]].title + r" \*" * case["calibrated_on"]
+        title = title_of(case["schedule"]) + r" \*" * case["calibrated_on"]
         idle = [f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted")]
         lines.append(f"| {title} | {' | '.join(idle)} |")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from pipedream.runtime.record import (
     render,
     waited_for_host,
 )
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.catalogue import title_of
 
 Record = Mapping[str, Any]
 
@@ -31,12 +31,12 @@ def describe(record: Record) -> str:
     slept = record["emulated_ms"]
     if slept["forward"] or slept["backward"]:
         text += f", {slept['forward']:g} + {slept['backward']:g} ms slept"
-    return f"{text}, times from {SCHEDULES[record['calibration']['schedule']].title}"
+    return f"{text}, times from {title_of(record['calibration']['schedule'])}"
 
 
 def title(record: Record) -> str:
     """'4 stages, CPU, times from GPipe'."""
-    calibration = SCHEDULES[record["calibration"]["schedule"]].title
+    calibration = title_of(record["calibration"]["schedule"])
     return f"{record['num_stages']} stages, {_device(record)}, times from {calibration}"
 
 
@@ -152,7 +152,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
         what = [f"### {record['num_stages']} stages, {_device(record)}", wrapped(_work(record))]
         found += what if what != before else []
         before = what
-        calibration = SCHEDULES[record["calibration"]["schedule"]].title
+        calibration = title_of(record["calibration"]["schedule"])
         found += [f"Times from {calibration}, `{name}`:", _run_table(record["cases"])]
     return found
 
@@ -177,7 +177,7 @@ def _run_table(cases: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name in dict.fromkeys(name for name, _ in runs):
         row = [runs.get((name, m)) for m in sizes]
-        cells = [SCHEDULES[name].title, *("-" if case is None else _cell(case) for case in row)]
+        cells = [title_of(name), *("-" if case is None else _cell(case) for case in row)]
         if memory:
             peaks = [case["measured"]["peak_memory_mib"] for case in row if case is not None]
             cells.append(" ".join("-" if mib is None else f"{mib[0] / 1024:.1f}" for mib in peaks))

@@ -129,7 +129,7 @@ def can_predict(calibrated_on: Schedule, other: Schedule) -> bool:
 def predict(schedule: Schedule, costs: Costs) -> Prediction:
     """Run the orders in the simulator with calibrated costs; where the schedule has other stages
     than they are of, each gets its share of the layers."""
-    timeline = simulate(schedule, _recut(costs, len(schedule.chains[0])))
+    timeline = simulate(schedule, recut(costs, len(schedule.chains[0])))
     return Prediction(
         timeline=timeline,
         makespan_ns=timeline.makespan,
@@ -137,7 +137,9 @@ def predict(schedule: Schedule, costs: Costs) -> Prediction:
     )
 
 
-def _recut(costs: Costs, num_stages: int) -> Costs:
+def recut(costs: Costs, num_stages: int) -> Costs:
+    """Costs of the same layers cut into so many equal stages."""
+
     def each(durations: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
         n = len(durations)
         # In units of 1 / (n num_stages) of the model a stage of theirs is num_stages long.

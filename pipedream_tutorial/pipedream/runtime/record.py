@@ -18,7 +18,8 @@ from pipedream.runtime.prediction import (
     received_before_sent,
     utilisation,
 )
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from pipedream.schedules.catalogue import FOUND
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.simulator import Costs
 
@@ -36,7 +37,8 @@ def build_record(
         calibration    schedule and num_microbatches of the run that the durations are from;
                        forward_ms, backward_ms; communication_ms (see communication_ns)
         cases          one a run, in the order in which they ran: schedule, num_microbatches,
-                       num_batches, calibrated_on (whether it is that run), measured and predicted
+                       num_batches, calibrated_on (whether it is that run), measured and predicted;
+                       of a found order also `found`: by rank, the letters F, I, W of a batch
 
     measured: makespan_ms, utilisation, bubble (1 - utilisation), repeat_makespans_ms,
     forward_ms and backward_ms (medians; B, or I + W), peak_versions, peak_memory_mib (null on a
@@ -65,6 +67,7 @@ def build_record(
                 "num_microbatches": run.num_microbatches,
                 "num_batches": run.num_batches,
                 "calibrated_on": run is calibrated_on,
+                **({"found": _letters(run)} if run.name.startswith(FOUND) else {}),
                 "measured": _measured(run),
                 "predicted": _predicted(run, costs)
                 if can_predict(calibrated_on.schedule, run.schedule)
@@ -73,6 +76,14 @@ def build_record(
             for run in runs
         ],
     }
+
+
+def _letters(run: MeasuredRun) -> list[str]:
+    m = run.num_microbatches
+    return [
+        "".join(op.kind for op in order[: 3 * m] if isinstance(op, Op))
+        for order in run.schedule.orders
+    ]
 
 
 def _measured(run: MeasuredRun) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pipedream.errors import UserError
 from pipedream.runtime.channels import Peer, connect, connection_to, forms_of
 from pipedream.runtime.clocks import build_clock
 from pipedream.runtime.launch import Process, meet
-from pipedream.runtime.prediction import MeasuredRun, makespan_ns
+from pipedream.runtime.prediction import MeasuredRun, calibrate, makespan_ns, recut
 from pipedream.runtime.stage import Station, pace_from_ms, run_rank, warm_up_compute
 from pipedream.runtime.workload import (
     build_workload,
@@ -27,9 +27,10 @@ from pipedream.runtime.workload import (
     on_gpus,
     train_alone,
 )
-from pipedream.schedules.catalogue import schedule_for_training
+from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
+from pipedream.simulate.search import search
 from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import transfers
 from pipedream.train.trainer import Weights
@@ -46,7 +47,11 @@ class Case:
     name: str
     num_microbatches: int
     schedule: Schedule
+    """Orders over all batches."""
     policy: Policy
+    memory: int | None = None
+    """Of an order that is still to be found: microbatches that a rank may hold. Until then
+    `schedule` is 1F1B, which has the same stages and neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +64,36 @@ class Outcome:
 
 
 def build_cases(config: Config) -> list[Case]:
-    """Every schedule at every number of microbatches; UserError for what cannot be trained."""
-    return [
-        Case(name=name, num_microbatches=m, schedule=schedule, policy=policy)
-        for name in config["schedule"]
-        for m in config["num_microbatches"]
-        for schedule, policy in [_orders_of(name, config, m)]
-    ]
+    """Every schedule at every number of microbatches, and a search for every limit on memory.
+
+    Raises UserError for what cannot be trained, and for a search that has no durations to go by.
+    """
+    cases = []
+    for name in config["schedule"]:
+        limits = (config["memory"] or [config["num_stages"]]) if name == "search" else [None]
+        for limit in limits:
+            for m in config["num_microbatches"]:
+                schedule, policy = _orders_of("1f1b" if limit else name, config, m)
+                case = Case(
+                    name=f"{FOUND}{limit}" if limit else name,
+                    num_microbatches=m,
+                    schedule=schedule,
+                    policy=policy,
+                    memory=limit,
+                )
+                cases.append(case)
+    if any(case.memory for case in cases):
+        _check_first(config["schedule"][0], cases[0])
+    return cases
+
+
+def _check_first(name: str, case: Case) -> None:
+    if case.memory or not case.schedule.cuts_backward:
+        what = "nothing runs" if case.memory else f"{name} does not cut its backward passes"
+        raise UserError(
+            f"schedule=search takes measured times of F, I and W, and {what} before it",
+            "set schedule=zb-h1,search",
+        )
 
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
@@ -89,10 +117,12 @@ def run_session(
     keep_weights: bool,
     say: Callable[[str], None],
     keep: Callable[[list[MeasuredRun]], None],
+    begin: Callable[[str], None] = lambda name: None,
 ) -> Outcome | None:
     """Run all cases; what came of them on rank 0, None on the others.
 
-    On rank 0 `say` prints, and `keep` gets the runs so far, after each.
+    On rank 0 `say` prints, and `keep` gets the runs so far, after each. `begin` gets the name of
+    each case before it runs.
     """
     cases = build_cases(config)
     device = _take_device(config, process)
@@ -107,7 +137,12 @@ def run_session(
     runs: list[MeasuredRun] = []
     weights: list[list[Weights]] = []
     wanted = keep_weights or config["check_weights"]
+    done: list[Case] = []
     for case in cases:
+        begin(case.name)
+        if case.memory is not None:
+            case = _found(config, case, runs)
+        done.append(case)
         station = stations[_placement(case.schedule, process.rank)]
         gathered = _gather(_run_case(config, station, case, with_weights=wanted), process)
         if gathered is None:
@@ -128,10 +163,30 @@ def run_session(
         say("  training in one process, to compare the weights")
         runs = [
             replace(run, weights_equal=equal_bits(ours, _alone(config, case, device)))
-            for case, run, ours in zip(cases, runs, weights, strict=True)
+            for case, run, ours in zip(done, runs, weights, strict=True)
         ]
         keep(runs)
     return Outcome(runs=runs, weights=weights if keep_weights else [])
+
+
+def _found(config: Config, case: Case, runs: Sequence[MeasuredRun]) -> Case:
+    """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
+    found: list[Schedule | None] = [None]
+    if dist.get_rank() == 0:
+        chosen = calibration(runs, config)
+        assert chosen is not None
+        assert case.memory is not None
+        costs = recut(calibrate(chosen.events, chosen.schedule), config["num_stages"])
+        found = [search(costs, case.num_microbatches, case.memory).schedule]
+    with connection_to("the other stages"):
+        dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return replace(case, schedule=repeat(found[0], config["num_batches"]))
+
+
+def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | None:
+    """The run that durations are from, once it has been run."""
+    return next((run for run in runs if run.num_microbatches == config["calibrate_on"]), None)
 
 
 def _take_device(config: Config, process: Process) -> torch.device:
