@@ -9,7 +9,8 @@ idle share of the pipeline's ranks in "bubble": what is left of a step's forward
 GPUs that is the time of the kernels in one more step under the profiler, which makes launching
 slower, but not the kernels; copies count, too, but not NCCL's kernels, which run as long as they
 wait. between_operations is the same by the begin and end of the stages' operations, in which
-launching counts as computing. Exchanges of gradients and the optimizer follow that phase and are in
+launching counts as computing; "parts" says where the idle share comes from (bubble.explain).
+Exchanges of gradients and the optimizer follow that phase and are in
 the step time only. Where a step is one CUDA graph, the step time is the graph's, and the idle share
 that of further steps which are launched op by op.
 """
@@ -32,6 +33,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.measure import harness
+from distributed_training.measure.bubble import bubble, explain
 from distributed_training.measure.runs import Measured, Runs, collect, read_plan
 from distributed_training.measure.spans import length, union
 from distributed_training.parallel.pipeline import Pipeline
@@ -46,14 +48,14 @@ COLUMNS = (
     "ideal bubble", "status",
 )  # fmt: skip
 REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
-WATCHED: dict[str, tuple[Any, list[str]]] = {
-    "phase": (Pipeline, ["forward_backward"]),
-    "reduction": (PipelineStage, [REDUCTION]),
-    "computing": (
-        PipelineStage,
-        ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
-    ),
+WATCHED: dict[str, tuple[Any, str]] = {
+    "phase": (Pipeline, "forward_backward"),
+    "reduction": (PipelineStage, REDUCTION),
+    "F": (PipelineStage, "forward_one_chunk"),
+    "B": (PipelineStage, "backward_one_chunk"),  # or I, where a W follows
+    "W": (PipelineStage, "backward_weight_one_chunk"),
 }
+COMPUTING = ("F", "B", "W")
 
 
 class Spans:
@@ -62,16 +64,16 @@ class Spans:
     def __init__(self, device: torch.device) -> None:
         """Every call of WATCHED is marked from now on, for the rest of the process."""
         self.device = device
-        self.marks: dict[str, list[tuple[Any, Any]]] = {}
-        for kind, (owner, names) in WATCHED.items():
-            for name in names:
-                setattr(owner, name, self._watched(kind, getattr(owner, name)))
+        self.marks: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
+        for kind, (owner, name) in WATCHED.items():
+            setattr(owner, name, self._watched(kind, getattr(owner, name)))
 
     def _watched(self, kind: str, function: Any) -> Any:
         def call(*arguments: Any, **words: Any) -> Any:
             begin = self._now()
             result = function(*arguments, **words)
-            self.marks.setdefault(kind, []).append((begin, self._now()))
+            place = (kind, getattr(arguments[0], "stage_index", 0))
+            self.marks.setdefault(place, []).append((begin, self._now()))
             return result
 
         return call
@@ -83,16 +85,23 @@ class Spans:
         event.record()
         return event
 
-    def seconds(self, kind: str, num_steps: int) -> np.ndarray:
+    def seconds(self, num_steps: int, *kinds: str) -> np.ndarray:
         """Of each of the steps since `marks` was emptied: the durations of all calls in it."""
-        marks = self.marks.get(kind, [])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            found = [begin.elapsed_time(end) / 1000 for begin, end in marks]
-        else:
-            found = [end - begin for begin, end in marks]
+        found = [self._durations(place) for place in self.marks if place[0] in kinds]
         # The same calls in every step.
-        return np.array([calls.sum() for calls in np.array_split(found, num_steps)])
+        return sum((of.reshape(num_steps, -1).sum(1) for of in found), np.zeros(num_steps))
+
+    def operations(self) -> dict[str, float]:
+        """Median seconds of each kind of operation of each stage, by names such as "F 0"."""
+        places = [place for place in self.marks if place[0] in COMPUTING]
+        return {f"{k} {s}": float(np.median(self._durations((k, s)))) for k, s in places}
+
+    def _durations(self, place: tuple[str, int]) -> np.ndarray:
+        marks = self.marks[place]
+        if self.device.type != "cuda":
+            return np.array([end - begin for begin, end in marks])
+        torch.cuda.synchronize(self.device)
+        return np.array([begin.elapsed_time(end) / 1000 for begin, end in marks])
 
 
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
@@ -148,24 +157,6 @@ def busy_seconds(trace: dict[str, Any]) -> float:
     return length(union(spans)) / 1e6
 
 
-def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank.
-
-    Of each rank: phase_s and computing_s of the median step, kernels_s of the profiled one or None.
-    """
-    phase = max(rank["phase_s"] for rank in ranks)
-
-    def idle(busy: str) -> dict[str, Any]:
-        shares = [1 - rank[busy] / phase for rank in ranks]
-        return {"idle_share": sum(shares) / len(shares), "by_rank": shares}
-
-    between = idle("computing_s")
-    if ranks[0]["kernels_s"] is None:
-        return {"phase_s": phase, **between, "from": "begin and end of operations"}
-    found = {"phase_s": phase, **idle("kernels_s"), "from": "kernels of one profiled step"}
-    return {**found, "between_operations": between}
-
-
 def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
     """Train a few steps: what was measured on this rank; on rank 0 also what a record says."""
     config, topology = run.plan.config, run.topology
@@ -181,18 +172,22 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
         engine.step.stop()
         _train(run, spans, StepTimer(topology.device))
     num_timed = NUM_STEPS - NUM_WARMUP
-    phases, reductions, computing = (spans.seconds(kind, num_timed) for kind in WATCHED)
+    phases, reductions, computing = (
+        spans.seconds(num_timed, *kinds) for kinds in (("phase",), ("reduction",), COMPUTING)
+    )
     found: dict[str, Any] = {
         "rank": topology.rank,
         **memory.as_dict(),
         "peak_host_bytes": None,  # the process's, with all runs before
         "phase_s": float(np.median(phases - reductions)),
         "computing_s": float(np.median(computing)),
+        "operations_s": spans.operations(),
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
         start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data)
         found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
+        found["stage_ranks"] = run.plan.layout.ranks
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(
             timer.durations_s(),
@@ -217,10 +212,12 @@ def build_record(
 ) -> dict[str, Any]:
     """The record of a run from what its ranks measured and what their allocators could not give
     back before and after it."""
-    start, performance = ranks[0].pop("start"), ranks[0].pop("performance")
+    start, performance, stage_ranks = map(ranks[0].pop, ("start", "performance", "stage_ranks"))
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
     leave_out_left_over(memory, before, after)
     idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
+    if idle is not None and "between_operations" in idle:
+        idle["parts"] = explain(idle, start["pipeline"], stage_ranks)
     ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
     record.update(**ended, performance=performance, memory=memory, bubble=idle)

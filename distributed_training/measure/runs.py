@@ -62,7 +62,7 @@ def collect(
 
 def free_name(record: Record, folder: Path) -> str:
     """What distinguishes the record; the same run again gets a number."""
-    model, precision = record.config["model"], record.config["precision"]
+    model, precision = record.config["model"].rpartition("/")[2], record.config["precision"]
     words = [model, record.strategy["name"], *layout_words(record), precision]
     name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
     names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distributed_training.models import ModelSize, find_model
-from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.machine import Machine
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -122,7 +121,6 @@ def _choose_compile(
         raise UserError(what, fix="set compile to auto or False")
     if config.compile != AUTO:
         return bool(config.compile)
-    obstacle = obstacle or _untried(config, mesh)
     able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
     if able and obstacle:
         notes.append(f"not compiled: {obstacle}")
@@ -169,14 +167,6 @@ def _choose_cuda_graphs(
         raise UserError(what, fix="set cuda_graphs to auto or False")
     if config.cuda_graphs != AUTO:
         return bool(config.cuda_graphs)
-    obstacle = obstacle or _untried(config, mesh)
     if machine.num_gpus and obstacle:
         notes.append(f"no CUDA graph: {obstacle}")
     return machine.num_gpus > 0 and not obstacle
-
-
-def _untried(config: RunConfig, mesh: Mapping[str, int]) -> str:
-    """What "auto" leaves alone, though it is correct on CPUs: it has not run on a GPU yet."""
-    if mesh["pp"] > 1 and SCHEDULES[config.pipeline_schedule].splits_backward:
-        return f"{config.pipeline_schedule}, untried so on a GPU; set it to True to try"
-    return ""

@@ -37,6 +37,7 @@ _RESULTS: dict[str, Callable[[Record], str]] = {
     "GPU memory by rank": lambda r: _by_rank(r.memory.get("by_rank", [])),
     "peak host memory": lambda r: gib(r.memory.get("peak_host_bytes")),
     "bubble": lambda r: _idle(r, (r.bubble or {}).get("idle_share")),
+    "formula + operations + messages + gaps": lambda r: _parts(r),
     "ideal bubble": lambda r: _idle(r, (r.pipeline or {}).get("ideal_bubble"), "no formula"),
     "disk a step": lambda r: _disk(r.disk),
     "ms predicted": lambda r: _number(_predicted(r, "step_time_s"), "{:,.1f}", 1000, "-"),
@@ -75,6 +76,14 @@ def _number(value: float | None, form: str, scale: float = 1.0, missing: str = N
 def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> str:
     """A share of idle time; only pipelines have one."""
     return _number(share, PERCENT, 100, missing) if record.pipeline else "-"
+
+
+def _parts(record: Record) -> str:
+    """Where a bubble comes from, in points (measure/bubble.py)."""
+    parts = (record.bubble or {}).get("parts")
+    return (
+        NOT_MEASURED if parts is None else " ".join(f"{100 * part:+.1f}" for part in parts.values())
+    )
 
 
 def _predicted(record: Record, name: str) -> float | None:

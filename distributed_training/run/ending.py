@@ -32,6 +32,7 @@ SIGNS_OF_A_FULL_DISK = ("file write failed", "PytorchStreamWriter failed", "unex
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
     """Print and record what went wrong, then leave at once."""
+    error = cause_of(error)
     if found := find_full_disk(error):
         remove_unfinished(plan.run_dir)
         what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
@@ -72,6 +73,12 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
     finally:  # even where the disk is full
         os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What made a pipeline's stage fail, where torch says only which stage; else `error`."""
+    wrapped = isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage")
+    return error.__cause__ or error if wrapped else error
 
 
 def find_full_disk(error: BaseException) -> str:

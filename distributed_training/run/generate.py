@@ -43,7 +43,9 @@ def continuation(
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_id]
     for _ in range(num_tokens):
-        last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
+        # A text that grows would be compiled again and again.
+        with torch.compiler.set_stance("force_eager"):
+            last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         weights = (
             (values / temperature).softmax(0) if temperature else (values == values[0]).float()

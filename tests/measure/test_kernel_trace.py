@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from distributed_training.measure.layouts import bubble, busy_seconds, leave_out_left_over
+from distributed_training.measure.bubble import bubble, explain
+from distributed_training.measure.layouts import busy_seconds, leave_out_left_over
 
 
 def event(name, start, duration, kind="kernel"):
@@ -33,15 +34,31 @@ def test_what_is_busy_is_the_union_of_single_ticks():
 
 
 def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
-    first = {"phase_s": 8.0, "computing_s": 6.0, "kernels_s": 5.0}
-    second = {"phase_s": 10.0, "computing_s": 9.0, "kernels_s": 8.0}
+    first = {"phase_s": 8.0, "computing_s": 6.0, "kernels_s": 5.0, "operations_s": {"F 0": 1.0}}
+    second = {"phase_s": 10.0, "computing_s": 9.0, "kernels_s": 8.0, "operations_s": {"F 0": 2.0}}
     found = bubble([first, second])
     assert found["by_rank"] == pytest.approx([0.5, 0.2])
     assert found["idle_share"] == pytest.approx(0.35)
     assert found["between_operations"]["by_rank"] == pytest.approx([0.4, 0.1])
+    assert found["between_operations"]["operations_s"] == {"F 0": 2.0}
     on_cpu = bubble([{**first, "kernels_s": None}, {**second, "kernels_s": None}])
     assert on_cpu["by_rank"] == pytest.approx([0.4, 0.1])
     assert on_cpu["from"] == "begin and end of operations"
+
+
+def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
+    """Two stages and two micro-batches under 1F1B: a third is idle if all take equally long."""
+    pipeline = {"schedule": "1f1b", "num_microbatches": 2, "ideal_bubble": 1 / 3}
+    equal = {"F 0": 1.0, "F 1": 1.0, "B 0": 2.0, "B 1": 2.0}
+    idle = {"idle_share": 0.5, "between_operations": {"idle_share": 0.4, "operations_s": equal}}
+    parts = explain(idle, pipeline, (0, 1))
+    expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
+    assert parts == pytest.approx(expected)
+    # Stage 1 sets the pace: 1 + 2 x (2 + 4) + 2 long, while stage 0 works for 6 of it.
+    idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
+    parts = explain(idle, pipeline, (0, 1))
+    assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
+    assert sum(parts.values()) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
