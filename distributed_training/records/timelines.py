@@ -69,4 +69,4 @@ def _told(run: Mapping[str, Any]) -> str:
     """Of rank 0, which is drawn."""
     found = run["ranks"][0]["traced_s"]
     talks, exposed = (100 * found[part] / found["step"] for part in ("communicating", "exposed"))
-    return f"{exposed:.1f}% exposed, of {talks:.1f}% communication"
+    return f"communicates {talks:.0f}% of the step, {exposed:.0f}% exposed"

@@ -15,6 +15,7 @@ from distributed_training.measure.traces import (
     timeline,
     without_first_step,
 )
+from distributed_training.settings.files import ROOT
 from tests.conftest import SMALL, assert_ok, heavy_pool
 from tests.measure.test_overlap import event
 from tests.support import refused
@@ -122,3 +123,18 @@ def test_a_file_of_another_plan_is_not_written_over(tmp_path):
     file.write_text(json.dumps({"plan": {"runs": {}}, "runs": {}}))
     with refused("of another plan"):
         runs_so_far(file, {"runs": {"dp": {}}})
+
+
+PUBLISHED = {
+    plan: ROOT / "results/records" / plan / "overlap.json"
+    for plan in ("cpu-overlap", "h200-x4-overlap")
+}
+
+
+@pytest.mark.parametrize("name", [name for name, file in PUBLISHED.items() if file.exists()])
+def test_published_shares_are_the_runs(name):
+    record = json.loads(PUBLISHED[name].read_text())
+    assert record["plan"] == json.loads((ROOT / f"results/plans/{name}.json").read_text())
+    assert record["shares"] == summarise(record["runs"])
+    assert list(record["runs"]) == list(record["plan"]["runs"])
+    assert PUBLISHED[name].stat().st_size < 2**20

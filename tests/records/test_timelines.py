@@ -44,9 +44,9 @@ def test_lanes_are_the_records_spans_on_one_axis():
     assert first.get_xlim() == second.get_xlim() == (0, 9)
     assert [axes.lines[0].get_xdata()[0] for axes in figure.axes] == [9, 3]  # the step's end
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles[0] == "of what\none: 10.0% exposed, of 40.0% communication"
-    assert titles[1] == "two: 0.0% exposed, of 40.0% communication"
+    assert titles[0] == "of what\none: communicates 40% of the step, 10% exposed"
+    assert titles[1] == "two: communicates 40% of the step, 0% exposed"
     assert figure.get_figwidth() * 96 == INCHES * 96 == 900
     svg = render(lambda _: figure, ROOT)
     assert svg == render(lambda _: figure, ROOT)
-    assert "10.0% exposed" in svg
+    assert "10% exposed" in svg
