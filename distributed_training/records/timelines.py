@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -55,7 +56,8 @@ def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
         ]
         codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(spans)
         # One path a lane: a bar each would make the file four times as long.
-        bars = Path([(x / 1000, y) for x, y in corners], codes)
+        vertices = np.array(corners, dtype=float).reshape(-1, 2) / (1000, 1)
+        bars = Path(vertices, codes)
         axes.add_patch(PathPatch(bars, color=colour, linewidth=0))
     axes.set_yticks([place + 0.5 for place in range(len(lanes))], list(lanes), fontsize=8)
     axes.set_ylim(len(lanes), 0)
@@ -67,4 +69,4 @@ def _told(run: Mapping[str, Any]) -> str:
     """Of rank 0, which is drawn."""
     found = run["ranks"][0]["traced_s"]
     talks, exposed = (100 * found[part] / found["step"] for part in ("communicating", "exposed"))
-    return f"{exposed:.1f}% exposed, of {talks:.1f}% communication"
+    return f"communicates {talks:.0f}% of the step, {exposed:.0f}% exposed"

@@ -23,7 +23,14 @@ DOCUMENTS = sorted(
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "TRAINING_RESULTS.md", "strategies/LAWS.md", "results/PREDICTIONS.md"]
+    "name",
+    [
+        "README.md",
+        "TRAINING_RESULTS.md",
+        "strategies/README.md",
+        "strategies/LAWS.md",
+        "results/PREDICTIONS.md",
+    ],
 )
 def test_figures_equal_their_records(name):
     assert main(["--check", str(ROOT / name)]) == 0
