@@ -74,11 +74,13 @@ def light_pool() -> Pool:
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
 
-@functools.cache
-def heavy_pool() -> Pool:
+def new_heavy_pool() -> Pool:
     """Processes with torch and DeepSpeed imported: for trainings on CPUs."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return Pool(HEAVY, clean_environment(DS_ACCELERATOR="cpu", **threads))
+
+
+heavy_pool = functools.cache(new_heavy_pool)
 
 
 def settings(values: dict[str, object]) -> list[str]:

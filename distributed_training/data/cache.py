@@ -35,6 +35,7 @@ _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
 _PART = 8  # batches between two notes of how far it is
 _AHEAD = 2  # batches in work while one is written
 _LONG = 20_000_000  # bytes that are worth a line
+_THREADS = 64  # of the tokenizer at most; with so many it takes 0.7 GiB
 logger = logging.getLogger(__name__)
 
 
@@ -95,6 +96,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     splits = {"train": corpus.train, "validation": corpus.validation}
     wanted = {split: source for split, source in splits.items() if source is not None}
     num_bytes = sum(source.num_bytes for source in wanted.values())
+    os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, len(os.sched_getaffinity(0)))))
     if num_bytes > _LONG:
         print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     # All is parsed before anything is tokenised, which takes much longer.

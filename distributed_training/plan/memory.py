@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distributed_training.plan.cost import lost_bytes
 from distributed_training.plan.orders import Order, build_orders
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -51,6 +52,9 @@ class MemoryEstimate:
     by_place: tuple[dict[str, int], ...]  # component -> bytes when all of them together are most
     context_bytes: int  # outside of the allocator, on a GPU
     host_bytes: int  # RAM of one process
+    # Of that, the copy from which a checkpoint is written; 0 where none is made, as where RAM has
+    # no room for it: then training waits while it saves.
+    copy_bytes: int
     disk_bytes: int  # files of one process
 
     @property
@@ -79,13 +83,29 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     host += TOKENISING_BYTES * (not several and not tokenised)
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     held = max(sum(parts.values()) for parts in by_place) * (not on_gpu)
-    held = max(held, 4 * plan.size.num_parameters)
+    held = round(host + max(held, 4 * plan.size.num_parameters) + PINNED * plan.state.host)
+    copy = estimate_copy(plan)
+    copy *= (held + copy) * plan.processes_here <= plan.machine.ram_bytes
     return MemoryEstimate(
         by_place=by_place,
         context_bytes=(CONTEXT_BYTES + NCCL_BYTES * several) * on_gpu,
-        host_bytes=round(host + held + PINNED * plan.state.host),
+        host_bytes=held + copy,
+        copy_bytes=copy,
         disk_bytes=plan.state.disk,
     )
+
+
+def estimate_copy(plan: Plan) -> int:
+    """Bytes that a process copies for a checkpoint: weights and moments in fp32, which all that
+    hold the same divide, and what each process has for itself."""
+    if plan.config.checkpoint_every == 0 or plan.strategy.swaps_to_disk:
+        return 0
+    held = max(_Process(plan, place).parameters for place in range(plan.mesh["pp"]))
+    copies = plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]
+    own = plan.options.bytes_a_parameter() + lost_bytes(plan.config, plan.mesh)
+    if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
+        own += 12
+    return round(held * (12 / copies + own) * (PINNED if plan.machine.num_gpus else 1))
 
 
 def block_bytes(plan: Plan) -> float:

@@ -21,6 +21,7 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, Model, load_json, parse_as
 
 SCHEMA_VERSION = 2
@@ -134,8 +135,11 @@ class RunRecord:
         """Change top-level entries and write the file. Why the run is about to stop, which another
         process may have written into it, is kept unless it ended well after all."""
         self.values.update(values)
-        why = None if self.values["status"] == "ok" else load_state(self.run_dir).error
-        self._write(self.values | ({"error": why} if why else {}))
+        said = {}
+        if self.values["status"] != "ok":
+            with contextlib.suppress(UserError):  # somebody has removed the file
+                said = {"error": self.values["error"] or load_state(self.run_dir).error}
+        self._write(self.values | said)
 
     def _write(self, values: dict[str, Any]) -> None:
         write_json(self.run_dir / RECORD_FILE, values)

@@ -136,15 +136,19 @@ class Watch:
                 orphaned = self._clock
                 self._stop_orphaned()
             elif orphaned and self._clock - orphaned > GRACE_S:
+                self._mark_orphaned()  # rank 0 may have written that it runs since
                 os._exit(128 + signal.SIGTERM)
             if self.world_size > 1:
                 self._look_at_others()
 
     def _stop_orphaned(self) -> None:
         """Training saves and ends as after SIGTERM; before and after it the process just ends."""
+        self._mark_orphaned()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _mark_orphaned(self) -> None:
         pids = ", ".join(str(process.pid) for process in self.launchers)
         mark_stopped(self.run_dir, "interrupted", f"the launcher (process {pids}) was killed")
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def _look_at_others(self) -> None:
         following = (self.rank + 1) % self.world_size

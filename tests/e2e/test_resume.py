@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.plan.memory import estimate_copy
+from distributed_training.plan.plan import load_plan
+from distributed_training.plan.resume import list_checkpoints, read_meta
 from tests.conftest import SMALL, assert_ok, script, train
 from tests.e2e.support import (
     launcher_command,
@@ -127,6 +130,14 @@ def uninterrupted(tmp_path_factory):
         return found[strategy]
 
     return run
+
+
+@pytest.mark.parametrize("strategy", STEPS)
+def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
+    plan = load_plan(uninterrupted(strategy))
+    *_, newest = list_checkpoints(plan.run_dir)
+    fullest = max(read_meta(newest).files.values())  # headers and random numbers included
+    assert estimate_copy(plan) == pytest.approx(fullest, rel=0.05)
 
 
 def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path):

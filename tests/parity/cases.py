@@ -40,7 +40,10 @@ for word, depth in {"six": 6, "eight": 8}.items():
 SIZES["eight-layers-2050"] = gpt2_size(
     vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=32
 )
-# Parts of it are large enough for files, under infinity.
+# Parts of these are large enough for files, under infinity.
+SIZES["eight-wide-layers-2050"] = gpt2_size(
+    vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=120
+)
 SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )

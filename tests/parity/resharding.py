@@ -1,8 +1,10 @@
 """Runs that are saved under one layout and go on under another.
 
-python -m tests.parity.resharding                    all pairs, to results/resharding.json
+python -m tests.parity.resharding --jobs 16          all pairs, to results/resharding.json
 python -m tests.parity.resharding --ring             each layout saved once and resumed once
 python -m tests.parity.resharding --pairs 20 --seed 7
+
+The script's model is wider than the tests', so that infinity has moments in files.
 """
 
 from __future__ import annotations
@@ -12,20 +14,25 @@ import itertools
 import json
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from distributed_training.plan.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
-from tests.parity.support import DEEP, cut, reference, run_cases, split
+from tests.conftest import new_heavy_pool
+from tests.parity.support import DEEP, cut, reference, run_cases, small_infinity, split
+from tests.pool import Pool
 
 # Two stages for each of four processes, and an embedding with rows of padding.
 EIGHT = {**DEEP, "model": "eight-layers-2050"}
+WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
 NUM_STEPS = 6  # it is saved after half of them
-AT_ONCE = 40  # pairs, in one start of processes
+AT_ONCE = 40  # pairs, about, of which a job takes all that were saved under some layouts
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
 # Name -> CONFIG and, last in the name, processes.
@@ -35,10 +42,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         for name in ("dp", "zero1", "zero2", "zero3", "offload", "fsdp")
         for count in (1, 2, 4)
     },
-    # Not on four: its buffers take 2 GB a process.
     **{
-        f"infinity x {count}": {"strategy": "infinity", **cut(1)}
-        for count in ((1, 2) if has_libaio() else ())
+        f"infinity x {count}": {**small_infinity(), **cut(1)}
+        for count in ((1, 2, 4) if has_libaio() else ())
     },
     **{f"tp x {count}": {**split(tp=count), **cut(1)} for count in (2, 4)},
     **{f"pp-1f1b x {count}": {**split(pp=count), **cut(4)} for count in (2, 4)},
@@ -73,15 +79,18 @@ def draw_ring(seed: int) -> list[Pair]:
 
 
 def reshard(
-    pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT
+    pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT, pool: Pool | None = None
 ) -> dict[Pair, dict[str, float]]:
     """How far each pair's second half is from one process that was never stopped: the largest
     relative difference of a loss, and of a weight's 2-norm."""
     pairs = list(pairs)
-    return resume(pairs, save({saved for saved, _ in pairs}, folder, work), work)
+    runs = _save({saved for saved, _ in pairs}, folder, work, pool)
+    return _resume(pairs, runs, work, pool)
 
 
-def save(layouts: Iterable[str], folder: Path, work: Mapping[str, Any] = EIGHT) -> dict[str, str]:
+def _save(
+    layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
+) -> dict[str, str]:
     """Train each for half of the steps; its run's folder."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
@@ -89,15 +98,14 @@ def save(layouts: Iterable[str], folder: Path, work: Mapping[str, Any] = EIGHT) 
             name: {**work, **LAYOUTS[name], "output_dir": str(folder / name.replace(" ", ""))}
             for name in names
         }
-        runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS)
+        runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS, pool=pool)
     return runs
 
 
-def resume(
-    pairs: Iterable[Pair], runs: dict[str, str], work: Mapping[str, Any] = EIGHT
+def _resume(
+    pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
 ) -> dict[Pair, dict[str, float]]:
-    """As `reshard`, from the folders that `save` gave."""
-    pairs = list(pairs)
+    """As `reshard`, from the folders that `_save` gave."""
     expected, found = reference(dict(work), steps=NUM_STEPS), {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
         cases = {
@@ -105,7 +113,8 @@ def resume(
             for saved, goes_on in pairs
             if goes_on in names
         }
-        for words, actual in run_cases(cases, count, what="go_on", steps=NUM_STEPS).items():
+        ended = run_cases(cases, count, what="go_on", steps=NUM_STEPS, pool=pool)
+        for words, actual in ended.items():
             saved, goes_on = words.split(" -> ")
             found[saved, goes_on] = _distance(actual, expected)
     return found
@@ -128,27 +137,49 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
     }
 
 
+def cut_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """About AT_ONCE pairs each; a saved run is one job's, as no two may go on with it at a time."""
+    jobs: list[list[Pair]] = []
+    for _, own in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
+        if not jobs or len(jobs[-1]) > AT_ONCE / 2:
+            jobs.append([])
+        jobs[-1] += own
+    return jobs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, help="so many, drawn at random (default: all)")
     parser.add_argument("--ring", action="store_true", help="each layout once on either side")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time, of 4 processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
     a = parser.parse_args()
     pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
-    pairs = sorted(draw_ring(a.seed) if a.ring else pairs, key=lambda pair: processes_of(pair[1]))
-    rows: list[dict[str, Any]] = []
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        runs = save({saved for saved, _ in pairs}, Path(folder))
-        for first in range(0, len(pairs), AT_ONCE):
-            found = resume(pairs[first : first + AT_ONCE], runs)
+    pairs = draw_ring(a.seed) if a.ring else pairs
+    rows, began = list[dict[str, Any]](), time.monotonic()
+    record = {"model": WIDE["model"], "num_steps": NUM_STEPS, "versions": versions()}
+    if not has_libaio():
+        record["left_out"] = "infinity: libaio is not installed"
+    reference(dict(WIDE), steps=NUM_STEPS)  # once for all jobs
+    own, moments = threading.local(), list[int]()
+
+    def work(job: list[Pair]) -> dict[Pair, dict[str, float]]:
+        if not hasattr(own, "pool"):
+            own.pool = new_heavy_pool()
+        with tempfile.TemporaryDirectory() as folder:
+            found = reshard(job, Path(folder), WIDE, own.pool)
+            moments.append(len(list(Path(folder).rglob("exp_avg_sq-*.swp"))))
+        return found
+
+    with ThreadPoolExecutor(a.jobs) as jobs:
+        for found in jobs.map(work, cut_jobs(pairs)):
             rows += [{"saved": one, "resumed": other, **far} for (one, other), far in found.items()]
+            about = {**record, "files_of_moments": sum(moments), "pairs": rows}
+            a.out.write_text(json.dumps(about, indent=1) + "\n")
             print(
                 f"{len(rows)} of {len(pairs)} pairs, {time.monotonic() - began:.0f} s", flush=True
             )
-    record = {"model": EIGHT["model"], "num_steps": NUM_STEPS, "versions": versions()}
-    a.out.write_text(json.dumps({**record, "pairs": rows}, indent=1) + "\n")
     for key, limit in (("loss", LOSS_TOLERANCE), ("weight", WEIGHT_TOLERANCE)):
         worst = max(rows, key=lambda row: row[key])
         print(f"largest difference of a {key}: {worst[key]:.1e} ({worst})")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tests.conftest import clean_environment, heavy_pool
-from tests.pool import Pool
+from tests.pool import ROOT, Pool
 from tests.support import small_text
 
 BASE = {
@@ -44,16 +47,17 @@ def run_cases(
     what: str = "train",
     steps: int = NUM_STEPS,
     failing: bool = False,
+    pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
     """What a function of tests.parity.cases finds in each of the cases, which may say
-    `global_batch` instead of batch_size."""
+    `global_batch` instead of batch_size; on `pool`, or the one that all tests share."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
             values["batch_size"], rest = divmod(values.pop("global_batch"), num_processes)
             assert rest == 0, "the global batch is the same on any number of processes"
-    return _pool(**environment).call(
+    return (pool or _pool(**environment)).call(
         f"tests.parity.cases:{what}",
         {"cases": cases, "steps": steps, "failing": failing},
         num_processes=num_processes,
@@ -65,6 +69,21 @@ def run_cases(
 def _pool(**environment: str) -> Pool:
     """On GPUs nothing is imported before the fork, as CUDA would not survive it."""
     return Pool((), clean_environment(**environment)) if environment else heavy_pool()
+
+
+@functools.cache
+def small_infinity() -> dict[str, str]:
+    """CONFIG of infinity with buffers and groups as small as the models here: where these have a
+    million parameters their largest groups lie on the disk."""
+    deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
+    zero = deepspeed["zero_optimization"]
+    zero["sub_group_size"] = 2**18
+    zero["offload_param"]["buffer_size"] = 2**19
+    file = Path(tempfile.gettempdir()) / f"small-infinity-of-tests-{os.getuid()}.json"
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+        json.dump(deepspeed, new)
+    os.replace(new.name, file)  # whole, whoever else reads it
+    return {"strategy": "infinity", "deepspeed_config": str(file)}
 
 
 def reference(values: dict[str, Any], *, steps: int = NUM_STEPS) -> dict[str, Any]:

@@ -9,8 +9,14 @@ import pytest
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import cut_data
 from distributed_training.plan.make import make_plan
-from distributed_training.plan.memory import TOKENISING_BYTES, estimate_memory
+from distributed_training.plan.memory import (
+    PINNED,
+    TOKENISING_BYTES,
+    estimate_copy,
+    estimate_memory,
+)
 from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE
 
@@ -108,3 +114,29 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
     first, second = predicted(1), predicted(1)
     assert first - second == TOKENISING_BYTES
     assert predicted(2) < first
+
+
+def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
+    """fp32 weights and both moments, divided over all that hold the same; page-locked on a GPU."""
+    four, none = (peak(tmp_path, 4, strategy="dp", checkpoint_every=every) for every in (None, 0))
+    assert four.copy_bytes == pytest.approx(PINNED * 3 * four.fullest["parameters"] / 4)
+    assert four.host_bytes == none.host_bytes + four.copy_bytes
+    assert none.copy_bytes == 0
+    small = dataclasses.replace(GPU_MACHINE, ram_bytes=4 * four.host_bytes - 1)
+    plan = plan_for(tmp_path, small, 4, model="gpt2", strategy="dp", checked=False)
+    assert estimate_memory(plan).host_bytes == none.host_bytes
+    infinity = peak(tmp_path, strategy="infinity")
+    assert infinity.copy_bytes == 0, "what does not fit into RAM is not copied there"
+
+
+def test_replicas_that_differ_are_copied_whole(tmp_path):
+    """Weights and moments of each, and what the outer step remembers, beside the mean's."""
+    rates = {"as it is": (1.0, 0.0), "outer rate": (0.7, 0.0), "DiLoCo": (0.7, 0.9)}
+    found = {}
+    for name, (rate, momentum) in rates.items():
+        words = {"model": "gpt2-tiny", "strategy": "local_sgd", "output_dir": str(tmp_path)}
+        words |= {"outer_lr": rate, "outer_momentum": momentum}
+        config = build_config(words, defaults=strategy_defaults, options=strategy_options)
+        plan = make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2)
+        found[name] = estimate_copy(plan) / plan.size.num_parameters
+    assert found == pytest.approx({"as it is": 18, "outer rate": 22, "DiLoCo": 26}, rel=0.01)

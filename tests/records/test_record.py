@@ -112,6 +112,20 @@ def test_a_finished_run_does_not_fail_afterwards(tmp_path):
     assert load_state(tmp_path).status == "ok"
 
 
+def test_why_a_run_is_about_to_stop_is_not_lost_while_it_saves(tmp_path):
+    record = start_record(tmp_path)
+    mark_stopped(tmp_path, "interrupted", "the launcher was killed")
+    record.update(step=3)
+    record.update(status="interrupted")
+    assert load_state(tmp_path).error == "the launcher was killed"
+    record.update(status="ok")
+    assert load_state(tmp_path).error is None
+    assert start_record(tmp_path).values["error"] is on_disk(tmp_path)["error"] is None
+    (tmp_path / RECORD_FILE).unlink()
+    record.update(status="interrupted")
+    assert load_state(tmp_path).status == "interrupted"
+
+
 def ended_pid():
     """Of a process that was there."""
     process = subprocess.Popen([sys.executable, "-c", ""])
