@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream.schedules.catalogue import SCHEDULES, title_of
@@ -104,15 +104,41 @@ def _loss(row: Mapping[str, Any] | None) -> str:
     return text + diverged * (row["num_diverged"] > 0)
 
 
-def bubble_table(record: Record) -> str:
-    """A line for each run of as many microbatches as were calibrated on."""
-    m = record["calibration"]["num_microbatches"]
-    lines = [f"| m = {m} | idle, measured | simulated |", "| --- | ---: | ---: |"]
-    for case in (case for case in record["cases"] if case["num_microbatches"] == m):
-        title = title_of(case["schedule"]) + r" \*" * case["calibrated_on"]
-        idle = [f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted")]
-        lines.append(f"| {title} | {' | '.join(idle)} |")
+def bubble_table(records: Sequence[Record]) -> str:
+    """A line for each schedule, a column for each record; as many microbatches as were calibrated
+    on."""
+    sizes = [record["calibration"]["num_microbatches"] for record in records]
+    runs = [
+        {case["schedule"]: case for case in record["cases"] if case["num_microbatches"] == m}
+        for record, m in zip(records, sizes, strict=True)
+    ]
+    lines = [
+        "| schedule | " + " | ".join(map(_column, records)) + " |",
+        "| --- |" + " ---: |" * len(records),
+    ]
+    for name in dict.fromkeys(name for of_record in runs for name in of_record):
+        cells = [_idle(of_record.get(name)) for of_record in runs]
+        lines.append(f"| {title_of(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _column(record: Record) -> str:
+    """'4 CPU processes, 2 batches of m = 8, c = 0.042 F'."""
+    found, batches = record["calibration"], record["config"]["num_batches"]
+    where = record["machine"]["device"].partition(",")[0]
+    ratio = found["communication_ms"] * record["num_stages"] / sum(found["forward_ms"])
+    where = f"{where} processes" if where == "CPU" else where.replace("NVIDIA ", "") + "s"
+    size = f"{batches} batch{'es' * (batches > 1)} of m = {found['num_microbatches']}"
+    return f"{record['num_stages']} {where}, {size}, c = {ratio:.2g} F"
+
+
+def _idle(case: Record | None) -> str:
+    """'1,173 ms, 14.0% (13.3%)': makespan, idle share measured and simulated."""
+    if case is None:
+        return "-"
+    measured, simulated = (f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted"))
+    star = r" \*" * case["calibrated_on"]
+    return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){star}"
 
 
 WAYS = {
