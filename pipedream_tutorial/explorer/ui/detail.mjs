@@ -4,7 +4,7 @@ import { shortNumber } from "../engine/fraction.mjs";
 
 const KIND_TEXTS = {
   F: "forward pass",
-  R: "forward pass again, for activations that were not kept",
+  R: "forward pass once more, as its activations were not kept,",
   B: "backward pass",
   I: "input gradient, the first half of the backward pass",
   W: "weight gradient, the second half of the backward pass",
