@@ -119,11 +119,14 @@ def bubble_table(records: Sequence[Record]) -> str:
 
 
 def _column(record: Record) -> str:
-    """'4 CPU processes, 2 batches of m = 8, c = 0.042 F'."""
+    """'4 CPU processes that sleep, 2 batches of m = 8, c = 0.042 F'."""
     found, batches = record["calibration"], record["config"]["num_batches"]
     where = record["machine"]["device"].partition(",")[0]
     ratio = found["communication_ms"] * record["num_stages"] / sum(found["forward_ms"])
-    where = f"{where} processes" if where == "CPU" else where.replace("NVIDIA ", "") + "s"
+    if where == "CPU":
+        where += " processes" + " that sleep" * any(record["emulated_ms"].values())
+    else:
+        where = where.replace("NVIDIA ", "") + "s"
     size = f"{batches} batch{'es' * (batches > 1)} of m = {found['num_microbatches']}"
     return f"{record['num_stages']} {where}, {size}, c = {ratio:.2g} F"
 
