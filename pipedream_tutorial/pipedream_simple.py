@@ -56,6 +56,7 @@ CONFIG: dict[str, Any] = {
     "communication": 0,  # time from one rank to the next
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
     "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
+    "reorder": False,  # V-Half and V-Min: fill and drain sooner, in the same memory
     "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
     "chunks": 2,  # stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
@@ -89,6 +90,11 @@ OWN_RULES = {
         high=1,
         text="compute activations again before each backward pass (R, as long as F); the value is "
         "the share of them kept until then, the stage's input; None: keep all",
+    ),
+    "reorder": Rule(
+        kind=bool,
+        text="V-Half and V-Min: move operations forward while the pipeline fills and drains, in "
+        "the same memory",
     ),
     "verbose": Rule(
         kind=bool,
@@ -251,7 +257,7 @@ def print_closed_form(row: Row) -> None:
             else f"perhaps: no order in this memory takes less than {number(row.bound)}",
         )
     elif form is None:
-        print(begin + "none with uneven stages, communication, overlap, recomputation or a file")
+        print(begin + "none with uneven stages, communication, overlap, R, reordering or a file")
     elif form.makespan_idle is None or form.span_idle is None:
         print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
     else:

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 from pipedream.errors import UserError
+from pipedream.schedules.building_blocks import reordered
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.formulas import Case, idle_fraction, short_run_versions
@@ -213,6 +214,26 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
     names = ("zb-v", "v-half", "v-min", "1f1b")
     found = [makespan_idle(name, even(8, 16)) for name in names]
     assert found == [Fraction(7, 2), 13, Fraction(27, 2), 21]
+
+
+def test_reordering_takes_the_pause_out_of_v_half_in_the_same_memory() -> None:
+    """With p even a block has a pause of three slots, which the ends need not wait for."""
+    for p in range(2, 13):
+        for m in (p, 2 * p + 1):
+            block = build_schedule("v-half", p, m)
+            found = reordered(block)
+            assert max(peak_activations(found)) == max(peak_activations(block))
+            assert set(found.ops()) == set(block.ops())
+            idle = simulate(found, build_costs(found)).makespan - 3 * m
+            assert idle == Fraction(7 * p - 10, 4) if p % 2 == 0 else Fraction(7 * (p - 1), 4)
+            before = simulate(block, build_costs(block)).makespan - 3 * m
+            assert idle == before - Fraction(3, 2) * (p % 2 == 0)
+    for p in (2, 3, 4, 6, 9):
+        block = build_schedule("v-min", p, 2 * p)
+        found = reordered(block)
+        assert max(peak_activations(found)) == max(peak_activations(block))
+        shorter = [simulate(s, build_costs(s)).makespan for s in (found, block)]
+        assert shorter[0] < shorter[1] or p == 4
 
 
 def test_v_min_and_v_half_where_their_range_ends() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, load_csv, one_chain, repeat, save_csv
+from pipedream.schedules.ops import Op, load_csv, one_chain, recomputed, repeat, save_csv
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import activation_steps, idle, peak_activations
@@ -52,10 +52,11 @@ def ask(questions):
     return json.loads(done.stdout)
 
 
-def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0):
+def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=None):
     names = dict(zip("FIWc", map(str, durations), strict=True))
     return names | {
         "p": p, "m": m, "v": v, "n": n, "scale": [*map(str, scale)], "saving": str(saving), "K": 0,
+        "recompute": kept is not None, "kept": kept or "1/20",
     }  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def grid():
                 scale = [] if even else chance.choices(factors, k=p * chance.choice([1, 2, 3]))
                 saving = 0 if even else chance.choice(["0", "1/2", "1"])
                 v, n = chance.choice([1, 2, 3]), chance.choice([1, 2, 4])
-                found.append((name, chosen(p, m, v, n, given, scale, saving)))
+                kept = None if even else chance.choice([None, "0", "1/20", "0.3", "1"])
+                found.append((name, chosen(p, m, v, n, given, scale, saving, kept)))
         found.append((name, chosen(4, 8, durations=(1, 1, 0, 1))))
     return found
 
@@ -83,6 +85,8 @@ def in_python(name, c):
     repeats = c["n"] if SCHEDULES[name].policy == "flush" else 1
     m = c["m"] * c["n"] // repeats
     schedule = repeat(build_schedule(name, c["p"], m, c["v"]), repeats)
+    if c["recompute"]:
+        schedule = recomputed(schedule, Fraction(c["kept"]))
     stages = len(schedule.chains[0])
     scale = c["scale"] and stage_factors([*map(Fraction, c["scale"])], stages)
     costs = build_costs(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 from browser import Browser, find_browser
 from matplotlib.image import imread
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import save_csv
+from pipedream.schedules.ops import recomputed, save_csv
+from pipedream.simulate.comparison import stage_factors
+from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import MeasuredEvent, write_trace
 from test_explorer_engine import grid, python_or_error
@@ -134,9 +137,9 @@ def lab(linear):
 def test_colours_of_kinds_differ_for_the_colour_blind(browser, dark):
     """By 20 and more, where 2.3 is a difference that one just sees."""
     browser.open(PAGE, dark=dark)
-    theme = browser.js("Object.fromEntries(Object.entries(explorer.main.theme).slice(0, 6))")
+    theme = browser.js("Object.fromEntries(Object.entries(explorer.main.theme).slice(0, 7))")
     seen = {}
-    for name in ("F", "B", "I", "W", "lane"):
+    for name in ("F", "R", "B", "I", "W", "lane"):
         srgb = np.frombuffer(bytes.fromhex(theme[name][1:]), np.uint8) / 255
         seen[name] = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     for kind, matrix in BLINDNESS.items():
@@ -156,7 +159,7 @@ def test_a_slider_changes_the_timeline_and_the_address(browser):
     schedule = build_schedule("1f1b", 4, 9)
     wanted = simulate(schedule, build_costs(schedule, communication="1/3")).makespan
     assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
-    browser.wait("location.hash.includes('m=9')")
+    browser.wait("location.hash.includes('m=9') && location.hash.includes('c=1')")
     hash_ = browser.js("location.hash")
     browser.open(PAGE, hash_)
     assert browser.js("explorer.main.run.numbers.makespan.toString()") == str(wanted)
@@ -255,6 +258,40 @@ def test_the_keyboard_is_enough(browser):
     before = browser.js("explorer.player.time")
     browser.key(".")
     assert browser.js("explorer.player.time") > before
+
+
+def test_recomputation_and_uneven_stages_of_a_rank_by_keyboard(browser):
+    browser.open(PAGE, "#schedule=zb-v&m=6")
+    assert browser.js("document.getElementById('kept-box').hidden")
+    press(browser, "'#recompute'", "Space")
+    press(browser, "'#kept'", "ArrowRight")
+    press(browser, "'#uneven summary'", "Enter")
+    press(browser, "'#chunked'", "Space")
+    press(browser, "'#scales label:nth-child(8) input'", "ArrowRight", "ArrowRight")
+    assert "part 7, rank 0" in text(browser, "scales")
+    assert "R, forward again" in text(browser, "legend")
+    kept = browser.js("explorer.store.chosen.kept")
+    assert Fraction(kept) > Fraction(1, 20)
+    schedule = recomputed(build_schedule("zb-v", 4, 6), Fraction(kept))
+    scale = stage_factors([Fraction(1)] * 7 + [Fraction(3, 2)], 8)
+    wanted = str(simulate(schedule, build_costs(schedule, scale=scale)).makespan)
+    held = [*map(str, peak_activations(schedule))]
+    for _ in range(2):  # as set, and from the address
+        assert browser.js("explorer.main.run.numbers.makespan.toString()") == wanted
+        assert browser.js("explorer.main.run.numbers.peakActivations.map(String)") == held
+        browser.wait("location.hash.includes('_1.5') && location.hash.includes('recompute=1')")
+        browser.open(PAGE, browser.js("location.hash"))
+    press(browser, "'#uneven summary'", "Enter")
+    press(browser, "'#chunked'", "Space")
+    assert browser.js("document.getElementById('scales').children.length") == 4
+    browser.js("explorer.store.change({ schedule: 'search' })")
+    assert "search has no recomputation" in browser.js("explorer.main.error.textContent")
+
+
+def press(browser, selector, *keys):
+    browser.js(f"document.querySelector({selector}).focus()")
+    for key in keys:
+        browser.key(key)
 
 
 def solve_third(browser):

@@ -136,6 +136,37 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
     assert "stage 2" not in done.stderr
 
 
+STAGE = """
+import os, sys
+from pathlib import Path
+names = sys.argv[-1].partition("=")[2].split(",")
+for name in names:
+    Path(os.environ["PIPEDREAM_CASE"]).write_text(name + "-4" * (name == "search"))
+    if name in ("1f1b", "search"):
+        sys.exit(1)
+Path(sys.argv[1]).write_text(" ".join(names))
+"""
+
+
+@pytest.mark.parametrize(("go_on", "ran"), [(True, "zb-h1 zb-h2"), (False, None)])
+def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(go_on, ran, tmp_path):
+    """Real processes that stand for the stages: they say what they begin, as rank 0 does."""
+    (tmp_path / "stage.py").write_text(STAGE)
+    names = ["zb-h1", "1f1b", "search", "zb-h2"]
+    config = {"schedule": names, "num_stages": 1, "go_on": go_on}
+    code = (
+        "import sys, pipedream_runtime as r; "
+        f"sys.argv[0] = {str(tmp_path / 'stage.py')!r}; "
+        f"sys.exit(r.launch_all({config!r}, sys.argv[1:]))"
+    )
+    arguments = [str(tmp_path / "ran"), f"--schedule={','.join(names)}"]
+    done = run(["-c", code, *arguments], start=[sys.executable])
+    assert done.returncode == 1
+    assert done.stderr.count("failed; starting again without it") == (2 if go_on else 0)
+    assert (tmp_path / "ran").exists() == go_on
+    assert not go_on or (tmp_path / "ran").read_text() == ran
+
+
 @pytest.mark.timeout(90)
 def test_torchrun_works_too(tmp_path):
     done = run(

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 from pipedream.errors import UserError
+from pipedream.runtime.cases import build_cases
 from pipedream.runtime.channels import Inbox, Peer
 from pipedream.runtime.clocks import EventClock
 from pipedream.runtime.prediction import makespan_ns
+from pipedream.runtime.settings import BENCHMARKS
 from pipedream.runtime.stage import Station, pace_from_ms, run_rank
 from pipedream.runtime.workload import build_workload, on_gpus
 from pipedream.schedules.catalogue import schedule_for_training
@@ -289,6 +291,19 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(device, gpus, expected, 
             UserError, match="a GPU for each of 6 stages, and this machine has 5; set"
         ):
             on_gpus({"device": device, "num_stages": 6})
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_can_be_built_for_four_stages(name):
+    config = read_config([f"--benchmark={name}"])
+    assert config == read_config([]) | BENCHMARKS[name] | {"calibrate_on": 8}
+    cases = build_cases(config)
+    assert cases[0].num_microbatches in config["num_microbatches"]
+    assert [case.memory for case in cases if case.memory] == {
+        "flushes": [], "zero-bubble": [4], "search": [4, 5, 6],
+    }[name]  # fmt: skip
+    with pytest.raises(UserError, match="there is no benchmark 'serch'; did you mean 'search'"):
+        read_config(["--benchmark=serch"])
 
 
 def test_a_benchmark_asks_for_gpus_unless_told_otherwise(monkeypatch):

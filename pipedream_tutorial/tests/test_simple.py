@@ -226,6 +226,7 @@ OTHER = {
     "communication": "0.25",
     "overlap_saving": "0.5",
     "recompute": "1/20",
+    "reorder": "yes",
     "stage_scale": "1,2",
     "chunks": "3",
     "num_batches": "3",

@@ -12,6 +12,9 @@ export function toCsv(schedule) {
   if (schedule.chains.length > 1) {
     throw new RuleError("a CSV cannot say that there are two copies of the model");
   }
+  if (schedule.ops().some((op) => op.kind === "R")) {
+    throw new RuleError("a CSV has no operation that recomputes");
+  }
   return schedule.orders.map((order) => order.map((i) => i.text).join() + "\r\n").join("");
 }
 

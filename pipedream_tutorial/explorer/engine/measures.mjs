@@ -19,14 +19,26 @@ export function idle(timeline) {
 }
 
 // By rank: after each operation, how many stages' activations of a microbatch the rank holds. A
-// forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
+// forward pass adds one; it goes with the backward pass, or with W where that is cut in two. Where
+// there is an R, the forward pass is there twice: with all that it computes (`begins`), and with the
+// share that stays when it ends; R adds the rest. `parts`: the same, in units of 1/kept.d.
 export function activationSteps(schedule) {
+  const all = Number(schedule.kept.d);
+  const gone = all - Number(schedule.kept.n);
+  const again = new Set(schedule.ops().flatMap((op) => (op.kind === "R" ? [op.stage + "," + op.microbatch] : [])));
   return schedule.orders.map((order) => {
-    let held = 0;
+    let parts = 0;
+    const after = (op, change, begins) => {
+      parts += change;
+      return { op, parts, held: parts / all, begins };
+    };
     return order.flatMap((item) =>
-      item.parts.map((op) => {
-        held += { F: 1, B: -1, I: 0, W: -1 }[op.kind];
-        return { op, held };
+      item.parts.flatMap((op) => {
+        if (op.kind === "F" && again.has(op.stage + "," + op.microbatch)) {
+          return [after(op, all, true), after(op, -gone, false)];
+        }
+        const change = { F: all, R: gone, B: -all, I: 0, W: -all }[op.kind];
+        return [after(op, change, change > 0)];
       }),
     );
   });
@@ -34,9 +46,9 @@ export function activationSteps(schedule) {
 
 // Most activations that each rank holds, in microbatches of a rank's whole share.
 export function peakActivations(schedule) {
-  const v = BigInt(schedule.stagesPerRank);
+  const v = BigInt(schedule.stagesPerRank) * schedule.kept.d;
   return activationSteps(schedule).map(
-    (steps) => new Fraction(BigInt(Math.max(0, ...steps.map((step) => step.held))), v),
+    (steps) => new Fraction(BigInt(Math.max(0, ...steps.map((step) => step.parts))), v),
   );
 }
 
@@ -64,15 +76,15 @@ export function placesOf(schedule) {
   return found;
 }
 
-// By rank: [time in ticks, stages' activations held from then on], from the start of a forward pass
-// to the end of the pass that frees them.
+// By rank: [time in ticks, stages' activations held from then on], from the start of the pass that
+// makes them to the end of the pass that frees them.
 export function heldActivations(timeline) {
   const at = placesOf(timeline.schedule);
   return activationSteps(timeline.schedule).map((steps, rank) =>
     changes(
-      steps.map(({ op, held }) => {
+      steps.map(({ op, held, begins }) => {
         const { index } = at.get(op.text);
-        const side = op.kind === "F" ? timeline.starts : timeline.ends;
+        const side = begins ? timeline.starts : timeline.ends;
         return [side[rank][index], held];
       }),
       0,

@@ -1,7 +1,8 @@
 // What an operation waits for, and which orders are whole (simulate/needs.py).
 //
 // F of a stage     needs F of the stage before it
-// B, I of a stage  need B or I of the stage after it, and this stage's own F
+// B, I of a stage  need B or I of the stage after it, and this stage's own R, or F
+// R of a stage     needs this stage's own F
 // W of a stage     needs this stage's own I
 
 import { RuleError, keyOf } from "./ops.mjs";
@@ -17,8 +18,10 @@ export class DeadlockError extends RuleError {
 export class Needs {
   constructor(schedule) {
     this.halves = new Set();
+    this.again = new Set();
     for (const op of schedule.ops()) {
       if (op.kind === "I") this.halves.add(`${op.stage},${op.microbatch}`);
+      if (op.kind === "R") this.again.add(`${op.stage},${op.microbatch}`);
     }
     this.after = new Map();
     this.before = new Map();
@@ -38,7 +41,9 @@ export class Needs {
       return previous === undefined ? [] : [keyOf("F", previous, microbatch)];
     }
     if (kind === "W") return [keyOf("I", stage, microbatch)];
-    const own = keyOf("F", stage, microbatch);
+    const first = keyOf("F", stage, microbatch);
+    if (kind === "R") return [first];
+    const own = this.again.has(`${stage},${microbatch}`) ? keyOf("R", stage, microbatch) : first;
     const following = this.after.get(stage);
     if (following === undefined) return [own];
     const cut = this.halves.has(`${following},${microbatch}`);

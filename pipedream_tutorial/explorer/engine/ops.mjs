@@ -3,6 +3,8 @@
 // An operation is written as torch writes it: 2F0 is stage 2, F, microbatch 0. An item of an order
 // is one operation or a pair that runs at the same time; `parts` holds one or two operations.
 
+import { Fraction, ONE } from "./fraction.mjs";
+
 export class RuleError extends Error {}
 
 export class Op {
@@ -27,8 +29,10 @@ export function keyOf(kind, stage, microbatch) {
 }
 
 // chains: the stages in the direction of the forward pass; two chains are two copies of the model.
+// kept: of a microbatch's activations on a stage, the share that is kept from its F to its R.
 export class Schedule {
-  constructor(name, orders, chains, stagesPerRank = 1) {
+  constructor(name, orders, chains, stagesPerRank = 1, kept = ONE) {
+    this.kept = kept;
     this.name = name;
     this.orders = orders;
     this.chains = chains;
@@ -62,7 +66,7 @@ export class Schedule {
   }
 
   withOrders(orders) {
-    return new Schedule(this.name, orders, this.chains, this.stagesPerRank);
+    return new Schedule(this.name, orders, this.chains, this.stagesPerRank, this.kept);
   }
 }
 
@@ -91,4 +95,16 @@ export function cutBackwards(schedule) {
       : [op];
   const cut = (item) => (item.parts.length === 2 ? [item] : halves(item));
   return schedule.withOrders(schedule.orders.map((order) => order.flatMap(cut)));
+}
+
+// The same orders, with R, the forward pass once more, before every backward pass.
+export function recomputed(schedule, kept) {
+  const orders = schedule.orders.map((order) =>
+    order.flatMap((item) => {
+      const { kind, stage, microbatch } = item.parts.at(-1);
+      return kind === "B" || kind === "I" ? [new Op("R", stage, microbatch), item] : [item];
+    }),
+  );
+  const { name, chains, stagesPerRank } = schedule;
+  return new Schedule(name, orders, chains, stagesPerRank, Fraction.parse(kept));
 }

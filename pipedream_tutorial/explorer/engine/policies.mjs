@@ -81,7 +81,7 @@ function stageUse(ops, policy, m, p) {
       forward.set(i, version);
       add(inUse, version, 1);
       begun += 1;
-    } else if (op.kind !== "W") {
+    } else if (op.kind !== "W" && op.kind !== "R") {
       backward.set(i, policy.stashed ? forward.get(i) : updates);
     }
     if ((op.kind === lastBackward || op.kind === "B") && !staleness.has(i)) {

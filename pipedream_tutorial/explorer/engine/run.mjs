@@ -4,7 +4,7 @@ import { SCHEDULES, buildSchedule } from "./catalogue.mjs";
 import { fromCsv } from "./csv.mjs";
 import { moved } from "./edit.mjs";
 import { summary } from "./measures.mjs";
-import { cutBackwards, repeat } from "./ops.mjs";
+import { RuleError, cutBackwards, recomputed, repeat } from "./ops.mjs";
 import { POLICIES, weightUse } from "./policies.mjs";
 import { asSchedule, buildProblem, startingWords } from "./search.mjs";
 import { buildCosts, simulate } from "./simulator.mjs";
@@ -39,7 +39,11 @@ export function wholeSchedule(name, chosen, words) {
   const all = policyOf(name).flushes
     ? repeat(oneBatch(name, chosen, words), chosen.n)
     : buildSchedule(name, chosen.p, chosen.m * chosen.n);
-  return chosen.cut ? cutBackwards(all) : all;
+  const whole = chosen.cut ? cutBackwards(all) : all;
+  if (chosen.recompute && name === "search") {
+    throw new RuleError("search has no recomputation; switch it off");
+  }
+  return chosen.recompute ? recomputed(whole, chosen.kept) : whole;
 }
 
 // {schedule, costs, timeline, policy, use, batchSize, numbers}; RuleError says what does not go.

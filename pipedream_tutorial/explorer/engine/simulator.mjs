@@ -34,7 +34,7 @@ function exactDuration(item, costs, position) {
   }
   const place = position.get(item.stage);
   const [first, second] = [costs.inputGradient[place], costs.weightGradient[place]];
-  return { F: costs.forward[place], B: first.plus(second), I: first, W: second }[item.kind];
+  return { F: costs.forward[place], R: costs.forward[place], B: first.plus(second), I: first, W: second }[item.kind];
 }
 
 function withoutMicrobatch(item) {

@@ -17,13 +17,14 @@ const SLIDERS = [
   ["W", "W, weight gradient", "second half of the backward pass"],
   ["c", "c, communication", "time from one rank to the next; occupies neither"],
   ["saving", "overlap saving", "share of a pair's shorter half that is hidden (DualPipeV)"],
+  ["kept", "kept until R", "share of its activations that a stage keeps between F and R: its input"],
 ];
-const RANGES = { F: [0.25, 4], I: [0.25, 4], W: [0, 4], c: [0, 4], saving: [0, 1] };
+const RANGES = { F: [0.25, 4], I: [0.25, 4], W: [0, 4], c: [0, 4], saving: [0, 1], kept: [0, 1] };
 const SWITCHES = [
   ["path", "critical path"], ["arrows", "messages"], ["held", "memory"],
   ["versions", "weight versions"], ["stale", "staleness"],
   ["byVersion", "cells by weight version"], ["gradients", "gradient error"],
-  ["cut", "cut every B into I and W"],
+  ["cut", "cut every B into I and W"], ["recompute", "recompute activations (R)"],
 ];
 
 export function buildControls(store) {
@@ -103,40 +104,63 @@ export function showControls(chosen, level) {
   for (const [key] of SWITCHES) {
     byId(key).checked = chosen[key];
   }
-  byId("cut").parentElement.hidden = Boolean(level) && !level.controls.includes("cut");
+  for (const key of ["cut", "recompute"]) {
+    byId(key).parentElement.hidden = Boolean(level) && !level.controls.includes(key);
+  }
   byId("zoom").value = chosen.zoom;
 }
 
-function isOfUse(key, { schedule, other }) {
+function isOfUse(key, { schedule, other, recompute }) {
+  if (key === "kept") return recompute;
   if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
   const needs = { v: ["interleaved"], saving: ["dualpipe-v", "dualpipe"] }[key];
   return !needs || needs.includes(schedule) || needs.includes(other);
 }
 
-// One small slider a rank for uneven stages.
-export function showScales(store, level) {
+// One small slider for each p-th of the layers, or for each stage where a rank has several.
+export function showScales(store, level, schedule) {
   const { p, scale } = store.chosen;
-  const box = byId("scales");
+  const perRank = schedule?.stagesPerRank ?? 1;
+  const count = scale.length || p;
   byId("uneven").hidden = Boolean(level) && !level.controls.includes("scale");
-  if (box.children.length !== p) {
-    box.replaceChildren(
-      ...Array.from({ length: p }, (_, rank) => {
-        const range = el("input", { type: "range", min: 0.25, max: 4, step: 0.25 });
-        range.oninput = () => {
-          const now = store.chosen.scale.length ? [...store.chosen.scale] : new Array(p).fill("1");
-          now[rank] = range.value;
-          store.change({ scale: now.every((f) => f === "1") ? [] : now });
-        };
-        const shown = el("output");
-        return el("label", {}, `part ${rank}`, range, shown);
-      }),
-    );
+  byId("chunked").parentElement.hidden = perRank === 1 && count === p;
+  byId("chunked").checked = count > p;
+  byId("chunked").onchange = () => {
+    const parts = byId("chunked").checked ? p * perRank : p;
+    const now = Array.from({ length: parts }, (_, k) => scale[Math.floor((k * count) / parts)] ?? "1");
+    store.change({ scale: parts === p && now.every((f) => f === "1") ? [] : now });
+  };
+  const box = byId("scales");
+  if (box.children.length !== count) {
+    box.replaceChildren(...Array.from({ length: count }, (_, part) => partSlider(store, part)));
   }
-  [...box.children].forEach((label, rank) => {
-    const value = Fraction.parse(scale[rank] ?? "1").toNumber();
+  const ranks = schedule?.chains[0].length === count ? rankOfPlaces(schedule) : null;
+  [...box.children].forEach((label, part) => {
+    const value = Fraction.parse(scale[part] ?? "1").toNumber();
     const [range, shown] = [label.querySelector("input"), label.querySelector("output")];
+    label.firstChild.textContent = `part ${part}` + (ranks ? `, rank ${ranks[part]}` : "");
     range.step = Number.isInteger(value * 4) ? 0.25 : "any";
     range.value = value;
-    shown.textContent = `× ${scale[rank] ?? "1"}`;
+    shown.textContent = `× ${scale[part] ?? "1"}`;
   });
+}
+
+function partSlider(store, part) {
+  const range = el("input", { type: "range", min: 0.25, max: 4, step: 0.25 });
+  range.oninput = () => {
+    const { p, scale } = store.chosen;
+    const now = scale.length ? [...scale] : new Array(p).fill("1");
+    now[part] = range.value;
+    store.change({ scale: now.length === p && now.every((f) => f === "1") ? [] : now });
+  };
+  return el("label", {}, el("span"), range, el("output"));
+}
+
+// The rank of each place in the model.
+function rankOfPlaces(schedule) {
+  const rankOf = new Map();
+  schedule.orders.forEach((order, rank) => {
+    for (const item of order) for (const op of item.parts) rankOf.set(op.stage, rank);
+  });
+  return schedule.chains[0].map((stage) => rankOf.get(stage));
 }

@@ -4,6 +4,7 @@ import { shortNumber } from "../engine/fraction.mjs";
 
 const KIND_TEXTS = {
   F: "forward pass",
+  R: "forward pass once more, as its activations were not kept,",
   B: "backward pass",
   I: "input gradient, the first half of the backward pass",
   W: "weight gradient, the second half of the backward pass",
@@ -53,6 +54,7 @@ function weightText(run, op) {
   if (op.kind === "W") return "";
   const use = run.use.get(op.stage);
   const [forward, backward] = [use.forward.get(op.microbatch), use.backward.get(op.microbatch)];
+  if (op.kind === "R") return `Runs with weights of version ${backward}, as the backward pass will.`;
   if (op.kind === "F") return `Runs with weights of version ${forward}.`;
   const behind = use.staleness.get(op.microbatch);
   const same =

@@ -82,7 +82,7 @@ function refresh() {
   if (chosen.other) beside.show(titleOf(chosen.other), attempt(chosen.other, chosen, []), null);
   else beside.run = null;
   showControls(chosen, level);
-  showScales(store, level);
+  showScales(store, level, result.timeline?.schedule);
   const trained = result.error ? null : train(result, chosen);
   showTrained(trained, chosen);
   showSearch();
@@ -127,7 +127,9 @@ function showLimit(result) {
 }
 
 function showLegend() {
-  const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+  const names = {
+    F: "forward", R: "forward again", B: "backward", I: "input gradient", W: "weight gradient",
+  };
   const ops = panes.flatMap((pane) => pane.run?.timeline.schedule.ops() ?? []);
   const kinds = Object.keys(names).filter((kind) => ops.some((op) => op.kind === kind));
   const swatches = kinds.map((kind) => {

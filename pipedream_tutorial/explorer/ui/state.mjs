@@ -7,19 +7,20 @@ import { OWN } from "../engine/run.mjs";
 export const START = {
   schedule: "1f1b", other: "", p: 4, m: 8, v: 2, n: 1,
   F: "1", I: "1", W: "1", c: "0", saving: "0", scale: [], K: 0, tries: 0,
+  recompute: false, kept: "1/20",
   cut: false, moves: [], csv: "", path: false, arrows: false,
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "0.5",
   zoom: 1, level: 0, solved: [],
 };
 
 export const WHOLE = { p: [1, 16], m: [1, 64], v: [1, 8], n: [1, 8], K: [0, 64], tries: [0, 20000] };
-export const DURATIONS = ["F", "I", "W", "c", "saving"];
+export const DURATIONS = ["F", "I", "W", "c", "saving", "kept"];
 
 // A duration as the rules of the scripts accept it; null for what they refuse.
 export function checkDuration(key, text) {
   const value = Fraction.parse(text);
   if (!value) return null;
-  const most = { saving: 1, rate: 100 }[key] ?? 1e6;
+  const most = { saving: 1, kept: 1, rate: 100 }[key] ?? 1e6;
   const above = ["F", "I", "scale", "rate"].includes(key) ? value.n > 0n : value.n >= 0n;
   return above && value.toNumber() <= most && value.d < 10n ** 9n ? String(text).trim() : null;
 }
@@ -88,14 +89,14 @@ function readMove(text) {
 }
 
 // Moves name places in an order, so they go when the order is another one.
-const ORDER_KEYS = ["schedule", "p", "m", "v", "n", "cut", "csv"];
+const ORDER_KEYS = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
 
 export function changed(chosen, patch) {
   const next = { ...chosen, ...patch };
   const searched = next.schedule === "search" && [...DURATIONS, "K", "scale", "tries"];
   const keys = [...ORDER_KEYS, ...(searched || [])];
   if (!("moves" in patch) && keys.some((key) => next[key] !== chosen[key])) next.moves = [];
-  if (next.scale.length && next.scale.length !== next.p) {
+  if (next.scale.length % next.p) { // one a rank, or the same number for each
     next.scale = Array.from({ length: next.p }, (_, rank) => next.scale[rank] ?? "1");
   }
   return next;

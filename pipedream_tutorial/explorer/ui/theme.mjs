@@ -1,7 +1,7 @@
 // Colours, from the style sheet, so that light and dark are written in one place.
 
 const NAMES = [
-  "F", "B", "I", "W", "paper", "lane", "line", "ink", "quiet", "accent", "bad", "held", "versions",
+  "F", "R", "B", "I", "W", "paper", "lane", "line", "ink", "quiet", "accent", "bad", "held", "versions",
   "stale", "veil", "path",
 ];
 
@@ -54,7 +54,7 @@ export function versionsOf(use) {
   const found = new Map();
   for (const [stage, { forward, backward, live }] of use) {
     for (const { op } of live) {
-      const own = { F: forward, B: backward, I: backward }[op.kind];
+      const own = { F: forward, R: backward, B: backward, I: backward }[op.kind];
       if (own) found.set(`${stage}${op.kind}${op.microbatch}`, own.get(op.microbatch));
     }
   }

@@ -11,6 +11,9 @@ export function train(run, chosen) {
   if (!chosen.gradients || !run.timeline) return null;
   const { schedule } = run.timeline;
   if (schedule.chains.length > 1) return { reason: "two copies of the model are simulated only." };
+  if (chosen.recompute && !run.policy.stashed) {
+    return { reason: "with recomputation the forward pass would be made anew at newer weights." };
+  }
   if (schedule.ops().length > MOST_OPERATIONS) {
     return { reason: "too many operations; take fewer ranks, microbatches or batches." };
   }

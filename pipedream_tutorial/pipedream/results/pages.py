@@ -22,7 +22,7 @@ from typing import Any
 
 from pipedream.config import FOLDER
 from pipedream.errors import UserError, nearest
-from pipedream.results.tables import bubble_table, cut_table, final_loss_table
+from pipedream.results.tables import bubble_table, cut_table
 from pipedream.results.text import describe, printed, render_page
 from pipedream.results.traffic import MODELS, comparison_table
 from pipedream.runtime.record import RECORD_FORMAT
@@ -30,6 +30,8 @@ from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 
 PAGES = ("README.md", "QUICKSTART.md", "COMPARISON.md")
+ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "h200-p4-search.json")
+"""Records that README.md shows, where they are there; else the CPU's."""
 _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -81,7 +83,7 @@ def version_table() -> str:
 
 def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
     """Schedule -> cells as a table; schedules that have all cells in common share a line."""
-    lines = [f"| schedule | {' | '.join(head)} |", "| --- |" + " --- |" * len(head)]
+    lines = [f"| schedule | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
     for cells in dict.fromkeys(texts.values()):
         names = "; ".join(SCHEDULES[name].title for name in texts if texts[name] == cells)
         lines.append(f"| {names} | {' | '.join(cells)} |")
@@ -91,15 +93,15 @@ def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> s
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Name -> the table of that name."""
-    study = _load(folder / "records/cpu-staleness.json")
+    records = load_records(folder / "records")
     found: dict[str, Callable[[], str]] = {
         "idle time": idle_table,
         "activations": activation_table,
         "weight versions": version_table,
-        "final losses": lambda: final_loss_table(study, only_rate=1),
         "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
         "measured bubbles": lambda: bubble_table(
-            _load(folder / "records/cpu-runtime-zero-bubble.json")
+            [records[name] for name in ZERO_BUBBLE if name in records]
+            or [records["cpu-runtime-zero-bubble.json"]]
         ),
         "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }

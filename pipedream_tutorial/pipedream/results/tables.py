@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipedream.schedules.catalogue import SCHEDULES, title_of
@@ -26,23 +26,21 @@ def study_intro(study: Record) -> list[str]:
     ]
     return [
         wrapped(
-            f"`records/cpu-staleness.json`, made by `{study['command']}` in "
-            f"{study['cpu_seconds']:.0f} s of CPU time. A residual network is trained under "
-            f"each order with SGD, in {study['dtype']}."
+            f"Made by `{study['command']}` in {study['cpu_seconds']:.0f} s of CPU time. A residual "
+            f"network is trained under each order with SGD, in {study['dtype']}."
         ),
         wrapped(
-            "How far a microbatch's gradient is from autograd's through the whole model, at the "
-            "weights that its forward passes used (*own*) and at those that it is applied to "
-            f"(*newest*): median over microbatches and {len(settings['seeds'])} seeds, m = "
-            f"{settings['num_microbatches']}. With stashing, *own* is {_share(max(stashed))} "
-            "throughout. Columns are learning rates."
+            "How far a microbatch's gradient is from autograd's, at the weights that its forward "
+            "passes used (*own*) and at those that it is applied to (*newest*): median over "
+            f"microbatches and {len(settings['seeds'])} seeds, m = {settings['num_microbatches']}. "
+            f"With stashing, *own* is {_share(max(stashed))}. Columns are learning rates."
         ),
     ]
 
 
 LOSS_INTRO = (
-    "Where training ends: mean loss of the last pass over the data, median over seeds, and how "
-    "many diverged. The learning rate is a batch's; a microbatch's update takes 1/m of it."
+    "Where training ends: mean loss of the last pass over the data, median over 5 seeds. The "
+    "learning rate is a batch's; a microbatch's update takes 1/m of it."
 )
 
 ERRORS = (
@@ -60,7 +58,7 @@ def gradient_table(study: Record) -> str:
     rates = sorted({rate for _, rate, _ in rows})
     lines = [
         "| stages | gradient | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-        "| ---: | --- |" + " ---: |" * len(rates),
+        "|---:|---|" + "---:|" * len(rates),
     ]
     for p in dict.fromkeys(p for p, _, _ in rows):
         for text, mode, key in ERRORS:
@@ -75,19 +73,17 @@ def _share(error: float | None) -> str:
     return "exactly 0" if error == 0 else f"{100 * error:.2g}%"
 
 
-def final_loss_table(study: Record, only_rate: float | None = None) -> str:
-    """A line for each depth and learning rate, or for one rate, a column for each schedule."""
+def final_loss_table(study: Record) -> str:
+    """A line for each depth and learning rate, a column for each schedule."""
     names = study["settings"]["final_losses"]["schedule_names"]
     rows = {
         (row["num_stages"], row["learning_rate"], row["name"]): row for row in study["final_losses"]
     }
     lines = [
         "| stages | learning rate | " + " | ".join(SCHEDULES[name].title for name in names) + " |",
-        "| ---: " * (2 + len(names)) + "|",
+        "|---:" * (2 + len(names)) + "|",
     ]
     for p, rate in dict.fromkeys((p, rate) for p, rate, _ in rows):
-        if only_rate not in (None, rate):
-            continue
         cells = [_loss(rows.get((p, rate, name))) for name in names]
         lines.append(f"| {p} | {rate:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -100,19 +96,48 @@ def _loss(row: Mapping[str, Any] | None) -> str:
         text = "no number"
     else:
         text = f"{row['median']:.3f}" if row["median"] < 100 else f"{row['median']:,.0f}"
-    diverged = f" ({row['num_diverged']} of {len(row['losses'])} diverged)"
+    diverged = f" ({row['num_diverged']} diverged)"
     return text + diverged * (row["num_diverged"] > 0)
 
 
-def bubble_table(record: Record) -> str:
-    """A line for each run of as many microbatches as were calibrated on."""
-    m = record["calibration"]["num_microbatches"]
-    lines = [f"| m = {m} | idle, measured | simulated |", "| --- | ---: | ---: |"]
-    for case in (case for case in record["cases"] if case["num_microbatches"] == m):
-        title = title_of(case["schedule"]) + r" \*" * case["calibrated_on"]
-        idle = [f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted")]
-        lines.append(f"| {title} | {' | '.join(idle)} |")
+def bubble_table(records: Sequence[Record]) -> str:
+    """A line for each schedule, a column for each record; as many microbatches as were calibrated
+    on."""
+    sizes = [record["calibration"]["num_microbatches"] for record in records]
+    runs = [
+        {case["schedule"]: case for case in record["cases"] if case["num_microbatches"] == m}
+        for record, m in zip(records, sizes, strict=True)
+    ]
+    lines = [
+        "| schedule | " + " | ".join(map(_column, records)) + " |",
+        "|---|" + "---:|" * len(records),
+    ]
+    for name in dict.fromkeys(name for of_record in runs for name in of_record):
+        cells = [_idle(of_record.get(name)) for of_record in runs]
+        lines.append(f"| {title_of(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _column(record: Record) -> str:
+    """'4 CPU processes that sleep, 2 batches of m = 8, c = 0.042 F'."""
+    found, batches = record["calibration"], record["config"]["num_batches"]
+    where = record["machine"]["device"].partition(",")[0]
+    ratio = found["communication_ms"] * record["num_stages"] / sum(found["forward_ms"])
+    if where == "CPU":
+        where += " processes" + " that sleep" * any(record["emulated_ms"].values())
+    else:
+        where = where.replace("NVIDIA ", "") + "s"
+    size = f"{batches} batch{'es' * (batches > 1)} of m = {found['num_microbatches']}"
+    return f"{record['num_stages']} {where}, {size}, c = {ratio:.2g} F"
+
+
+def _idle(case: Record | None) -> str:
+    """'1,173 ms, 14.0% (13.3%)': makespan, idle share measured and simulated."""
+    if case is None:
+        return "-"
+    measured, simulated = (f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted"))
+    star = r" \*" * case["calibrated_on"]
+    return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){star}"
 
 
 WAYS = {
@@ -124,7 +149,7 @@ WAYS = {
 
 def cut_table(record: Record) -> str:
     """A line for each way of cutting a backward pass, B being the whole one's time."""
-    lines = ["| way | I, ms | W, ms | (I + W) / B |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| way | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
     for name, text in WAYS.items():
         way = record["ways"][name]
         _, i, w = way["ms"]

@@ -15,6 +15,7 @@ from pipedream.results.tables import (
 from pipedream.runtime.record import (
     goal_of,
     makespan_error,
+    on_gpu,
     outside_goal,
     points_error,
     render,
@@ -56,19 +57,19 @@ def checked(record: Record) -> list[Mapping[str, Any]]:
 def summary(records: Mapping[str, Record]) -> str:
     """One line a record: how far the simulator was off at most, and whether that is the goal."""
     lines = [
-        "| record | runs predicted | makespan off by | utilisation off by | goal |",
-        "| --- | ---: | ---: | ---: | --- |",
+        "| record, runs predicted | makespan off by | utilisation off by | goal |",
+        "|---|---:|---:|---|",
     ]
     for record in records.values():
         cases = checked(record)
         if not cases:
-            lines.append(f"| {title(record)} | 0 | - | - | nothing was predicted |")
+            lines.append(f"| {title(record)}, 0 | - | - | nothing was predicted |")
             continue
         percent = max(abs(makespan_error(case)) for case in cases)
         points = max(abs(points_error(case)) for case in cases)
         met = not outside_goal(record)
         lines.append(
-            f"| {title(record)} | {len(cases)} | {percent:.1f}% | {points:.1f} points "
+            f"| {title(record)}, {len(cases)} | {percent:.1f}% | {points:.1f} points "
             f"| {'met' if met else 'not met'} |"
         )
     return "\n".join(lines)
@@ -81,20 +82,20 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         wrapped(verdict(records)),
         wrapped(
             "Made by `python -m pipedream.results --write` from [records/](records/), which hold "
-            "command, machine and versions; a test fails when page and records disagree."
+            "command, machine and versions."
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator is given a run's mean times by stage and from stage to stage, and "
-            "predicts other schedules and numbers of microbatches. Makespan: from the first "
-            "start to the last end. Utilisation: the share of it in which stages compute. The "
-            f"goals are {_goals(records)}."
+            "The simulator is given one run's mean times by stage and from stage to stage, and "
+            "predicts the others. Makespan: from the first start to the last end. Utilisation: the "
+            f"share of it in which stages compute. The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilisation](figures/prediction.png)",
         wrapped(
-            "Below, for each m: makespan in ms and how far off the simulated one is; utilisation "
-            "and how many points the simulated one is off. \\*: the run that the times are from."
+            "Below, for each m: makespan in ms, on the CPU with how far off the simulated one is; "
+            "on GPUs utilisation, with how many points the simulated one is off. \\*: the run that "
+            "the times are from."
         ),
         *sections(records),
     ]
@@ -145,15 +146,22 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
-    """A heading for each size, device and work; below it a table for each record."""
+    """A heading for each size, device and work; below it a table for each record, or a line for one
+    that repeats the runs of the record before."""
     found: list[str] = []
     before: list[str] = []
+    shown: list[tuple[str, int]] = []
     for name, record in records.items():
         what = [f"### {record['num_stages']} stages, {_device(record)}", wrapped(_work(record))]
-        found += what if what != before else []
-        before = what
+        runs = [(case["schedule"], case["num_microbatches"]) for case in record["cases"]]
+        again = what == before and sorted(runs) == sorted(shown)
+        found += [part for part in what if part not in before] if what != before else []
+        before, shown = what, runs
         calibration = title_of(record["calibration"]["schedule"])
-        found += [f"Times from {calibration}, `{name}`:", _run_table(record["cases"])]
+        if again:
+            found.append(f"Run again, with times from {calibration}: `{name}`.")
+        else:
+            found += [f"Times from {calibration}, `{name}`:", _run_table(record)]
     return found
 
 
@@ -162,33 +170,39 @@ def _work(record: Record) -> str:
     slept = record["emulated_ms"]
     if slept["forward"] or slept["backward"]:
         return (
-            f"The device is emulated: {slept['forward']:g} ms of sleep a forward and "
-            f"{slept['backward']:g} a backward, on top of a small real computation."
+            f"Emulated: {slept['forward']:g} ms of sleep a forward and {slept['backward']:g} a "
+            "backward, on top of a small real computation."
         )
-    return f"Nothing is emulated: {record.get('workload', record['config']['model'])}."
+    workload = record.get("workload", record["config"]["model"])
+    return f"Real work: {workload.replace(' (no embedding, no head)', '')}."
 
 
-def _run_table(cases: Sequence[Mapping[str, Any]]) -> str:
+def _run_table(record: Record) -> str:
     """A line a schedule, a column a number of microbatches; on a GPU what stage 0 took, too."""
+    cases = record["cases"]
     runs = {(case["schedule"], case["num_microbatches"]): case for case in cases}
     sizes = sorted({m for _, m in runs})
     memory = any(case["measured"]["peak_memory_mib"] for case in cases)
-    head = ["schedule", *(f"m = {m}" for m in sizes), *["stage 0's peak GiB, by m"] * memory]
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    head = ["schedule", *(f"m = {m}" for m in sizes), *["stage 0's peak GiB"] * memory]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for name in dict.fromkeys(name for name, _ in runs):
         row = [runs.get((name, m)) for m in sizes]
-        cells = [title_of(name), *("-" if case is None else _cell(case) for case in row)]
+        cells = [title_of(name), *("-" if case is None else _cell(case, record) for case in row)]
         if memory:
             peaks = [case["measured"]["peak_memory_mib"] for case in row if case is not None]
-            cells.append(" ".join("-" if mib is None else f"{mib[0] / 1024:.1f}" for mib in peaks))
+            most = max((mib[0] for mib in peaks if mib is not None), default=None)
+            cells.append("-" if most is None else f"{most / 1024:.1f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(case: Mapping[str, Any]) -> str:
-    """'625.7 (-0.5%), 79.0% (+0.4)': makespan in ms and utilisation, measured."""
-    makespan = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
-    utilisation = f"{100 * case['measured']['utilisation']:.1f}%"
+def _cell(case: Mapping[str, Any], record: Record) -> str:
+    """'625.7 (-0.5%)', or of GPUs '471.2, 54.7% (+0.7)': what the record's goal is about."""
+    text = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
+    if on_gpu(record):
+        text += f", {100 * case['measured']['utilisation']:.1f}%"
     if case["predicted"] is None:
-        return f"{makespan}, {utilisation}"
-    return f"{makespan} ({makespan_error(case):+.1f}%), {utilisation} ({points_error(case):+.1f})"
+        return text
+    return text + (
+        f" ({points_error(case):+.1f})" if on_gpu(record) else f" ({makespan_error(case):+.1f}%)"
+    )

@@ -296,7 +296,7 @@ def comparison_table(name: str, devices: int) -> str:
     """
     lines = [
         "| layout | weights | gradients, optimizer | activations | memory | sent | idle |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     refused: dict[str, list[str]] = {}
     for layout in layouts(devices):
@@ -311,6 +311,6 @@ def comparison_table(name: str, devices: int) -> str:
         cells.append(f"{float(100 * found.idle):.1f}%")
         lines.append(f"| {layout.title} | " + " | ".join(cells) + " |")
     for reason, titles in refused.items():
-        text = f"Not possible, since {reason}: {'; '.join(titles)}."
+        text = f"{reason[:1].upper()}{reason[1:]}, which rules out {'; '.join(titles)}."
         lines += ["", textwrap.fill(text, 100, break_on_hyphens=False)]
     return "\n".join(lines)

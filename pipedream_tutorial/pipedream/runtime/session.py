@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipedream.errors import UserError
+from pipedream.runtime.cases import Case, Config, build_cases, found_case
 from pipedream.runtime.channels import Peer, connect, connection_to, forms_of
 from pipedream.runtime.clocks import build_clock
 from pipedream.runtime.launch import Process, meet
-from pipedream.runtime.prediction import MeasuredRun, calibrate, makespan_ns, recut
+from pipedream.runtime.prediction import MeasuredRun, makespan_ns
 from pipedream.runtime.stage import Station, pace_from_ms, run_rank, warm_up_compute
 from pipedream.runtime.workload import (
     build_workload,
@@ -27,31 +26,12 @@ from pipedream.runtime.workload import (
     on_gpus,
     train_alone,
 )
-from pipedream.schedules.catalogue import FOUND, schedule_for_training
-from pipedream.schedules.ops import Schedule, repeat
-from pipedream.schedules.policies import POLICIES, Policy
-from pipedream.simulate.search import search
-from pipedream.simulate.simulator import load_order
+from pipedream.schedules.ops import Schedule
 from pipedream.simulate.trace import transfers
 from pipedream.train.trainer import Weights
 
-Config = Mapping[str, Any]
 Summary = dict[str, Any]
 """What rank 0 needs to know of one repeat on one stage: plain data."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One schedule at one number of microbatches."""
-
-    name: str
-    num_microbatches: int
-    schedule: Schedule
-    """Orders over all batches."""
-    policy: Policy
-    memory: int | None = None
-    """Of an order that is still to be found: microbatches that a rank may hold. Until then
-    `schedule` is 1F1B, which has the same stages and neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,53 +41,6 @@ class Outcome:
     runs: list[MeasuredRun]
     weights: list[list[Weights]]
     """By run, then by stage; empty unless they were asked for."""
-
-
-def build_cases(config: Config) -> list[Case]:
-    """Every schedule at every number of microbatches, and a search for every limit on memory.
-
-    Raises UserError for what cannot be trained, and for a search that has no durations to go by.
-    """
-    cases = []
-    for name in config["schedule"]:
-        limits = (config["memory"] or [config["num_stages"]]) if name == "search" else [None]
-        for limit in limits:
-            for m in config["num_microbatches"]:
-                schedule, policy = _orders_of("1f1b" if limit else name, config, m)
-                case = Case(
-                    name=f"{FOUND}{limit}" if limit else name,
-                    num_microbatches=m,
-                    schedule=schedule,
-                    policy=policy,
-                    memory=limit,
-                )
-                cases.append(case)
-    if any(case.memory for case in cases):
-        _check_first(config["schedule"][0], cases[0])
-    return cases
-
-
-def _check_first(name: str, case: Case) -> None:
-    if case.memory or not case.schedule.cuts_backward:
-        what = "nothing runs" if case.memory else f"{name} does not cut its backward passes"
-        raise UserError(
-            f"schedule=search takes measured times of F, I and W, and {what} before it",
-            "set schedule=zb-h1,search",
-        )
-
-
-def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
-    """The orders over all batches of a schedule that has a name, or of a CSV's."""
-    p, num_batches = config["num_stages"], config["num_batches"]
-    if not name.lower().endswith(".csv"):
-        return schedule_for_training(name, p, m, num_batches)
-    batch = load_order(Path(name))
-    if (batch.num_ranks, batch.num_microbatches) != (p, m):
-        raise UserError(
-            f"{name} has {batch.num_ranks} ranks and {batch.num_microbatches} microbatches",
-            f"set num_stages={batch.num_ranks} and num_microbatches={batch.num_microbatches}",
-        )
-    return repeat(batch, num_batches), POLICIES["flush"]
 
 
 def run_session(
@@ -137,22 +70,18 @@ def run_session(
     runs: list[MeasuredRun] = []
     weights: list[list[Weights]] = []
     wanted = keep_weights or config["check_weights"]
-    done: list[Case] = []
-    for case in cases:
+    for place, case in enumerate(cases):
         begin(case.name)
         if case.memory is not None:
-            case = _found(config, case, runs)
-        done.append(case)
+            case = cases[place] = found_case(config, case, runs)
         station = stations[_placement(case.schedule, process.rank)]
         gathered = _gather(_run_case(config, station, case, with_weights=wanted), process)
         if gathered is None:
             continue
         summaries, stage_weights = zip(*gathered, strict=True)
         runs.append(_measured_run(config, case, summaries))
-        by_stage = {stage: own for of_rank in stage_weights for stage, own in of_rank.items()}
-        weights.append([own for _, own in sorted(by_stage.items())])
-        seconds = makespan_ns(runs[-1].events) / 1e9
-        say(f"  {case.name}, m={case.num_microbatches}: {seconds:.3f} s")
+        weights.append(_in_order(stage_weights))
+        say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(runs[-1].events) / 1e9:.3f} s")
         keep(runs)
     with connection_to("the other stages"):
         dist.barrier()
@@ -161,32 +90,9 @@ def run_session(
         return None
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
         say("  training in one process, to compare the weights")
-        runs = [
-            replace(run, weights_equal=equal_bits(ours, _alone(config, case, device)))
-            for case, run, ours in zip(done, runs, weights, strict=True)
-        ]
+        runs = _compared(config, cases, runs, weights, device)
         keep(runs)
     return Outcome(runs=runs, weights=weights if keep_weights else [])
-
-
-def _found(config: Config, case: Case, runs: Sequence[MeasuredRun]) -> Case:
-    """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
-    found: list[Schedule | None] = [None]
-    if dist.get_rank() == 0:
-        chosen = calibration(runs, config)
-        assert chosen is not None
-        assert case.memory is not None
-        costs = recut(calibrate(chosen.events, chosen.schedule), config["num_stages"])
-        found = [search(costs, case.num_microbatches, case.memory).schedule]
-    with connection_to("the other stages"):
-        dist.broadcast_object_list(found)
-    assert found[0] is not None
-    return replace(case, schedule=repeat(found[0], config["num_batches"]))
-
-
-def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | None:
-    """The run that durations are from, once it has been run."""
-    return next((run for run in runs if run.num_microbatches == config["calibrate_on"]), None)
 
 
 def _take_device(config: Config, process: Process) -> torch.device:
@@ -323,8 +229,29 @@ def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ..
     )
 
 
-def _alone(config: Config, case: Case, device: torch.device) -> list[Weights]:
-    return train_alone(config, case.schedule, case.policy, case.num_microbatches, device)
+def _in_order(by_rank: Sequence[dict[int, Weights]]) -> list[Weights]:
+    """Weights by stage."""
+    by_stage = {stage: own for of_rank in by_rank for stage, own in of_rank.items()}
+    return [own for _, own in sorted(by_stage.items())]
+
+
+def _compared(
+    config: Config,
+    cases: Sequence[Case],
+    runs: Sequence[MeasuredRun],
+    weights: Sequence[list[Weights]],
+    device: torch.device,
+) -> list[MeasuredRun]:
+    """The runs, each with whether its weights are those that one process comes to."""
+    return [
+        replace(
+            run,
+            weights_equal=equal_bits(
+                ours, train_alone(config, case.schedule, case.policy, case.num_microbatches, device)
+            ),
+        )
+        for case, run, ours in zip(cases, runs, weights, strict=True)
+    ]
 
 
 def _gather(item: Any, process: Process) -> list[Any] | None:
