@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
+from distributed_training.settings.files import ROOT
 from tests.conftest import clean_environment, heavy_pool
 from tests.pool import Pool
 from tests.support import small_text
@@ -35,6 +37,17 @@ def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str,
 def split(**axes: int) -> dict[str, Any]:
     """CONFIG of the strategy with all axes, those that are not given being 1."""
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
+
+
+def small_infinity(folder: Path, **zero: int) -> dict[str, Any]:
+    """CONFIG of infinity with buffers as small as the models here, from a JSON put into `folder`:
+    filling the gigabytes of the shipped one takes longer than a case."""
+    deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
+    deepspeed["zero_optimization"] |= zero
+    deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(deepspeed))
+    return {"strategy": "infinity", "deepspeed_config": str(path)}
 
 
 def run_cases(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from distributed_training.plan.checks import has_libaio
-from distributed_training.settings.files import ROOT
 from tests.parity.resharding import LAYOUTS, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
-from tests.parity.support import DEEP, cut, run_cases
+from tests.parity.support import DEEP, cut, run_cases, small_infinity
 
 WIDE = {**DEEP, "model": "four-wide-layers"}
 NAME = "infinity x 2"
@@ -20,16 +18,10 @@ pytestmark = pytest.mark.skipif(not has_libaio(), reason="libaio is not installe
 
 @pytest.fixture
 def infinity(tmp_path):
-    """Its CONFIG, with buffers and groups as small as the model: of its three groups one lies on
-    the disk, and the others are too small for files."""
-    deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
-    zero = deepspeed["zero_optimization"]
-    zero["sub_group_size"] = 2**18
-    zero["offload_param"]["buffer_size"] = 2**19
-    path = tmp_path / "deepspeed.json"
-    path.write_text(json.dumps(deepspeed))
-    files = {"deepspeed_config": str(path), "offload_dir": str(tmp_path / "files")}
-    return {"strategy": "infinity", **cut(1), **files}
+    """Its CONFIG, with groups as small as the model, too: of its three groups one lies on the disk,
+    and the others are too small for files."""
+    small = small_infinity(tmp_path, sub_group_size=2**18)
+    return {**small, **cut(1), "offload_dir": str(tmp_path / "files")}
 
 
 def moments_on_disk(tmp_path: Path) -> int:
