@@ -40,4 +40,4 @@ def test_strategy_equals_one_process(strategy, variant):
 def test_training_moves_the_weights():
     """The comparison above would be empty if nothing were learnt."""
     losses = reference({**BASE, "pack": True})["losses"]
-    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] < losses[0] - 0.15
