@@ -5,11 +5,14 @@
 Does nothing where the versions installed now have been built there before. A build that was killed
 leaves a lock that torch would wait for: it is removed, since only one of these scripts builds in
 the folder at a time.
+tests/pool.py loads what is built before it forks: DeepSpeed's own way starts ninja and a compiler
+in each process.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import sys
 from importlib.metadata import version
@@ -23,8 +26,7 @@ from distributed_training.plan.checks import has_libaio
 def main() -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
-    names = ["CPUAdamBuilder", "ShareMemCommBuilder"] + ["AsyncIOBuilder"] * has_libaio()
-    wanted = " ".join([*names, *(f"{name}=={version(name)}" for name in ("torch", "deepspeed"))])
+    wanted = _wanted()
     with (folder / "built").open("a+") as built:
         fcntl.flock(built, fcntl.LOCK_EX)
         built.seek(0)
@@ -33,13 +35,39 @@ def main() -> None:
         print("Compiling DeepSpeed's extensions for the tests (once, minutes) ...", file=sys.stderr)
         for lock in folder.glob("*/lock"):
             lock.unlink()
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        from deepspeed.accelerator import get_accelerator
-
-        for name in names:
-            get_accelerator().create_op_builder(name).load(verbose=False)
+        _load()
         built.truncate(0)
         built.write(wanted)
+
+
+def load_built() -> None:
+    """Into this process, if the versions installed now have been built. DeepSpeed's CPU Adam asks
+    what this machine is each time, in a process of its own: it is asked once."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    built = Path(folder, "built") if folder else None
+    if built is not None and built.is_file() and built.read_text() == _wanted():
+        _load()
+
+
+def _names() -> list[str]:
+    return ["CPUAdamBuilder", "ShareMemCommBuilder"] + ["AsyncIOBuilder"] * has_libaio()
+
+
+def _wanted() -> str:
+    versions = (f"{name}=={version(name)}" for name in ("torch", "deepspeed"))
+    return " ".join([*_names(), *versions])
+
+
+def _load() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    for name in _names():
+        get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 if __name__ == "__main__":

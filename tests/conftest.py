@@ -121,14 +121,17 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 
 # Files that take longest, in the order in which they are best begun; all others follow.
 LONGEST_FIRST = (
-    "pipedream_tutorial/tests/test_runtime.py", "tests/parity/test_layouts.py",
-    "tests/e2e/test_resume.py", "tests/parity/test_strategies.py", "tests/parity/test_compiled.py",
-    "tests/e2e/test_failures.py", "tests/e2e/test_launchers.py", "tests/parity/test_hybrid.py",
+    "tests/parity/test_layouts.py", "tests/parity/test_compiled.py", "tests/e2e/test_resume.py",
+    "pipedream_tutorial/tests/test_runtime.py", "tests/parity/test_shipped_config.py",
+    "tests/e2e/test_failures.py", "tests/parity/test_second_model.py",
+    "tests/e2e/test_launchers.py", "pipedream_tutorial/tests/test_launch.py",
+    "tests/e2e/test_printed_commands.py", "tests/run/test_export.py",
+    "tests/parity/test_resharding.py", "tests/parity/test_strategies.py", "tests/e2e/test_slurm.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers, each a file at a time (run.sh), end together when the long files come first."""
+    """Workers, each a file at a time (run.sh), end together when the long files come first."""
     order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 

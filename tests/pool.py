@@ -33,13 +33,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "real_model_example.py"
 PACKAGE = "distributed_training"
-# Modules to import before the first job; "name.*" is a package with all that is in it.
+# Modules to import before the first job; "name.*" is a package with all that is in it, and
+# "name:function" is called.
 LIGHT = (f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*", f"{PACKAGE}.run.launch")
 HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
-    f"{PACKAGE}.run.worker", f"{PACKAGE}.measure.harness",
+    f"{PACKAGE}.run.worker", f"{PACKAGE}.measure.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 GRACE_S = 10.0  # for the others, once one process has failed
 FAILED = 70  # exit code of a job's function that raised
@@ -142,8 +143,11 @@ class Pool:
 def serve(modules: Iterable[str]) -> None:
     """Import, then run one job a line until the input ends."""
     for name in modules:
+        name, _, function = name.partition(":")
         base, star, _ = name.partition(".*")
         module = importlib.import_module(base)
+        if function:
+            getattr(module, function)()
         if star:
             for found in pkgutil.walk_packages(module.__path__, f"{base}."):
                 importlib.import_module(found.name)

@@ -59,7 +59,14 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {}),
     "offload": (2, {}),
     "hybrid": (2, TWO_STAGES),
-    "infinity": (2, {"model": "four-wide-layers", "tokenizer": "embedded", **small_infinity()}),
+    "infinity": (
+        2,
+        {
+            "model": "four-wide-layers",
+            "tokenizer": "embedded",
+            **small_infinity(sub_group_size=2**18),
+        },
+    ),
 }
 DEEPSPEED = ("zero1", "zero2", "zero3", "offload", "hybrid", "infinity")  # wait for extensions
 

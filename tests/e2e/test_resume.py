@@ -25,19 +25,11 @@ from tests.e2e.support import (
 
 EVERY, KEEP = 10, 2
 VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
-# Steps of a run and of an epoch: it ends in its second epoch. Long enough to send a signal to.
-STEPS = {
-    "dp": (90, 70),
-    "fsdp": (90, 70),
-    "zero1": (30, 22),
-    "zero2": (30, 22),
-    "zero3": (30, 22),
-    "offload": (30, 22),
-    "tp": (30, 22),
-    "pp": (30, 22),
-    "3d": (30, 22),
-    "hybrid": (30, 22),
-}
+# Steps of a run and of an epoch: it ends in its second epoch. Long enough to send a signal to, or
+# short, and saved after two thirds, still in its first epoch.
+LONG, SHORT = (90, 70), (15, 11)
+SHORT_EVERY = 5
+STOPPED = ("dp", "fsdp")  # by signals
 # Layouts whose processes do not all work on samples of their own.
 LAYOUTS = {
     "tp": {"sequence_parallel": False},
@@ -56,13 +48,14 @@ GLOBAL_BATCH = 4
 
 
 def values_for(strategy: str, output_dir: Path, **changes: object) -> dict[str, object]:
-    num_steps, steps_per_epoch = STEPS[strategy]
+    num_steps, steps_per_epoch = LONG if strategy in STOPPED else SHORT
     return {
         **VALUES,
         "strategy": strategy,
         "batch_size": GLOBAL_BATCH // processes_of(strategy),
         "num_samples": GLOBAL_BATCH * steps_per_epoch,
         "max_steps": num_steps,
+        "checkpoint_every": EVERY if strategy in STOPPED else SHORT_EVERY,
         "keep_checkpoints": KEEP,
         **LAYOUTS.get(strategy, {}),
         "output_dir": output_dir,
@@ -146,7 +139,7 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(uninterrupted, tmp_
     values = values_for("fsdp", output_dir)
     code = stop(launcher_command("spawn", values), output_dir, signal.SIGINT, after=2 * EVERY)
     assert code == 130
-    run_dir, last = assert_saved_when_stopped(output_dir, "fsdp")
+    run_dir, last = assert_saved_when_stopped(output_dir)
     resumed = train({**values, "resume": "auto"}, num_processes=2)
     assert_ok(resumed)
     assert f"resumed from {last}" in resumed.stdout
@@ -156,12 +149,12 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(uninterrupted, tmp_
     assert load_record(run_dir)["resumed_from"] == str(last)
 
 
-def assert_saved_when_stopped(output_dir: Path, strategy: str) -> tuple[Path, Path]:
+def assert_saved_when_stopped(output_dir: Path) -> tuple[Path, Path]:
     """The run's folder, and the checkpoint of the moment of the signal."""
     (run_dir,) = run_folders(output_dir)
     record = load_record(run_dir)
     assert record["status"] == "interrupted"
-    assert 2 * EVERY <= record["step"] < STEPS[strategy][1], "in the middle of an epoch"
+    assert 2 * EVERY <= record["step"] < LONG[1], "in the middle of an epoch"
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, record["step"] + 1))
     names = checkpoints(output_dir)
     assert names[-1] == f"step-{record['step']:08d}"
@@ -175,7 +168,7 @@ def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
     values = values_for("dp", output_dir)
     command = launcher_command("python", values)
     assert stop(command, output_dir, signal.SIGTERM, after=2 * EVERY) == 143
-    run_dir, last = assert_saved_when_stopped(output_dir, "dp")
+    run_dir, last = assert_saved_when_stopped(output_dir)
     log = tmp_path / "second.log"
     with running([*command, "--resume", "auto"], log) as process:  # killed before it saves
         wait_for(lambda: f"resumed from {last}" in log.read_text(), process, log)
@@ -190,13 +183,13 @@ def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
 
 
-def as_of_step_20(whole: Path, output_dir: Path) -> Path:
+def as_of_step_10(whole: Path, output_dir: Path) -> Path:
     """A copy of a run's folder as it would be, had the run been stopped then."""
     run_dir = output_dir / whole.name
     shutil.copytree(whole, run_dir)
     shutil.rmtree(run_dir / "hf")
     for folder in (run_dir / "checkpoints").iterdir():
-        if folder.name > "step-00000020":
+        if folder.name > "step-00000010":
             shutil.rmtree(folder)
     record = {**load_record(run_dir), "status": "interrupted"}
     (run_dir / "record.json").write_text(json.dumps(record))
@@ -206,14 +199,14 @@ def as_of_step_20(whole: Path, output_dir: Path) -> Path:
 def test_a_run_goes_on_under_another_strategy_on_fewer_processes(uninterrupted, tmp_path):
     """How exactly, tests/parity/test_resharding.py shows; here dropout's masks are others."""
     whole = uninterrupted("zero2")
-    run_dir = as_of_step_20(whole, tmp_path / "runs")
+    run_dir = as_of_step_10(whole, tmp_path / "runs")
     values = values_for("zero2", tmp_path / "runs", batch_size=GLOBAL_BATCH, resume="auto")
     resumed = train({**values, "strategy": "dp"})
     assert_ok(resumed)
     assert "note: saved zero2 x 2 -> resuming dp x 1: resharding\n" in resumed.stdout
     record, before = load_record(run_dir), load_record(whole)
     assert (record["status"], record["world_size"]) == ("ok", 1)
-    assert record["loss_curve"][:20] == before["loss_curve"][:20]
+    assert record["loss_curve"][:10] == before["loss_curve"][:10]
     for ours, theirs in zip(record["evaluations"], before["evaluations"], strict=True):
         assert ours["step"] == theirs["step"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
@@ -223,15 +216,15 @@ def test_a_run_goes_on_under_another_strategy_on_fewer_processes(uninterrupted, 
     "strategy", ["zero1", "zero2", "zero3", "offload", "tp", "pp", "3d", "hybrid"]
 )
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
-    """The uninterrupted run's folder, as it was when it had saved step 20, and resumed there."""
+    """The uninterrupted run's folder, as it was when it had saved step 10, and resumed there."""
     whole = uninterrupted(strategy)
     assert laid_out(load_record(whole)) == RECORDED.get(strategy, ("dp_shard 2", None))
-    run_dir = as_of_step_20(whole, tmp_path / "runs")
+    run_dir = as_of_step_10(whole, tmp_path / "runs")
     resumed = train(values_for(strategy, tmp_path / "runs", resume="auto"), num_processes=2)
     assert_ok(resumed)
-    assert "step-00000020" in resumed.stdout
+    assert "step-00000010" in resumed.stdout
     assert_same_run(run_dir, whole)
-    assert checkpoints(tmp_path / "runs") == ["step-00000020", "step-00000030"]
+    assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]
 
 
 def test_finished_run_is_not_resumed(uninterrupted):

@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         for count in (1, 2, 4)
     },
     **{
-        f"infinity x {count}": {**small_infinity(), **cut(1)}
+        f"infinity x {count}": {**small_infinity(sub_group_size=2**18), **cut(1)}
         for count in ((1, 2, 4) if has_libaio() else ())
     },
     **{f"tp x {count}": {**split(tp=count), **cut(1)} for count in (2, 4)},

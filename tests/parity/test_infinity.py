@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not has_libaio(), reason="libaio is not installe
 @pytest.fixture
 def infinity(tmp_path):
     """Of the three groups of WIDE one lies on the disk; the others are too small for files."""
-    return {**small_infinity(), **cut(1), "offload_dir": str(tmp_path / "files")}
+    small = small_infinity(sub_group_size=2**18)
+    return {**small, **cut(1), "offload_dir": str(tmp_path / "files")}
 
 
 def moments_on_disk(tmp_path: Path) -> int:

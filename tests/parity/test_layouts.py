@@ -64,7 +64,7 @@ CASES = {
         },
     },
     8: {
-        "packed/shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(4)},
+        "packed/shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(2)},
         "padded/copies2-tp2-pp2-zb-v": {
             **split(dp_replicate=2, tp=2, pp=2), **cut(2), "pipeline_schedule": "zb-v",
         },
