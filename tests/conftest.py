@@ -136,6 +136,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How long the documents' paths took, as typed."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, said in report.user_properties:
+            if name == "path":
+                terminalreporter.write_line(f"as typed, {said}")
+
+
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither cache nor Hub has anything, whatever this machine holds."""

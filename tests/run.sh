@@ -9,14 +9,15 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# The tutorial's explorer is tested in a browser and in node; outside CI without them it is not.
+# The tutorial's explorer and a run's trace in Perfetto are tested in a browser, the explorer also in
+# node; outside CI without them they are not.
 missing=()
 command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
     missing+=(chromium)
 command -v node >/dev/null || missing+=(nodejs)
 if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get -q update && apt-get -q install -y --no-install-recommends "${missing[@]}"; } >&2 ||
-        echo "note: could not install ${missing[*]} for the tests of explorer.html" >&2
+        echo "note: could not install ${missing[*]} for tests in a browser" >&2
 fi
 ruff check .
 ruff format --check .

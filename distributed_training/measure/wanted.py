@@ -15,7 +15,7 @@ from distributed_training.run.launch import requested_processes
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, load_json, shown, user_path
-from distributed_training.settings.strategies import list_strategies
+from distributed_training.settings.strategies import list_strategies, strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
@@ -79,17 +79,17 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Want
         layouts = [common | by_name(run) | typed for run in plan["runs"]]
     else:
         names = [known_strategy(word.strip()) for word in several.split(",")]
-        layouts = [QUIETLY | typed | {"strategy": strategy} for strategy in names]
+        layouts = [QUIETLY | known_to(name, typed, names) | {"strategy": name} for name in names]
         name = "-".join(names)
     if arguments.cluster is not None:
         raise UserError("--cluster only plans, and compare trains", fix="leave it out")
     machine = detect_machine()
     count = requested_processes(str(asked or plan.get("num_gpus", "all")), machine, {})
     runs = [run for seed in range(arguments.seeds) for run in with_seed(layouts, seed, build)]
-    if all(run.config is None for run in runs):
+    built = next((run.config for run in runs if run.config is not None), None)
+    if built is None:
         raise UserError(runs[0].why if runs else "the plan has no runs")
-    first = build(list(arguments.overrides))
-    default = Path(first.output_dir) / f"compare-{name}-x{count}"
+    default = Path(built.output_dir) / f"compare-{name}-x{count}"
     options = [f"--num_gpus={count}", *["--force"] * arguments.force]
     options += [f"--preset={arguments.preset}"] * (arguments.preset is not None)
     return Wanted(
@@ -116,6 +116,13 @@ def known_strategy(name: str) -> str:
         fix = did_you_mean(name, known, f"choose from {', '.join(known)}")
         raise UserError(f"--strategies: {shown(name)} is not a strategy", fix=fix)
     return name
+
+
+def known_to(strategy: str, typed: Values, names: Sequence[str]) -> dict[str, Any]:
+    """What is typed, without the keys that only the engines of other strategies have."""
+    own = {name: set(strategy_options(name).model_fields) for name in names}
+    foreign = set().union(*own.values()) - own[strategy]
+    return {key: value for key, value in typed.items() if key not in foreign}
 
 
 def by_name(values: Values) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -70,10 +69,8 @@ def current_process(environment: Mapping[str, str]) -> Process | None:
 
 def single_process() -> Process:
     """Set what process groups ask the environment for, as a launcher of one process would."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]  # nobody listens there
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free then
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 

@@ -73,6 +73,9 @@ def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, 
     # torchrun's agent has started a server; under other launchers rank 0 does.
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     served = open_store(True) if process.rank == 0 and not agent_serves else None
+    if served is not None and port == 0:  # of a process alone
+        port = served.port
+        os.environ["MASTER_PORT"] = str(port)
     own, other = _addresses(host, port, process, end, limit_s)
     store = served or open_store(False)
     # torchrun's agent keeps its server when it starts the processes again.

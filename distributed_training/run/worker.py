@@ -192,7 +192,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     )
     if plan.checkpoint is not None:
         trainer.restore(plan.checkpoint)
-        display.say(f"resumed from {plan.checkpoint}")
+        display.say(f"resumed from {short_path(plan.checkpoint)}")
     return trainer
 
 

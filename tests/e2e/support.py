@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -47,6 +50,24 @@ def free_port() -> int:
     """A TCP port of loopback that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def clone(folder: Path) -> Path:
+    """What a newcomer has cloned: the files that git tracks, as they stand here."""
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def printed(document: str, start: str) -> list[str]:
+    """The words of the one command in a document that begins so, in a code block or a sentence."""
+    text = (ROOT / document).read_text()
+    found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
+    assert len(found) == 1, f"{document}: {sorted(found)}"
+    return shlex.split(found.pop())
 
 
 def fake_nvidia_smi(folder: Path, *gpus: str) -> str:

@@ -1,4 +1,5 @@
-"""What a student types with a text of her own, at a terminal of 80 columns, and what she reads.
+"""What a student types from the guide, with a text of her own, at a terminal of 80 columns, and
+what she reads.
 
 Text -> training, Ctrl-C and going on, report, generation. Every line is the suite's own.
 """
@@ -14,7 +15,6 @@ import re
 import select
 import struct
 import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import clean_environment, heavy_pool, only_record
-from tests.e2e.support import run_folders
-from tests.pool import SCRIPT
+from tests.e2e.support import clone, printed, run_folders
 from tests.support import small_text
 
+GUIDE = "REAL_MODELS_GUIDE.md"
 COLUMNS = 80
 # What torch, DeepSpeed, transformers or Python print about themselves.
 LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Traceback|OMP_NUM")
@@ -35,13 +35,12 @@ SHORT = {"max_length": 64, "epochs": 1, "batch_size": 8}
 class Terminal:
     """A command at a terminal of 80 columns, as its user sees it."""
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    def __init__(self, folder: Path, command: list[str]) -> None:
         keyboard, screen = pty.openpty()
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen)
         controlling = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
-        environment = clean_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+        environment = clean_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONPATH="")
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, preexec_fn=controlling, start_new_session=True,
             **streams,
@@ -80,9 +79,9 @@ def assert_readable(text: str) -> None:
         assert not LIBRARIES.search(line), line
 
 
-def type_in(folder: Path, *arguments: object) -> str:
+def type_in(folder: Path, command: list[str]) -> str:
     """What a command prints that ends well."""
-    terminal = Terminal(folder, *arguments)
+    terminal = Terminal(folder, command)
     code = terminal.end()
     assert code == 0, terminal.text
     return terminal.text
@@ -93,11 +92,17 @@ def own_text(num_bytes: int) -> str:
     return (text * (num_bytes // len(text) + 1))[:num_bytes]
 
 
-def test_from_a_text_to_answers(tmp_path):
+def test_from_a_text_to_answers(tmp_path, takes):
     """Training, Ctrl-C, going on, report, generation from the run and from hf/."""
-    (tmp_path / "mine.txt").write_text(own_text(60_000))
-    first = ["--dataset", "mine.txt", "--output_dir", "runs"]
-    terminal = Terminal(tmp_path, *first)
+    repository = clone(tmp_path / "repository")
+    with takes("the student's, from a text to answers, stopped and resumed"):
+        follow_the_guide(repository)
+
+
+def follow_the_guide(repository: Path) -> None:
+    (repository / "notes.txt").write_text(own_text(60_000))
+    first = printed(GUIDE, "python real_model_example.py --dataset notes.txt")
+    terminal = Terminal(repository, first)
     terminal.read_until(r"epoch +1")
     before = len(terminal.text)
     os.write(terminal.keyboard, b"\x03")
@@ -107,24 +112,26 @@ def test_from_a_text_to_answers(tmp_path):
     assert len(after) <= 5, after
     assert any("saved" in line for line in after)
     assert any("--resume auto" in line for line in after)
-    (run,) = run_folders(tmp_path / "runs")
+    (run,) = run_folders(repository / "runs")
     stopped = json.loads((run / "record.json").read_text())
     assert 0 < stopped["step"] < stopped["num_steps"]
 
-    said = type_in(tmp_path, *first, "--resume", "auto")
+    said = type_in(repository, [*first, "--resume", "auto"])
     assert_readable(said)
     assert f"checkpoints/step-{stopped['step']:08}" in said  # resumed from
-    record = only_record(tmp_path / "runs")
+    record = only_record(repository / "runs")
     assert record["status"] == "ok"
     perplexities = [row["perplexity"] for row in record["evaluations"]]
     assert perplexities[-1] < perplexities[0] / 2
 
-    report = type_in(tmp_path, "report", "runs")
+    report = type_in(repository, printed(GUIDE, "python real_model_example.py report"))
     assert_readable(report)
     assert f"{perplexities[-1]:.1f}" in report
+    asks = printed(GUIDE, "python real_model_example.py generate")
     for model in ("runs/latest", "runs/latest/hf"):
-        answer = type_in(tmp_path, "generate", model, "--prompt", "The report", "--temperature", 0)
-        assert answer.startswith("The report")
+        words = [model if word == "runs/latest" else word for word in asks]
+        answer = type_in(repository, [*words, "--temperature", "0"])
+        assert answer.startswith(asks[-1])
         assert len(answer.split()) > 5
 
 

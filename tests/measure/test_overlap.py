@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 import struct
 
@@ -11,6 +13,7 @@ from distributed_training.measure.overlap import kind_of, main, read_trace
 from distributed_training.measure.spans import clip, length, minus, union
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings
 from tests.e2e.support import run_folders
+from tests.measure.perfetto import opened
 from tests.support import refused
 
 TICKS = 80
@@ -111,11 +114,38 @@ def test_operations_by_name(name, kind):
     assert kind_of(name) == kind
 
 
-def test_two_processes_leave_a_trace_each(tmp_path, capsys):
-    values = {**SMALL, "strategy": "dp", "profile": 2, "max_steps": 5, "output_dir": tmp_path}
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A run of two processes: what it printed, its record, its folder."""
+    runs = tmp_path_factory.mktemp("traced")
+    values = {**SMALL, "strategy": "dp", "profile": 2, "max_steps": 5, "output_dir": runs}
     shown = heavy_pool().script(settings({**values, "export": False}), num_processes=2)
     assert_ok(shown)
-    run = only_record(tmp_path)
+    (folder,) = run_folders(runs)
+    return shown, only_record(runs), folder
+
+
+def test_perfetto_opens_a_trace_and_finds_its_steps(traced, tmp_path):
+    _, record, folder = traced
+    first, trace = record["profile"]["first_step"], folder / "trace-rank0.json.gz"
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    (pid,) = {event["pid"] for event in events if event.get("name") == "aten::addmm"}
+    with opened(trace, tmp_path) as perfetto:
+        steps = perfetto.slices("ProfilerStep#*")
+        (updates,) = perfetto.slices("Optimizer.step#*").values()
+        (sums,) = perfetto.slices("gloo:all_reduce").values()
+        perfetto.wait_for(f" {pid}\n")  # of a row: process and its number
+    assert sorted(steps) == [f"ProfilerStep#{first - 1}", f"ProfilerStep#{first}"]  # from 0
+    for name, (count, ns) in steps.items():
+        (event,) = (event for event in events if event.get("name") == name)
+        assert (count, ns) == (1, pytest.approx(1000 * event["dur"], abs=2))
+    assert updates[0] == 2
+    assert sums[0] >= 2
+
+
+def test_two_processes_leave_a_trace_each(traced, capsys):
+    shown, run, folder = traced
     traces = "trace-rank*.json.gz of the run's folder, for ui.perfetto.dev"
     header, summary = (" ".join(text.split()) for text in shown.stdout.split("step      0/5"))
     assert f"profile 2 steps after a warm-up in {traces}" in header
@@ -124,7 +154,6 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
     assert run["profile"] == {
         "first_step": 4, "last_step": 5, "traces": "trace-rank*.json.gz", "memory": None,
     }  # fmt: skip
-    (folder,) = run_folders(tmp_path)
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines()[:-1])) <= 80

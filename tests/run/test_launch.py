@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distributed_training.records.record import LOST, load_state, start_record
-from distributed_training.run import launch
+from distributed_training.run import launch, rendezvous
 from distributed_training.run.launch import Process, describe_plan
 from tests.conftest import run_command
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
@@ -235,8 +235,11 @@ def test_torchrun_itself_tells_who_was_killed(tmp_path):
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):
-    environment = {}
-    monkeypatch.setattr(os, "environ", environment)
-    assert launch.single_process() == launch.current_process(environment)
-    with socket.create_server(("127.0.0.1", int(environment["MASTER_PORT"]))):
-        pass  # nobody listens there
+    monkeypatch.setattr(os, "environ", {})
+    process = launch.single_process()
+    assert process == launch.current_process(os.environ)
+    store = rendezvous.meet(process, 60)
+    port = int(os.environ["MASTER_PORT"])  # the system chose it while it was bound
+    with socket.create_connection(("127.0.0.1", port), 60):
+        store.set("key", "value")
+    assert store.get("key") == b"value"

@@ -1,0 +1,59 @@
+"""What a researcher types from CONTRIBUTING.md: an algorithm of one's own, a training under it, and
+a page with it beside dp."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+from tests.conftest import assert_ok, run_command
+from tests.e2e.support import clone, metrics, printed
+
+DOCUMENT = "CONTRIBUTING.md"
+FLOOR = 1e-3  # as printed there
+# No warm-up: the rate begins above the floor.
+SHORT = shlex.split(
+    "--num_gpus 1 --num_samples 80 --max_length 64 --epochs 1 --eval_samples 8 --warmup_steps 0"
+)
+
+
+def write_examples(repository, strategy: str) -> None:
+    """The files of one example, as they stand in the document."""
+    text = (repository / DOCUMENT).read_text()
+    files = dict(re.findall(rf"^```\w+ (\S+{strategy}/\S+)\n(.*?)^```$", text, re.M | re.S))
+    assert sorted(name.rpartition("/")[2] for name in files) == ["config.json", "engine.py"]
+    for name, content in files.items():
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text(content)
+
+
+def test_from_a_folder_to_a_page(tmp_path, takes):
+    repository = clone(tmp_path / "repository")
+    with takes("the researcher's, from a folder to a page that compares"):
+        write_examples(repository, "lr_floor")
+        command = printed(DOCUMENT, "python real_model_example.py compare")
+        assert command[-2:] == ["--lr_floor", "1e-3"]
+        result = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
+    assert_ok(result)
+    (out,) = (repository / "runs").glob("compare-*")
+    records = [json.loads(file.read_text()) for file in sorted(out.glob("gpt2-tiny-*.json"))]
+    assert [record["strategy"]["name"] for record in records] == ["dp", "lr-floor"]
+    assert [record["config"].get("lr_floor") for record in records] == [None, FLOOR]
+
+    # Until the rate of dp falls below the floor both are one algorithm, and not from then on.
+    dp, floor = ([loss for _, loss in record["loss_curve"]] for record in records)
+    (rows,) = map(metrics, out.glob("runs/*-dp-*"))
+    above = sum(row["learning_rate"] >= FLOOR for row in rows)
+    assert 5 < above < len(rows) - 3
+    assert dp[: above + 1] == floor[: above + 1]  # the rate of a step shows in the next one's loss
+    assert not {*dp[above + 1 :]} & {*floor[above + 1 :]}
+
+    table = re.findall(r"^\| (\S.*?) +\|.* ok +\|$", (out / "compare.md").read_text(), re.M)
+    assert table == ["dp", "lr-floor lr_floor=1e-3"]
+    page = (out / "compare.html").read_text()
+    for record in records:
+        assert f"{record['evaluations'][-1]['loss']:.4f}" in page
+        assert f"{record['evaluations'][-1]['loss']:.4f}" in result.stdout
+    assert "they differ in lr_floor" in result.stdout
+    assert page.count("<svg") == 4
