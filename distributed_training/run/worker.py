@@ -27,6 +27,7 @@ from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
+from distributed_training.run.disks import check_disks
 from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process
@@ -50,7 +51,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     with process_group(device, meet(process, limit_s)):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
-            assemble.check_shared_disk(given.run_dir)
+            check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
@@ -168,12 +169,11 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     config, sampler = plan.config, assemble.build_sampler(plan, data, topology)
     num_steps = plan.num_steps
     assert num_steps is not None, "the launching process cut the data"
-    history = History()
-    if plan.checkpoint is not None:
+    history, record, tracker = History(), None, trackers.Tracker()
+    if plan.checkpoint is not None and topology.rank == 0:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    record, tracker = None, trackers.Tracker()
-    dist.barrier()  # every rank has read the old record before it is written anew
+    history = assemble.from_rank_0(history)
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)

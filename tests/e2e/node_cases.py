@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import runpy
+import signal
 import sys
 import time
 from pathlib import Path
@@ -68,6 +69,22 @@ def _unplugged() -> None:
 
     Trainer._update = update
     run_script(sys.argv[1:])
+
+
+def on_each_node(job: dict[str, Any]) -> int:
+    """The script on each node; with `ends_at`, SIGTERM comes to the first in that step."""
+    rank = int(os.environ["RANK"])
+    enter(job["nodes"][rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=job["nodes"][0].name)
+    right = Trainer._update
+
+    def update(self: Trainer) -> None:
+        if rank == 0 and self.step + 1 == job.get("ends_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        right(self)
+
+    Trainer._update = update
+    return run_script(job["arguments"])
 
 
 def with_node_1_missing(job: dict[str, Any]) -> int:

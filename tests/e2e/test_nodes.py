@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
+import numpy as np
 import pytest
 
-from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings, train
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, script, settings, train
 from tests.e2e.nodes import cluster
-from tests.e2e.support import left_over
+from tests.e2e.support import assert_refused, left_over
 
 
 @pytest.fixture
@@ -40,6 +43,37 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
     assert (record["status"], record["world_size"]) == ("ok", 1)
     assert record["resumed_from"].endswith("step-00000003")
     assert [step for step, _ in record["loss_curve"]] == list(range(1, 9))
+
+
+def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path):
+    own, values = nodes[0].own / "runs", {**SMALL, "strategy": "dp", "keep_best": True}
+    both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
+    job = {"nodes": nodes, "arguments": settings(both)}
+    fail_on(**job, case="on_each_node", ends_at=5)
+    folders = [node.outside(own) for node in nodes]
+    parts = [sorted(file.name for file in folder.glob("*-*/checkpoints/*/*")) for folder in folders]
+    assert parts == [
+        [f"copies-0000{rank}.safetensors", "meta.json", f"rank-0000{rank}.safetensors"]
+        for rank in (0, 1)
+    ]
+
+    together = tmp_path / "together"
+    shutil.copytree(folders[0], together, symlinks=True)
+    alone = {**values, "batch_size": 4, "output_dir": together, "resume": "auto"}
+    missing = "it lacks rank-00001.safetensors; written on node1, without a shared disk"
+    assert_refused(script(alone), "is not whole on", missing, "copy the run's folders of all nodes")
+    shutil.copytree(folders[1], together, dirs_exist_ok=True)
+    assert_ok(train(alone))
+    heavy_pool().call("tests.e2e.node_cases:on_each_node", job, num_processes=2)
+    assert_ok(train({**alone, "output_dir": tmp_path / "unbroken"}))
+
+    unbroken = only_record(tmp_path / "unbroken")["loss_curve"]
+    for runs in (folders[0], together):
+        record = only_record(runs)
+        assert record["resumed_from"].endswith("step-00000005")
+        np.testing.assert_allclose(record["loss_curve"], unbroken, rtol=0, atol=1e-4)
+    exported = [{file.parent.name for file in runs.glob("*-*/*/config.json")} for runs in folders]
+    assert exported == [{"best", "hf"}, set()]
 
 
 @pytest.mark.parametrize(
