@@ -6,7 +6,7 @@ is decided again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Plan:
     cache: str | None = None  # name of the samples' folder in the token cache; None as below
     # Memory and time of a step before it ran (plan/predict.py); None in a draft
     prediction: dict[str, Any] | None = None
+    # Agents of torchrun that started the processes: what one of them starts again goes on.
+    launchers: list[str] = field(default_factory=list)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property

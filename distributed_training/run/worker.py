@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.restart import go_on
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
@@ -34,7 +36,7 @@ from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.profiling import Profile
 from distributed_training.run.push import push_folder
-from distributed_training.run.rendezvous import meet
+from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -90,10 +92,14 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
 def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
     answer: Plan | UserError | None = None
+    agent = current_agent(os.environ)
+    launchers = sorted(set(assemble.gather(agent))) if agent else []
     if process.rank == 0:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
         try:
+            config, notes = go_on(config, launchers, process.world_size)
             plan = make_plan(config, detect_machine(), **sizes, cut=plan_data.cut_data)
+            plan = replace(plan, launchers=launchers, notes=[*plan.notes, *notes])
             answer = reserve_run_dir(plan)
         except UserError as error:
             answer = error

@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,28 @@ def run_script(arguments: list[str]) -> int:
 
 
 def with_torchrun(job: dict[str, Any]) -> int:
-    """torchrun's agent on the node of this number; its processes run `_unplugged`, below."""
+    """torchrun's agent on the node of this number, which goes on alone where the other one stays
+    away; its processes run `_unplugged`, below."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     enter(job["nodes"][int(os.environ["RANK"])])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
     os.environ["UNPLUGS"] = f"{job['nodes'][1].switch} {job['nodes'][1].name}"
-    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", "--nnodes=2"]
-    torchrun.main([*rendezvous, "--nproc_per_node=1", __file__, *job["arguments"]])
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    right = DynamicRendezvousHandler.next_rendezvous
+
+    def next_rendezvous(self: DynamicRendezvousHandler) -> Any:
+        found = right(self)
+        self.settings.timeout._last_call = timedelta(seconds=1)  # the first time, for the other
+        return found
+
+    DynamicRendezvousHandler.next_rendezvous = next_rendezvous
+    limits = "join_timeout=120,last_call_timeout=120,keep_alive_interval=2"
+    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_conf={limits}"]
+    elastic = ["--nnodes=1:2", "--max_restarts=1", "--nproc_per_node=1"]
+    torchrun.main([*rendezvous, *elastic, __file__, *job["arguments"]])
     return 0
 
 
