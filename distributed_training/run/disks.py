@@ -14,6 +14,7 @@ from distributed_training.parallel.tensor_files import Part
 from distributed_training.plan import resume
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
+from distributed_training.records.record import FAILURE_FILE
 from distributed_training.run.assemble import from_rank_0, gather
 from distributed_training.run.launch import Process
 from distributed_training.settings.errors import UserError
@@ -30,9 +31,11 @@ def check_disks(plan: Plan, process: Process) -> None:
         check_shared_disk(plan.run_dir)
         return
     mark = plan.run_dir / from_rank_0(f".disk-{uuid.uuid4().hex}")
-    _on_each_node(process, partial(_make_folder, plan, process, mark))
-    if process.local_rank == 0:
-        mark.unlink()
+    try:
+        _on_each_node(process, partial(_make_folder, plan, process, mark))
+    finally:
+        if process.local_rank == 0:
+            mark.unlink(missing_ok=True)
     if plan.checkpoint is not None:
         meta = from_rank_0(_with_hosts(plan.checkpoint) if process.rank == 0 else None)
         _on_each_node(process, partial(_check_files, plan, plan.checkpoint, meta, process))
@@ -75,6 +78,7 @@ def _make_folder(plan: Plan, process: Process, mark: Path) -> None:
         mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
         if process.rank:
             (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
+            (plan.run_dir / FAILURE_FILE).unlink(missing_ok=True)
     except FileExistsError:
         what = f"rank {process.rank} on {host} sees another node's {plan.run_dir}"
         raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None
