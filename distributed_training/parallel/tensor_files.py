@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from distributed_training.parallel.private import first_index
 from distributed_training.plan.topology import Topology
 
-SUFFIX = ".safetensors"
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
@@ -186,6 +185,9 @@ class TensorFiles:
             if shape != part.shape:
                 expected = f"{list(shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
+        for found in stored:
+            if found.start == start and tuple(found.data.get_shape()) == size:
+                return found.data[:]
         if all(len(found.start) == len(start) for found in stored):
             box = torch.empty(size, dtype=part.dtype)
             _check_filled(part.name, box, sum(found.copy_into(box, start) for found in stored))

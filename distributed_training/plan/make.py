@@ -76,7 +76,8 @@ def make_plan(
 
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    found = find_resume(plan.config.resume, plan.output_dir, plan.work, plan.spread)
+    resume, ranks = plan.config.resume, plan.ranks_beside(0)
+    found = find_resume(resume, plan.output_dir, plan.work, plan.spread, ranks)
     if found is None:
         return plan
     plan = replace(plan, run_dir=found[0], checkpoint=found[1])

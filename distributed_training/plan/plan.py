@@ -6,7 +6,7 @@ is decided again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Plan:
     cache: str | None = None  # name of the samples' folder in the token cache; None as below
     # Memory and time of a step before it ran (plan/predict.py); None in a draft
     prediction: dict[str, Any] | None = None
+    # Agents of torchrun that started the processes: what one of them starts again goes on.
+    launchers: list[str] = field(default_factory=list)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property
@@ -79,6 +81,16 @@ class Plan:
             return 1, 1
         tp = self.mesh["tp"]
         return (tp, 1) if self.batch.micro_batch_size % tp == 0 else (1, tp)
+
+    @property
+    def own_disks(self) -> bool:
+        """Whether each node keeps the files of its own processes."""
+        return not self.config.shared_disk and self.num_processes > self.processes_here
+
+    def ranks_beside(self, rank: int) -> range | None:
+        """The processes of that one's node; None where a disk is shared."""
+        first = rank // self.processes_here * self.processes_here
+        return range(first, first + self.processes_here) if self.own_disks else None
 
     @property
     def spread(self) -> dict[str, Any]:

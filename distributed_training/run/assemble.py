@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +14,11 @@ import torch.distributed as dist
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.plan.checks import needed_extensions
-from distributed_training.plan.plan import PLAN_FILE, Plan
+from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run.launch import Process
 from distributed_training.settings.errors import UserError
-
-SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
 
 
 def from_rank_0(value: Any) -> Any:
@@ -57,21 +53,6 @@ def check_ranks_agree(data: Data) -> None:
             who = f"rank {rank} on {host} has another {what} than rank 0 on {host_0}"
             fix = "use one environment and a dataset that all of them see as the same file"
             raise UserError(who, f"{found[what]} and {first[what]}", fix)
-
-
-def check_shared_disk(run_dir: Path) -> None:
-    """Checkpoints of several machines lie in one folder, which rank 0 has made, with the plan in
-    it. Raises UserError on every rank where some do not see that file. Collective.
-    """
-    end = time.monotonic() + SHARED_WITHIN_S
-    while not (seen := (run_dir / PLAN_FILE).is_file()) and time.monotonic() < end:
-        time.sleep(0.2)
-    ranks = gather((socket.gethostname(), seen))
-    blind = [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]
-    if blind:
-        what = f"{blind[0]} does not see {run_dir}, which rank 0 on {ranks[0][0]} has made"
-        fix = "set output_dir to a folder on a disk that all nodes share"
-        raise UserError(what, "a run is saved into one folder", fix)
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:

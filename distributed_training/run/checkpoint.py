@@ -5,6 +5,10 @@ until they are written.
         meta.json               step, the work, how it was spread, every file with its checksum
         rank-00000.safetensors  the part that a rank held of weights and moments, under the model's
                                 names, and its random numbers' state
+        copies-00001.safetensors  without a shared disk: what this node's ranks hold of that, too,
+                                but ranks of other nodes write
+
+Without a shared disk each node has the files of its own ranks, and meta.json.
 
 The sampler needs no file: its position is the step. plan/resume.py finds and checks checkpoints.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +32,6 @@ import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.tensor_files import (
-    SUFFIX,
     Part,
     TensorFiles,
     copy_parts,
@@ -40,7 +44,7 @@ from distributed_training.plan.memory import PINNED
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import write_json
-from distributed_training.run import assemble
+from distributed_training.run import assemble, disks
 from distributed_training.settings.errors import UserError
 
 
@@ -118,17 +122,26 @@ def save_checkpoint(
     return _write(parts, writing, meta, plan, topology, None)[0]
 
 
+def _leads(plan: Plan, topology: Topology) -> bool:
+    """Whether this process makes and removes folders, on its node's disk or for all nodes."""
+    return topology.local_rank == 0 if plan.own_disks else topology.rank == 0
+
+
 def _begin(engine: Engine, plan: Plan, topology: Topology, step: int) -> tuple[list[Part], Path]:
-    """(This rank's parts, the folder to write them into, which is there.) Collective."""
+    """(The parts that this rank writes, the folder to write them into, which is there); those that
+    only its node needs once more have `writes` False. Collective.
+    """
     parent = plan.run_dir / resume.CHECKPOINTS
     writing = parent / f".writing-{step:08d}"
-    if topology.rank == 0:
+    if _leads(plan, topology):
         for unfinished in parent.glob(".writing-*"):
             shutil.rmtree(unfinished)
         writing.mkdir(parents=True)
     dist.barrier()
     parts = (*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology))
-    return [part for part in parts if part.writes and all(part.size)], writing
+    held = [part for part in parts if all(part.size)]
+    copies = disks.copies_here(held, topology) if plan.own_disks else []
+    return [part for part in held if part.writes] + copies, writing
 
 
 def _describe(engine: Engine, plan: Plan, step: int, data_fingerprint: str) -> resume.Meta:
@@ -158,33 +171,52 @@ def _write(
     topology: Topology,
     group: dist.ProcessGroup | None,
 ) -> tuple[Path, int]:
-    """Write this rank's file; once all are on the disk publish them by one rename and delete all
-    checkpoints but the last. (Folder, bytes of all files.) Collective in `group`."""
-    name = f"rank-{topology.rank:05d}{SUFFIX}"
-    written = _or_error(write_parts, writing / name, parts)
-    files = dict(_agree((name, written), group))
-    meta.files = {file: size for file, (size, _) in files.items()}
-    meta.checksums = {file: checksum for file, (_, checksum) in files.items()}
-    published = _or_error(_publish, writing, meta, plan) if topology.rank == 0 else None
-    ((_, final), *_) = _agree(("", published), group)
-    return final, sum(meta.files.values())
+    """Write this rank's files; once all are on the disk publish them by one rename a disk, and
+    delete all checkpoints but the last. (Folder, bytes of all files.) Collective in `group`."""
+    written = _or_error(_write_files, writing, parts, topology.rank)
+    ranks = _agree((socket.gethostname(), written), group)
+    for host, found in ranks:
+        for name, (size, checksum) in found.items():
+            of = meta.copies if name.startswith("copies") else meta.files
+            of[name], meta.checksums[name] = size, checksum
+            if plan.own_disks:
+                meta.hosts[name] = host
+    leads, first = _leads(plan, topology), topology.rank == 0
+    # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
+    for turn in (leads and not first, first) if plan.own_disks else (first,):
+        _agree(("", _or_error(_publish, writing, meta) if turn else None), group)
+    _agree(("", _or_error(_remove_others, writing, meta, plan) if leads else None), group)
+    return _final(writing, meta), sum(meta.files.values()) + sum(meta.copies.values())
 
 
-def _publish(writing: Path, meta: resume.Meta, plan: Plan) -> Path:
-    parent = writing.parent
-    final = parent / f"step-{meta.step:08d}"
+def _write_files(writing: Path, parts: list[Part], rank: int) -> dict[str, tuple[int, int]]:
+    """Of each file that this rank has written: its bytes and CRC-32."""
+    own = [part for part in parts if part.writes]
+    copies = [replace(part, writes=True) for part in parts if not part.writes]
+    files = zip(resume.files_of(rank), (own, copies), strict=True)
+    return {name: write_parts(writing / name, each) for name, each in files if each or each is own}
+
+
+def _final(writing: Path, meta: resume.Meta) -> Path:
+    return writing.with_name(f"step-{meta.step:08d}")
+
+
+def _publish(writing: Path, meta: resume.Meta) -> None:
+    final = _final(writing, meta)
     write_json(writing / resume.META_FILE, meta)
     _sync(writing / resume.META_FILE)
     _sync(writing)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(writing, final)
-    _sync(parent)
+    _sync(final.parent)
+
+
+def _remove_others(writing: Path, meta: resume.Meta, plan: Plan) -> None:
     # What is newer was damaged or passed over by whoever resumed here: this run does it again.
-    found = resume.list_checkpoints(plan.run_dir)
+    final, found = _final(writing, meta), resume.list_checkpoints(plan.run_dir)
     kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
     for other in set(found).difference(kept):
         shutil.rmtree(other)
-    return final
 
 
 def _or_error(do: Callable[..., Any], *arguments: Any) -> Any:
@@ -218,7 +250,9 @@ def load_checkpoint(
         why = "a file of the dataset has changed, or this is another Python's embedded corpus"
         raise UserError(what, why, "restore it, or set resume to None")
     try:
-        saved = TensorFiles(folder / name for name in meta.files)
+        ranks = plan.ranks_beside(topology.rank)
+        names = resume.files_to_read(folder, meta, plan.spread, ranks)
+        saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:
             for part in _random_numbers(topology):

@@ -66,8 +66,9 @@ def export_checkpoint(given: str, to: str | None = None) -> int:
     if folder.exists():
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
     meta = resume.read_meta(checkpoint)
-    resume.check_files(checkpoint, meta)
-    saved = TensorFiles(checkpoint / name for name in meta.files)
+    names = resume.files_to_read(checkpoint, meta, meta.spread, None)
+    resume.check_files(checkpoint, meta, names)
+    saved = TensorFiles(checkpoint / name for name in names)
     weights = [name for name in saved.stored if name.startswith("weight/")]
     state = {name.removeprefix("weight/"): saved.whole(name) for name in weights}
     plan, record = load_plan(run_dir), load_record(run_dir)

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
 import psutil
@@ -60,6 +60,23 @@ def choose_interface(address: str, environment: MutableMapping[str, str]) -> Non
             environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
 
 
+def of_this_attempt(store: dist.Store) -> dist.Store:
+    """The store, apart from what was written before torchrun started the processes again: where its
+    agent serves, the server stays. Agents of several nodes may count differently."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
+    return dist.PrefixStore(f"attempt {attempt}", store)
+
+
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def current_agent(environment: Mapping[str, str]) -> str | None:
+    """The agent of torchrun that started this process (host, number, since when); else None."""
+    agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in environment else None
+    return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
+
+
 def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, str]:
     """The store at MASTER_ADDR, and this host's address on the way there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -71,16 +88,12 @@ def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, 
         )
 
     # torchrun's agent has started a server; under other launchers rank 0 does.
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    served = open_store(True) if process.rank == 0 and not agent_serves else None
+    served = open_store(True) if process.rank == 0 and not _agent_serves() else None
     if served is not None and port == 0:  # of a process alone
         port = served.port
         os.environ["MASTER_PORT"] = str(port)
     own, other = _addresses(host, port, process, end, limit_s)
-    store = served or open_store(False)
-    # torchrun's agent keeps its server when it starts the processes again.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    store = of_this_attempt(served or open_store(False))
     if not _is_loopback(other):
         store.set(_AS_RANK_0_IS_SEEN, other)
     return store, own

@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from distributed_training.plan import claims
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import mark_stopped
+from distributed_training.run.rendezvous import of_this_attempt
 from distributed_training.settings.errors import RunError
 
 BEAT_S = 2.0
@@ -80,8 +81,7 @@ class Watch:
             host, port = self.address
             limit = timedelta(seconds=LOST_S)
             store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"watch {attempt}", store)
+            store = dist.PrefixStore("watch", of_this_attempt(store))
         following = (self.rank + 1) % self.world_size
         renewed, beats = float("-inf"), 0
         while beats == 0 or not self._ended.wait(BEAT_S):

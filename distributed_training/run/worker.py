@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.restart import go_on
 from distributed_training.plan.topology import Topology, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
@@ -27,13 +29,14 @@ from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
+from distributed_training.run.disks import check_disks
 from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.profiling import Profile
 from distributed_training.run.push import push_folder
-from distributed_training.run.rendezvous import meet
+from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -50,7 +53,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     with process_group(device, meet(process, limit_s)):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process)
-            assemble.check_shared_disk(given.run_dir)
+            check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
@@ -89,10 +92,14 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
 def agree_on_plan(config: RunConfig, process: Process) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
     answer: Plan | UserError | None = None
+    agent = current_agent(os.environ)
+    launchers = sorted(set(assemble.gather(agent))) if agent else []
     if process.rank == 0:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
         try:
+            config, notes = go_on(config, launchers, process.world_size)
             plan = make_plan(config, detect_machine(), **sizes, cut=plan_data.cut_data)
+            plan = replace(plan, launchers=launchers, notes=[*plan.notes, *notes])
             answer = reserve_run_dir(plan)
         except UserError as error:
             answer = error
@@ -168,12 +175,11 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     config, sampler = plan.config, assemble.build_sampler(plan, data, topology)
     num_steps = plan.num_steps
     assert num_steps is not None, "the launching process cut the data"
-    history = History()
-    if plan.checkpoint is not None:
+    history, record, tracker = History(), None, trackers.Tracker()
+    if plan.checkpoint is not None and topology.rank == 0:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    record, tracker = None, trackers.Tracker()
-    dist.barrier()  # every rank has read the old record before it is written anew
+    history = assemble.from_rank_0(history)
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)

@@ -129,6 +129,8 @@ class RunConfig(Options):
         help="prompt of the samples before and after training; None: none")
     output_dir: Text = kept("runs", aliases=("out_dir",),
         help="a folder for each run goes here; in CONFIG relative to the script")
+    shared_disk: bool = kept(True,
+        help="whether all nodes see output_dir; False: each keeps its own part of a checkpoint")
     offload_dir: Text | None = kept(None,
         help="where infinity keeps its files; None: output_dir/.offload")
     checkpoint_every: CountOrZero | None = kept(None, aliases=("save_steps",),

@@ -19,7 +19,7 @@ import torch
 
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
-from distributed_training.run import assemble, checkpoint, watch
+from distributed_training.run import checkpoint, disks, watch
 from distributed_training.run.loop import Trainer
 from tests.pool import SCRIPT
 
@@ -114,7 +114,7 @@ def with_full_disk(job: dict[str, Any]) -> int:
 
 def with_disks_of_their_own(job: dict[str, Any]) -> int:
     """Rank 1 has another disk at `folder`, as on another machine."""
-    assemble.SHARED_WITHIN_S = 1.0
+    disks.SHARED_WITHIN_S = 1.0
     if os.environ["RANK"] == "1":
         libc, folder = ctypes.CDLL(None, use_errno=True), job["folder"].encode()
         private, new_mounts = 1 << 18 | 1 << 14, 0x20000  # MS_PRIVATE | MS_REC, CLONE_NEWNS

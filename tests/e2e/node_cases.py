@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import runpy
+import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +42,28 @@ def run_script(arguments: list[str]) -> int:
 
 
 def with_torchrun(job: dict[str, Any]) -> int:
-    """torchrun's agent on the node of this number; its processes run `_unplugged`, below."""
+    """torchrun's agent on the node of this number, which goes on alone where the other one stays
+    away; its processes run `_unplugged`, below."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     enter(job["nodes"][int(os.environ["RANK"])])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
     os.environ["UNPLUGS"] = f"{job['nodes'][1].switch} {job['nodes'][1].name}"
-    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", "--nnodes=2"]
-    torchrun.main([*rendezvous, "--nproc_per_node=1", __file__, *job["arguments"]])
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    right = DynamicRendezvousHandler.next_rendezvous
+
+    def next_rendezvous(self: DynamicRendezvousHandler) -> Any:
+        found = right(self)
+        self.settings.timeout._last_call = timedelta(seconds=1)  # the first time, for the other
+        return found
+
+    DynamicRendezvousHandler.next_rendezvous = next_rendezvous
+    limits = "join_timeout=120,last_call_timeout=120,keep_alive_interval=2"
+    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_conf={limits}"]
+    elastic = ["--nnodes=1:2", "--max_restarts=1", "--nproc_per_node=1"]
+    torchrun.main([*rendezvous, *elastic, __file__, *job["arguments"]])
     return 0
 
 
@@ -68,6 +83,22 @@ def _unplugged() -> None:
 
     Trainer._update = update
     run_script(sys.argv[1:])
+
+
+def on_each_node(job: dict[str, Any]) -> int:
+    """The script on each node; with `ends_at`, SIGTERM comes to the first in that step."""
+    rank = int(os.environ["RANK"])
+    enter(job["nodes"][rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=job["nodes"][0].name)
+    right = Trainer._update
+
+    def update(self: Trainer) -> None:
+        if rank == 0 and self.step + 1 == job.get("ends_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        right(self)
+
+    Trainer._update = update
+    return run_script(job["arguments"])
 
 
 def with_node_1_missing(job: dict[str, Any]) -> int:

@@ -41,6 +41,10 @@ class Node:
         own = [f"TMPDIR={self.own}", f"HOME={self.own}"]
         return [*_inside(self.pid, "--net", "--mount", "--uts"), "env", *own, *map(str, command)]
 
+    def outside(self, path: Path) -> Path:
+        """The same file or folder for a process that is not on this node."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
     def unplug(self) -> None:
         """Pull its cable out of the switch."""
         _run(*_inside(self.switch, "--net"), "ip", "link", "set", self.name, "down")

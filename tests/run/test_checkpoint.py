@@ -85,6 +85,7 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD, checkpoint=None):
     config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     names = {"run_dir": run_dir, "work": work, "spread": spread, "checkpoint": checkpoint}
     names |= {"processes_here": 1, "strategy": SimpleNamespace(swaps_to_disk=False)}
+    names |= {"own_disks": False, "ranks_beside": lambda _: None}
     return SimpleNamespace(config=config, **names)
 
 

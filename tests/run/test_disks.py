@@ -1,0 +1,195 @@
+"""Two nodes that share no disk: two processes, each with another folder for the run's."""
+
+import os
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_training.parallel.tensor_files import part_of
+from distributed_training.plan.resume import (
+    ElsewhereError,
+    check_files,
+    files_of,
+    files_to_read,
+    find_resume,
+    list_checkpoints,
+    read_meta,
+)
+from distributed_training.plan.topology import Topology
+from distributed_training.records.record import start_record
+from distributed_training.run import checkpoint, disks
+from distributed_training.run.assemble import gather
+from distributed_training.run.checkpoint import load_checkpoint, save_checkpoint
+from distributed_training.run.launch import Process
+from distributed_training.settings.errors import UserError
+from tests.conftest import heavy_pool
+from tests.run.test_checkpoint import SPREAD, WORK, FakeEngine, plan_of
+from tests.support import refused
+
+FILES = (["rank-00000.safetensors"], ["copies-00001.safetensors", "rank-00001.safetensors"])
+
+
+class Copies(FakeEngine):
+    """Both ranks hold w, which rank 0 writes; of v each has a row."""
+
+    def __init__(self, value, rank):
+        super().__init__(value)
+        self.rank, self.row = rank, torch.full((1, 4), value + 10.0 * rank)
+
+    def state_parts(self):
+        yield replace(part_of("weight/w", self.state, (10, 4), (0, 0)), writes=self.rank == 0)
+        yield part_of("weight/v", self.row, (2, 4), (self.rank, 0))
+
+
+def on_two_nodes(folder):
+    """What each rank saw, in a list, once two checkpoints are written and a third one fails."""
+    dist.init_process_group("gloo")
+    rank, seen = dist.get_rank(), {}
+    topology = Topology(
+        world_size=2, rank=rank, local_rank=0, dp_replicate=2, dp_shard=1, device_type="cpu"
+    )
+    plan = plan_of(folder / f"node{rank}", keep=1)
+    plan.own_disks, plan.ranks_beside = True, lambda rank: range(rank, rank + 1)
+
+    def save(step):
+        engine = Copies(float(step), rank)
+        return save_checkpoint(engine, plan, topology, step=step, data_fingerprint="tokens")
+
+    def steps():
+        return [int(found.name.removeprefix("step-")) for found in list_checkpoints(plan.run_dir)]
+
+    def refusal(**changes):
+        changed = SimpleNamespace(**{**vars(plan), **changes})
+        process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
+        try:
+            disks.check_disks(changed, process)
+        except UserError as error:
+            return str(error)
+
+    save(1)
+    save(2)
+    seen["saved"] = steps()
+    right = checkpoint._publish
+
+    def publish(*arguments):
+        if rank == 0:
+            raise OSError("No space left on device")
+        right(*arguments)
+
+    checkpoint._publish = publish
+    with pytest.raises(OSError, match="No space left"):
+        save(3)
+    checkpoint._publish = right
+    seen["one failed"] = steps()
+    save(4)
+    seen["saved again"] = steps()
+    plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
+    engine = Copies(0.0, rank)
+    assert load_checkpoint(engine, plan, topology, data_fingerprint="tokens") == 4
+    seen["loaded"] = (engine.value, engine.row.tolist())
+
+    disks.PLAN_AS_JSON = SimpleNamespace(dump_json=lambda *_, **__: b"{}")
+    seen["nothing"] = refusal()
+    seen["one folder"] = refusal(run_dir=folder / "node0", checkpoint=None)
+    file = plan.checkpoint / files_of(1)[1]
+    if rank == 1:
+        file.rename(folder / "away")
+    seen["missing"] = refusal()
+    if rank == 1:
+        file.write_bytes((folder / "away").read_bytes()[:-1] + b"?")
+    seen["damaged"] = refusal()
+    if rank == 1:
+        (folder / "away").replace(file)
+    seen = gather(seen)
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nodes")
+    seen = heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
+    return folder, seen
+
+
+def test_each_node_saves_and_loads_what_its_ranks_hold(two_nodes):
+    folder, seen = two_nodes
+    for rank, node in enumerate(seen):
+        (saved,) = list_checkpoints(folder / f"node{rank}")
+        assert sorted(file.name for file in saved.glob("*.safetensors")) == FILES[rank]
+        assert node["loaded"] == (4, [[4.0 + 10 * rank] * 4])
+    metas = [folder / f"node{rank}/checkpoints/step-00000004/meta.json" for rank in (0, 1)]
+    assert metas[0].read_bytes() == metas[1].read_bytes()
+
+
+def test_what_the_first_node_has_all_have(two_nodes):
+    """It publishes last, and the others drop nothing before."""
+    first, second = two_nodes[1]
+    assert first["saved"] == second["saved"] == [2]
+    assert (first["one failed"], second["one failed"]) == ([2], [2, 3])
+    assert first["saved again"] == second["saved again"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("one folder", "sees another node's"),
+        ("missing", "lacks copies-00001.safetensors; written on"),
+        ("damaged", "is damaged; copies-00001.safetensors has other contents"),
+    ],
+)
+def test_every_rank_is_told_what_is_wrong_on_one_node(case, words, two_nodes):
+    first, second = two_nodes[1]
+    assert first["nothing"] is None
+    assert words in first[case] == second[case]
+
+
+def test_files_of_all_nodes_together_suffice_any_layout(two_nodes, tmp_path):
+    folder, _ = two_nodes
+    nodes = [list_checkpoints(folder / f"node{rank}")[0] for rank in (0, 1)]
+    meta, other = read_meta(nodes[0]), {**SPREAD, "strategy": "fsdp"}
+    assert files_to_read(nodes[0], meta, SPREAD, [0]) == FILES[0]
+    for node, spread, ranks, lacks in (
+        (0, other, [0], "rank-00001"),
+        (0, SPREAD, None, "rank-00001"),
+        (0, SPREAD, [1], "rank-00001"),
+        (1, SPREAD, [0], "rank-00000"),
+        (1, other, [1], "rank-00000"),
+    ):
+        with refused(f"lacks {lacks}.safetensors", os.uname().nodename, "into one, to every node"):
+            files_to_read(nodes[node], meta, spread, ranks)
+    together = tmp_path / "together"
+    for node in nodes:
+        shutil.copytree(node, together, dirs_exist_ok=True)
+    for spread, ranks in ((other, None), (SPREAD, [0]), (SPREAD, [1])):
+        names = files_to_read(together, meta, spread, ranks)
+        assert names == ["rank-00000.safetensors", "rank-00001.safetensors"]
+        check_files(together, meta, names)
+    plan, engine = plan_of(None, checkpoint=together, spread=other), Copies(0.0, 1)
+    topology = Topology(
+        world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    load_checkpoint(engine, plan, topology, data_fingerprint="tokens")
+    dist.destroy_process_group()
+    assert (engine.value, engine.row.tolist()) == (4, [[14.0] * 4])
+
+
+def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
+    folder, _ = two_nodes
+    run_dir = tmp_path / "20260101-a"
+    shutil.copytree(folder / "node0", run_dir)
+    for resume in ("auto", str(run_dir)):
+        with refused("record.json of", "the run's first node was"):
+            find_resume(resume, tmp_path, WORK, SPREAD, [0])
+    start_record(run_dir).update(status="interrupted")
+    for resume in ("auto", str(run_dir)):
+        assert find_resume(resume, tmp_path, WORK, SPREAD, [0])[0] == run_dir
+        with pytest.raises(ElsewhereError, match="is not whole"):
+            find_resume(resume, tmp_path, WORK, SPREAD)
+    start_record(run_dir).update(status="ok")
+    assert find_resume("auto", tmp_path, WORK, SPREAD) is None
