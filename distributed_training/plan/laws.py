@@ -78,7 +78,7 @@ def activations() -> str:
     return markdown_table(rows, ["`activation_checkpointing`", *modes])
 
 
-def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16, 32)) -> str:
+def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
     """Idle shares of a step over `p` equal stages, a backward pass twice a forward one."""
     cells = {}
     for name, schedule in SCHEDULES.items():
