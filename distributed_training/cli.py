@@ -76,9 +76,7 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     for title, members in by_group(keys).items():
         group = parser.add_argument_group(title)
         for key in members:
-            named = any("enum" in form for form in key.forms) or key.name == "strategy"
-            words = [accepts(key)] * named + [f"default {key.default!r}"]
-            text = f"{key.help} ({'; '.join(words)})".replace("%", "%%")
+            text = _about(key, f"default {key.default!r}").replace("%", "%%")
             for option in (key.name, *key.aliases):
                 group.add_argument(
                     f"--{option}", action="append", dest="overrides", type=f"{option}=".__add__,
@@ -87,20 +85,25 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     return parser
 
 
-def accepts(key: Key) -> str:
-    """What a key accepts; the strategies are folders."""
-    return ", ".join(strategies.list_strategies()) if key.name == "strategy" else key.accepts()
+def _about(key: Key, *more: str) -> str:
+    """A key's help, then in brackets the words of which it takes one, and `more`."""
+    words = list(more)
+    if key.name == "strategy":  # the strategies are folders
+        words.insert(0, ", ".join(strategies.list_strategies()))
+    elif any("enum" in form for form in key.forms):
+        words.insert(0, key.accepts())
+    return f"{key.help} ({'; '.join(words)})" if words else key.help
 
 
 def config_reference() -> str:
-    """Markdown tables of every key, by group."""
+    """Markdown lists of every key with its default, by group."""
     lines = []
     for title, keys in by_group(KEYS.values()).items():
-        lines += [f"### {title}\n", "| key | default | accepts | what it is |", "|---|---|---|---|"]
+        lines.append(f"### {title}\n")
         for key in keys:
             also = ", ".join(f"`{alias}`" for alias in key.aliases)
-            text = key.help + (f" (also {also})" if also else "")
-            lines.append(f"| `{key.name}` | `{key.default!r}` | {accepts(key)} | {text} |")
+            text = _about(key, *([f"also {also}"] if also else []))
+            lines.append(f"- `{key.name}={key.default!r}`: {text}")
         lines.append("")
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ def test_paths_that_are_named_exist():
 
 
 def test_it_is_short():
-    assert len(TEXT.split()) <= 1100
+    assert len(TEXT.split()) <= 930
 
 
 def test_strategy(folder):

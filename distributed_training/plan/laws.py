@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed_training.models import find_model
 from distributed_training.plan.cluster import cluster_of
 from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.make import draft_plan
@@ -24,7 +23,6 @@ from distributed_training.settings.strategies import (
 
 GIB = 2**30
 NONE = "-"  # no such layout
-MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
@@ -35,14 +33,21 @@ def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
     return draft_plan(built, machine, num_processes, num_processes)
 
 
-def state(counts: Sequence[int] = (1, 2, 4, 8)) -> str:
+def state(counts: Sequence[int] = (2, 4, 8)) -> str:
     """GiB of state on the fullest GPU, gpt2-xl in bf16."""
-    rows = []
-    for strategy in list_strategies():
-        cells = [_state_of(strategy, count) for count in counts]
-        if cells[-1] != NONE:  # 25 heads cannot be split by two
-            rows.append([f"`{strategy}`", *cells])
-    return markdown_table(rows, ["", *(f"P = {count}" for count in counts)])
+    cells = {
+        strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
+    }
+    possible = {name: row for name, row in cells.items() if row[-1] != NONE}  # 25 heads by two: no
+    return markdown_table(_merged(possible), ["", *(f"P = {count}" for count in counts)])
+
+
+def _merged(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """A row for each name, but one for all whose cells are equal."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, row in cells.items():
+        names.setdefault(tuple(row), []).append(f"`{name}`")
+    return [[", ".join(same), *row] for row, same in names.items()]
 
 
 def _state_of(strategy: str, num_processes: int) -> str:
@@ -57,7 +62,6 @@ def activations() -> str:
     layouts: dict[str, dict[str, Any]] = {
         "one GPU": {"strategy": "dp"},
         "`tp` 4": {"strategy": "tp", "tp": 4},
-        "`tp` 4, no `sequence_parallel`": {"strategy": "tp", "tp": 4, "sequence_parallel": False},
     }
     rows = []
     for name, config in layouts.items():
@@ -74,30 +78,19 @@ def activations() -> str:
     return markdown_table(rows, ["`activation_checkpointing`", *modes])
 
 
-def flops() -> str:
-    """FLOPs of one token, forward and backward."""
-    rows = []
-    for model in MODELS:
-        size = find_model(model).size
-        each = [f"{size.flops_per_token(length) / 1e9:.2f}" for length in (512, 1024)]
-        rows.append([model, f"{size.num_parameters:,}", *each])
-    return markdown_table(rows, ["", "N", "GFLOP a token, T = 512", "T = 1024"])
-
-
-def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16, 32)) -> str:
+def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
     """Idle shares of a step over `p` equal stages, a backward pass twice a forward one."""
-    rows = []
+    cells = {}
     for name, schedule in SCHEDULES.items():
         shares = [schedule.bubble(p, m) for m in counts]
-        cells = ["no formula" if share is None else f"{share:.1%}" for share in shares]
-        rows.append([f"`{name}`", *cells])
-    return markdown_table(rows, [f"p = {p}", *(f"m = {m}" for m in counts)])
+        cells[name] = ["no formula" if share is None else f"{share:.1%}" for share in shares]
+    return markdown_table(_merged(cells), [f"p = {p}", *(f"m = {m}" for m in counts)])
 
 
 def peaks() -> str:
     """GiB by component of the fullest GPU under some layouts: gpt2-xl, 8 x 1024 tokens, bf16."""
     rows = []
-    for strategy in ("dp", "zero2", "zero3", "fsdp", "pp"):
+    for strategy in ("dp", "zero2", "fsdp", "pp"):
         memory = estimate_memory(plan_of(strategy, 4, batch_size=8))
         parts = memory.fullest
         cells = [f"{size / GIB:.1f}" if size else NONE for size in parts.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -214,9 +215,11 @@ def choices() -> str:
 
 
 def every_row() -> str:
-    """Every run."""
-    headers = ["record", "GiB, error", "ms a step, error", "bound by"]
-    return _table([_cells(row) for row in gpu_rows()], headers)
+    """Every run, below its page, as text that is aligned: a table of so many rows is read so."""
+    lines = [_line("", "GiB", "error", "ms", "error")]
+    for page, rows in itertools.groupby(gpu_rows(), key=lambda row: row.page):
+        lines += [page, *(_line(*_cells(row)) for row in rows)]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def worst(what: Callable[[Row], float], count: int = 5) -> str:
@@ -238,15 +241,18 @@ def _layout(row: Row) -> str:
     return " ".join([row.record.strategy["name"], *layout_words(row.record)])
 
 
-def _cells(row: Row) -> list[str]:
-    step = row.prediction.step
-    assert step is not None  # the GPUs of published runs are in the table
-    return [
-        f"{row.page}/{row.name}",
-        f"{row.record.memory['peak_allocated_bytes'] / GIB:.2f}, {row.memory_error:+.1%}",
-        f"{1000 * row.measured_s:,.1f}, {row.time_error:+.1%}",
-        step.bound_by,
-    ]
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"  {row.name}",
+        f"{row.record.memory['peak_allocated_bytes'] / GIB:.2f}",
+        f"{row.memory_error:+.1%}",
+        f"{1000 * row.measured_s:,.1f}",
+        f"{row.time_error:+.1%}",
+    )
+
+
+def _line(name: str, *cells: str) -> str:
+    return f"{name:<60}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

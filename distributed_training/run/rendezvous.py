@@ -81,7 +81,7 @@ def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, 
     """The store at MASTER_ADDR, and this host's address on the way there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
-    def open_store(serves: bool) -> dist.Store:
+    def open_store(serves: bool) -> dist.TCPStore:
         limit = timedelta(seconds=max(1.0, end - time.monotonic()))
         return dist.TCPStore(
             host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True

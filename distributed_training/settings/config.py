@@ -54,14 +54,12 @@ class RunConfig(Options):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = work(42,
         help="initial weights, order of the data, dropout, the generated sample")
     deepspeed_config: Text | None = spread(None,
-        help="path of a DeepSpeed JSON; None: the strategy's own")
+        help="a DeepSpeed JSON; None: the strategy's own")
     dataset: Text = work(AUTO, aliases=("data", "train_file"),
-        help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name or "
-        "user/name:config of the Hub, wikitext-2, embedded; auto: wikitext-2 where available, "
-        "else embedded")
+        help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name[:config] of "
+        "the Hub, wikitext-2, embedded; auto: wikitext-2 where available, else embedded")
     validation_dataset: Text | None = work(None, aliases=("validation_file", "eval_dataset"),
-        help="what is evaluated on, given like dataset; None: dataset's validation split, or its "
-        "last 5%")
+        help="likewise, to evaluate on; None: dataset's validation split, or its last 5%")
     tokenizer: Text = work(AUTO,
         help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
     weights: Text = work(AUTO,
@@ -72,11 +70,10 @@ class RunConfig(Options):
     grad_accum_steps: Count = spread(1, aliases=("gradient_accumulation_steps",),
         help="accumulation steps per optimizer step; multiplies batch_size")
     learning_rate: Rate | Auto = work(AUTO, aliases=("lr",),
-        help="peak of the schedule; auto: 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for "
-        "gpt2-tiny")
+        help="peak; auto: 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for gpt2-tiny")
     lr_schedule: Literal["constant", "linear", "cosine"] = work("cosine",
         aliases=("lr_scheduler_type",),
-        help="shape after the warm-up; linear and cosine end at 0 with the last step")
+        help="shape after the warm-up; linear and cosine end at 0")
     warmup_steps: CountOrZero = work(10, aliases=("warmup", "num_warmup_steps"),
         help="optimizer steps over which the rate rises linearly")
     weight_decay: Rate = work(0.01, help="AdamW's, on matrices; not on biases and norms")
@@ -123,7 +120,7 @@ class RunConfig(Options):
     cuda_graphs: bool | Auto = spread(AUTO,
         help="launch a training step as one CUDA graph; auto: wherever that is correct")
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
-        help="steps between evaluations; 0: at each epoch's end only")
+        help="steps between evaluations; 0: at epochs' ends only")
     eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
     generate: Text | None = kept("The value of",
         help="prompt of the samples before and after training; None: none")
@@ -134,20 +131,20 @@ class RunConfig(Options):
     offload_dir: Text | None = kept(None,
         help="where infinity keeps its files; None: output_dir/.offload")
     checkpoint_every: CountOrZero | None = kept(None, aliases=("save_steps",),
-        help="steps between checkpoints; None: at each epoch's end, 0: never")
+        help="steps between checkpoints; None: at epochs' ends, 0: never")
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = kept(1, aliases=("save_total_limit",),
         help="older ones are deleted")
     keep_best: bool = kept(False,
         help="write best/ at each evaluation that beats those before")
     on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
-        help="when a loss or gradient is not finite: stop; skip the update; rollback: go back to "
-        "the last checkpoint, once, and pass the batch over")
+        help="when a loss or gradient is not finite; rollback: go back to the last checkpoint, "
+        "once, and pass the batch over")
     profile: Annotated[int, Field(ge=0, le=20)] = kept(0,
-        help="steps of which each rank writes a trace and, on a GPU, a snapshot of memory; 0: none")
+        help="steps that each rank traces; on a GPU also a snapshot of memory; 0: none")
     hang_timeout_s: CountOrZero = kept(600,
-        help="seconds after which a step of several processes counts as hung; 0: never")
+        help="seconds after which a step counts as hung, on several processes; 0: never")
     rendezvous_timeout_s: Count = kept(RENDEZVOUS_S,
-        help="seconds that processes which have started wait for the others")
+        help="seconds that processes wait for others to start")
     export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
     push: Text | None = kept(None, aliases=("hub_model_id",),
         help="user/name on the Hugging Face Hub that hf/ is sent to at the end")

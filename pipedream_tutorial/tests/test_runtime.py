@@ -303,7 +303,7 @@ def test_every_benchmark_can_be_built_for_four_stages(name):
         "flushes": [], "zero-bubble": [4], "search": [4, 5, 6],
     }[name]  # fmt: skip
     with pytest.raises(UserError, match="there is no benchmark 'serch'; did you mean 'search'"):
-        read_config(["--benchmark=serch"])
+        read_config(["--benchmark=searhc"])
 
 
 def test_a_benchmark_asks_for_gpus_unless_told_otherwise(monkeypatch):

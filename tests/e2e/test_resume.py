@@ -126,7 +126,7 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("strategy", (*STOPPED, *OTHERS))
+@pytest.mark.parametrize("strategy", [*STOPPED, *OTHERS])
 def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
     plan = load_plan(uninterrupted(strategy))
     *_, newest = list_checkpoints(plan.run_dir)

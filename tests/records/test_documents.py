@@ -54,7 +54,7 @@ def test_links_lead_somewhere(path):
 
 def test_documents_have_every_key_and_strategy():
     text = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
-    assert [key for key in KEYS if f"| `{key}` |" not in text] == []
+    assert [key for key in KEYS if f"- `{key}=" not in text] == []
     text = (ROOT / "README.md").read_text()
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
 
