@@ -302,8 +302,8 @@ def test_every_benchmark_can_be_built_for_four_stages(name):
     assert [case.memory for case in cases if case.memory] == {
         "flushes": [], "zero-bubble": [4], "search": [4, 5, 6],
     }[name]  # fmt: skip
-    with pytest.raises(UserError, match="there is no benchmark 'serch'; did you mean 'search'"):
-        read_config(["--benchmark=searhc"])
+    with pytest.raises(UserError, match="there is no benchmark 'searcj'; did you mean 'search'"):
+        read_config(["--benchmark=searcj"])
 
 
 def test_a_benchmark_asks_for_gpus_unless_told_otherwise(monkeypatch):

@@ -22,6 +22,7 @@ from pipedream.schedules.catalogue import title_of
 Record = Mapping[str, Any]
 
 
+MORE_MARKERS = "d8H"  # once the others have run out
 HOLLOW: dict[str, Any] = {
     "markerfacecolor": "none", "markeredgewidth": 1.8, "markersize": 9, "linestyle": "",
 }  # fmt: skip
@@ -38,7 +39,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
     names = dict.fromkeys(case["schedule"] for _, _, case in cases)
-    markers = dict(zip(names, MARKERS, strict=False))
+    markers = dict(zip(names, (*MARKERS, *MORE_MARKERS), strict=False))
     predicted = [each for each in cases if not each[2]["calibrated_on"]]
     text, _, worst = max(predicted, key=lambda each: abs(points_off(each[2])))
     figure, (ax,) = new_figure(
