@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from distributed_training.measure.exchanges import validation_loss
 from distributed_training.measure.harness import Run, every_run, open_group
 from distributed_training.measure.law import Point, fit_law, left_out, residuals
-from distributed_training.plan.scaling import Fit, count
+from distributed_training.plan.scaling import count
 from distributed_training.records.display import short_path
+from distributed_training.records.learning import draw_scaling_law
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.schedule import learning_rate
 from distributed_training.settings.errors import UserError
@@ -99,36 +99,6 @@ def describe(summary: dict[str, Any]) -> str:
     return "\n".join([*lines, tabulate(rows, ["left out", "mean", "at most"], stralign="right")])
 
 
-def draw(runs: Runs, summary: dict[str, Any], path: Path) -> None:
-    """Loss by tokens, a line a size; and by parameters along equal FLOPs. 900 pixels wide."""
-    fit = Fit(name="", source="", uncertainty="", **summary["fit"])
-    points = points_of(runs)
-    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=100)
-    left, right = figure.subplots(1, 2, sharey=True)
-    every_d = np.geomspace(min(d for _, d, _ in points) / 1.5, max(d for _, d, _ in points) * 1.5)
-    for place, size in enumerate(sorted({n for n, _, _ in points})):
-        own = sorted((d, loss) for n, d, loss in points if n == size)
-        left.plot(*zip(*own, strict=True), "o", color=f"C{place}", label=count(size))
-        left.plot(every_d, [fit.loss(size, d) for d in every_d], color=f"C{place}", linewidth=1)
-    left.set(xscale="log", xlabel="tokens", ylabel="validation loss, nats a token")
-    amounts = sorted({d for _, d, _ in points})
-    left.set_xticks(amounts, labels=[count(amount) for amount in amounts])
-    left.minorticks_off()
-    left.legend(title="parameters", fontsize=8)
-    every_n = np.geomspace(min(n for n, _, _ in points) / 2, max(n for n, _, _ in points) * 2)
-    least, most = np.quantile([6 * n * d for n, d, _ in points], (0.1, 0.9))
-    for budget in np.geomspace(least, most, 5):
-        spread = [n for n in every_n if every_d[0] <= budget / 6 / n <= every_d[-1]]
-        (line,) = right.plot(spread, [fit.loss(n, budget / 6 / n) for n in spread])
-        line.set_label(f"{budget:.0e} FLOPs")
-        best, tokens = fit.optimum(budget)
-        if every_d[0] <= tokens <= every_d[-1]:
-            right.plot([best], [fit.loss(best, tokens)], "v", color=line.get_color())
-    right.set(xscale="log", xlabel="parameters, of the fit at equal FLOPs")
-    right.legend(fontsize=8)
-    figure.savefig(path, metadata={"Software": None})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is not in the folder yet, then fit."""
     parser = Parser(description=__doc__.splitlines()[0])
@@ -164,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("too few runs for a fit: it takes four sizes and three numbers of tokens")
         return 0
     print(describe(summary))
-    draw(runs, summary, options.out / "scaling-law.png")
+    figure = draw_scaling_law(load_json(file, "record"))
+    figure.savefig(options.out / "scaling-law.png", metadata={"Software": None})
     print(f"record and picture in {short_path(options.out)}")
     return 0

@@ -26,6 +26,9 @@ BACKWARD_VALUES = 5
 # they replace. Eagerly, by records of when autograd cut the pass, so much more than those (pp4
 # zb-h1 m16 of gpt2-medium).
 SPLIT_VALUES = 12
+# Under compiled zero bubble the last stage holds as much more for each micro-batch, by element of
+# the output layer's weight: measured (zb-v, m = 8 and 16, gpt2-medium and XL), and not understood.
+LAST_STAGE_BYTES = 4
 STATISTICS_BYTES = 16  # mean and deviation of two norms, fp32, a token and block
 # Bytes a logit: (kept from forward to backward, at the worst moment), for 16-bit arithmetic. The
 # compiled loss keeps 16-bit logits and writes the gradient over them. Eagerly log_softmax keeps its
@@ -241,6 +244,11 @@ class _Process:
             # torch has a buffer for each message of a step that this process receives.
             found += edges * self.plan.batch.num_microbatches * hidden * self._between
             found += 4 * self.formulas.embedding * self.formulas.first
+            splits = self.plan.schedule.splits_backward and bool(self.config.compile)
+            if splits and self.formulas.last:
+                found += (
+                    LAST_STAGE_BYTES * self.formulas.embedding * self.plan.batch.num_microbatches
+                )
         return found
 
     @property
@@ -272,7 +280,9 @@ class _Process:
         kind = "split" if self.tp > 1 else "compiled" if self.config.compile else "eager"
         kept, worst = (LOGIT_BYTES if self.width == 2 else WIDE_LOGIT_BYTES)[kind]
         tapped = bool(self.config.compile)
-        pending, waiting = (0.0, 0) if tapped else (SPLIT_VALUES * hidden, SPLIT_LOGIT_BYTES)
+        # Over tp the gradients of both sums are whole where what lies between layers is not.
+        whole = 2 * (1 - self._between) * hidden
+        pending, waiting = (whole, 0) if tapped else (SPLIT_VALUES * hidden, SPLIT_LOGIT_BYTES)
         backward = BACKWARD_VALUES * hidden / self.tp
         if self.config.activation_checkpointing != "none":
             backward += self.tokens * 34 * self.size.hidden_size * self.width / 2 / self.tp

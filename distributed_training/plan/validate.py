@@ -174,7 +174,7 @@ def first_choices(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
             min(members, key=lambda row: row.measured_s),
         )
         for name, members in sets.items()
-        if len(members) > 1
+        if len({tuple([r.record.strategy["name"], *layout_words(r.record)]) for r in members}) > 1
     }
 
 

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distributed_training.records.display import GIB
+from distributed_training.records.learning import draw_losses, draw_scaling_law
 from distributed_training.records.record import Record, load_record
 from distributed_training.records.tables import layout_words
 from distributed_training.records.timelines import draw as draw_timelines
@@ -102,35 +103,46 @@ def tradeoff(records: Path) -> Figure:
 
 
 def bubbles(records: Path) -> Figure:
-    """Measured and ideal bubble of each schedule against the number of micro-batches."""
+    """Measured and ideal bubbles: by the number of micro-batches, and by schedule."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
-    figure.suptitle("Idle share of a step: measured, and by the schedule's formula", x=0.01,
-                    ha="left", fontsize=11, fontweight="bold")  # fmt: skip
-    panels = figure.subplots(1, 2, sharey=True)
-    pipelines = [r for r in _xl(records) if r.strategy["name"] == "pp"]
-    kinds = (("compiled", ("gpipe", "1f1b", "interleaved")), ("eager", ("zb-h1", "zb-v")))
-    for axes, (kind, names) in zip(panels, kinds, strict=True):
-        for name in names:
-            found = [r for r in pipelines if (r.pipeline or {})["schedule"] == name]
-            found = [r for r in found if r.config["compile"] is (kind == "compiled") and r.bubble]
-            points = sorted(
-                (r.batch.num_microbatches, (r.bubble or {})["idle_share"],
-                 (r.pipeline or {})["ideal_bubble"]) for r in found
-            )  # fmt: skip
-            m, measured, ideal = zip(*points, strict=True)
-            axes.plot(m, [100 * x for x in measured], "o-", color=SCHEDULES[name], label=name)
-            formula = [(x, 100 * y) for x, y in zip(m, ideal, strict=True) if y is not None]
-            axes.plot(*zip(*formula, strict=True), ":", color=SCHEDULES[name])
-        axes.set_title(f"pp 4, {kind}", fontsize=9, loc="left")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([4, 8, 16], ["4", "8", "16"])
-        axes.set_xlabel("micro-batches")
-        axes.grid(alpha=0.25)
-        axes.plot([], [], ":", color="#555555", label="formula")
-        axes.legend(frameon=False, fontsize=8.5)
-    panels[0].set_ylim(0, 50)
-    panels[0].set_ylabel("% idle")
+    figure.suptitle("Idle share of the pipeline's phase: measured, and by the schedule's formula",
+                    x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name in ("gpipe", "1f1b", "interleaved"):
+        found = [r for r in _xl(records) if _name(r).startswith(f"pp pp4 {name}")]
+        points = sorted((r.batch.num_microbatches, *_idle(r)) for r in found if r.config["compile"])
+        m, measured, ideal = zip(*points, strict=True)
+        left.plot(m, measured, "o-", color=SCHEDULES[name], label=name)
+        left.plot(m, ideal, ":", color=SCHEDULES[name])
+    left.plot([], [], ":", color="#555555", label="formula")
+    left.set_title("gpt2-xl's sizes, 4 stages, op by op", fontsize=9, loc="left")
+    left.set_xscale("log", base=2)
+    left.set_xticks([4, 8, 16], ["4", "8", "16"])
+    left.set_xlabel("micro-batches")
+    left.set_ylabel("% idle")
+    left.set_ylim(0, 50)
+    left.grid(alpha=0.25)
+    left.legend(frameon=False, fontsize=8.5)
+    runs = {
+        r.pipeline["schedule"]: r
+        for r in _read(records / "h200-x4-schedules")
+        if _name(r).startswith("pp ") and r.pipeline and r.config["model"] == "gpt2-medium"
+    }
+    for place, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v")):
+        share, formula = _idle(runs[name])
+        pair = ((-0.2, share, SCHEDULES[name]), (0.2, formula, "#dddddd"))
+        for shift, height, colour in pair:
+            bars = right.bar(place + shift, height, 0.38, color=colour)
+            right.bar_label(bars, [f"{height:.0f}"], fontsize=8.5)
+    right.set_xticks(range(len(names)), names)
+    right.set_title("gpt2-medium, 4 stages, 8 micro-batches; grey: formula", fontsize=9, loc="left")
     return figure
+
+
+def _idle(record: Record) -> tuple[float, float]:
+    """Percent idle, measured and by the formula."""
+    bubble, pipeline = record.bubble or {}, record.pipeline or {}
+    return 100 * bubble["idle_share"], 100 * pipeline["ideal_bubble"]
 
 
 def memory(records: Path) -> Figure:
@@ -164,14 +176,20 @@ def overlap(records: Path) -> Figure:
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
 
 
-def overlap_options(records: Path) -> Figure:
-    """What buckets and prefetch change where there is little to hide communication behind."""
-    base = ("dp, 4 x 512", "fsdp, 4 x 512")
-    names = (base[0], f"{base[0]}, one bucket", base[1], f"{base[1]}, no prefetch",
-             f"{base[1]}, 2 blocks ahead")  # fmt: skip
-    about = "gpt2-medium, 4 H200s, 16 x 512 tokens a step; GPU 0"
-    title = "What buckets and prefetch change of a short step"
-    return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
+def from_scratch(records: Path) -> Figure:
+    """From random weights on Python's own code, then on English, with and without the former."""
+    first, tuned, random = _read(records / "h200-from-scratch")
+    return draw_losses({
+        "the standard library's code, 9 MB": {"from random weights": first},
+        "WikiText-2's validation text, 1.1 MB": {
+            "from the code's weights": tuned, "from random weights": random,
+        },
+    })  # fmt: skip
+
+
+def scaling_law(records: Path) -> Figure:
+    """Loss by parameters and tokens, and the fit."""
+    return draw_scaling_law(load_json(records / "h200-scaling-law" / "scaling-law.json", "record"))
 
 
 def overlap_slow_link(records: Path) -> Figure:
@@ -231,7 +249,8 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "bubbles.svg": bubbles,
     "memory.svg": memory,
     "overlap.svg": overlap,
-    "overlap-options.svg": overlap_options,
+    "from-scratch.svg": from_scratch,
+    "scaling-law.svg": scaling_law,
     "overlap-slow-link.svg": overlap_slow_link,
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,31 @@ def published_operations(file: str) -> str:
     return markdown_table(rows, ["operation", "sent a step, KiB"])
 
 
-def published_links(*files: str) -> str:
-    """A document's table of what `links` found over the first group of each file: fitted latency
-    in microseconds, and GB/s."""
+def published_samples(name: str) -> str:
+    """A document's list of results/records/<name>/*.json: perplexity at the first and the best
+    evaluation, minutes, and what each model wrote, line breaks and repeated spaces left out."""
+    lines = []
+    for path in sorted((RECORDS_DIR / name).glob("*.json")):
+        r = load_record(path)
+        first, best = r.evaluations[0]["perplexity"], r.best or r.evaluations[-1]
+        began, ended = map(datetime.fromisoformat, (r.started_at, r.finished_at or r.started_at))
+        minutes = (ended - began).total_seconds() / 60
+        lines += [
+            f"- `{path.stem[2:]}`: perplexity {first:,.0f} before, {best['perplexity']:.1f} after "
+            f"{best['step']:,} steps; {minutes:.1f} minutes in all. It wrote:",
+            f"  > {' '.join(str((r.model_extra or {})['sample']).split())}",
+        ]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def published_links(*files: str, over: str = "") -> str:
+    """A document's table of what `links` found over that group of each file, or its first: fitted
+    latency in microseconds, and GB/s."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
-    groups = {name: next(iter(record["groups"].values())) for name, record in records.items()}
+    groups = {
+        name: record["groups"][over or next(iter(record["groups"]))]
+        for name, record in records.items()
+    }
     rows = [
         [kind.replace("_", "-")] + [
             f"{1e6 * group['operations'][kind]['latency_s']:,.0f} us, "

@@ -80,6 +80,8 @@ def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> s
 
 def _parts(record: Record) -> str:
     """Where a bubble comes from, in points (measure/bubble.py)."""
+    if not record.pipeline:
+        return "-"
     parts = (record.bubble or {}).get("parts")
     return (
         NOT_MEASURED if parts is None else " ".join(f"{100 * part:+.1f}" for part in parts.values())

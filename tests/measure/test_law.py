@@ -8,10 +8,11 @@ import struct
 import pytest
 
 from distributed_training.measure.law import fit_law, left_out, residuals
-from distributed_training.measure.scaling_law import MODELS, PLAN, cases, describe, draw, summarise
+from distributed_training.measure.scaling_law import MODELS, PLAN, cases, describe, summarise
 from distributed_training.models import find_model
 from distributed_training.plan.make import draft_plan
 from distributed_training.plan.scaling import Fit
+from distributed_training.records.learning import draw_scaling_law
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_options
 from tests.support import GPU_MACHINE
@@ -78,7 +79,8 @@ def test_the_experiment_is_summed_up_and_drawn(tmp_path):
     assert len(summary["left_out"]) == 6
     assert list(summary["residuals"]) == names
     assert max(map(len, describe(summary).splitlines())) <= 80
-    draw(runs, summary, tmp_path / "law.png")
+    figure = draw_scaling_law({"runs": runs, "summary": summary})
+    figure.savefig(tmp_path / "law.png")
     width, _ = struct.unpack(">II", (tmp_path / "law.png").read_bytes()[16:24])
     assert width == 900
     two = {name: run for name, run in runs.items() if name.startswith(("1M", "3M"))}
@@ -88,4 +90,4 @@ def test_the_experiment_is_summed_up_and_drawn(tmp_path):
 def test_every_run_of_the_experiment_can_be_planned():
     for values in cases(["0.1M", "30M"], PLAN["tokens"]).values():
         config = build_config(values, options=strategy_options)
-        assert draft_plan(config, GPU_MACHINE, 1, 1).batch.global_batch_size == 16
+        assert draft_plan(config, GPU_MACHINE, 1, 1).batch.global_batch_size == 8

@@ -34,6 +34,7 @@ def test_cells_are_the_records_figures():
         "peak host memory": "5.00 GiB",
         "bubble": "-",
         "ideal bubble": "-",
+        "formula + operations + messages + gaps": "-",
         "disk a step": "none",
         "ms predicted": "-",
         "GiB predicted": "-",
