@@ -102,7 +102,8 @@ def published_operations(file: str) -> str:
 
 def published_samples(name: str) -> str:
     """A document's list of results/records/<name>/*.json: perplexity at the first and the best
-    evaluation, minutes, and what each model wrote, line breaks and repeated spaces left out."""
+    evaluation, minutes, and what each model wrote before and after, line breaks and repeated spaces
+    left out."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
@@ -111,7 +112,9 @@ def published_samples(name: str) -> str:
         minutes = (ended - began).total_seconds() / 60
         lines += [
             f"- `{path.stem[2:]}`: perplexity {first:,.0f} before, {best['perplexity']:.1f} after "
-            f"{best['step']:,} steps; {minutes:.1f} minutes in all. It wrote:",
+            f"{best['step']:,} steps; {minutes:.1f} minutes in all. Before and after it wrote:",
+            f"  > {' '.join(str(r.sample_before).split())}",
+            "",
             f"  > {' '.join(str((r.model_extra or {})['sample']).split())}",
         ]
     return "\n" + "\n".join(lines) + "\n"
