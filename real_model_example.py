@@ -59,6 +59,7 @@ CONFIG = {
     "eval_samples": 200,  # validation samples used; -1: all
     "generate": "The value of",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file
+    "shared_disk": True,  # False: each node keeps its own part of a checkpoint
     "offload_dir": None,  # where infinity keeps its files; None: output_dir/.offload
     "checkpoint_every": None,  # steps; None: each epoch's end, 0: never
     "keep_checkpoints": 1,  # older ones are deleted

@@ -245,6 +245,8 @@ OPTIONS = {
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "compile": st.sampled_from(["auto", True, False]),
     "cuda_graphs": st.sampled_from(["auto", True, False]),
+    "async_tp": st.sampled_from(["auto", True, False]),
+    "shared_disk": st.booleans(),
     "gradient_compression": st.sampled_from(["none", "bf16", "powersgd", "topk-int8"]),
     "compression_rank": st.integers(1, 100),
     "compression_k": st.floats(0.001, 1.0),
