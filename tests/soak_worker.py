@@ -63,9 +63,13 @@ def strike_in_step(trainer: Any) -> None:
     elif KIND == "all killed":
         struck()
         kill_everyone()
-    elif KIND == "hangs":
-        struck()
-        time.sleep(600)
+    elif KIND == "hangs":  # inside of the step, not before it is said to begin
+
+        def hang(_batch: Any) -> None:
+            struck()
+            time.sleep(600)
+
+        trainer.engine.train_step = hang
     elif KIND == "not finite":
         struck()
         step = trainer.engine.train_step

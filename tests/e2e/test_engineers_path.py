@@ -45,7 +45,7 @@ if [ "$1" = requeue ]; then echo "$2" >>"$REQUEUED"; else echo node0; echo node1
 DOCUMENT = "CLUSTER_QUICKSTART.md"
 SMALLER = {"2x8xH100-80GB": "2x1xL4", "gpt2-xl": "gpt2-tiny"}
 SHORT = shlex.split(
-    "--dataset mine.txt --num_samples 160 --max_length 64 --epochs 1 --eval_samples 8 "
+    "--dataset mine.txt --num_samples 160 --max_length 64 --epochs 10 --eval_samples 8 "
     "--generate none --export false --learning_rate 0.01"
 )
 
@@ -132,14 +132,14 @@ def test_from_a_plan_to_a_job_on_two_nodes(job, repository, tmp_path, takes):
         assert (tmp_path / "requeued").read_text().count("\n") == 1, said()
         stopped = only_record(runs)
         assert stopped["status"] == "interrupted", said()
-        assert 2 <= stopped["step"] < stopped["num_steps"] == 20
+        assert 2 <= stopped["step"] < stopped["num_steps"] == 200
 
         assert job().wait(timeout=300) == 0, said()
     record = only_record(runs)
-    assert (record["status"], record["step"], record["world_size"]) == ("ok", 20, 2)
+    assert (record["status"], record["step"], record["world_size"]) == ("ok", 200, 2)
     assert (record["hostname"], record["strategy"]["name"]) == ("node0", layout)
     assert record["resumed_from"].endswith(f"step-{stopped['step']:08}")
     assert record["batch"]["global_batch_size"] == 8
-    assert [row["step"] for row in metrics(Path(record["run_dir"]))] == list(range(1, 21))
+    assert [row["step"] for row in metrics(Path(record["run_dir"]))] == list(range(1, 201))
     assert record["evaluations"][-1]["loss"] < record["evaluations"][0]["loss"] - 0.5
     assert (tmp_path / "requeued").read_text().count("\n") == 1
