@@ -122,7 +122,8 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 # Files that take longest, in the order in which they are best begun; all others follow.
 LONGEST_FIRST = (
     "tests/parity/test_layouts.py", "tests/parity/test_compiled.py", "tests/e2e/test_resume.py",
-    "pipedream_tutorial/tests/test_runtime.py", "tests/parity/test_shipped_config.py",
+    "pipedream_tutorial/tests/test_runtime.py", "pipedream_tutorial/tests/test_starts.py",
+    "tests/parity/test_shipped_config.py",
     "tests/e2e/test_failures.py", "tests/parity/test_second_model.py",
     "tests/e2e/test_launchers.py", "pipedream_tutorial/tests/test_launch.py",
     "tests/e2e/test_printed_commands.py", "tests/run/test_export.py",

@@ -80,48 +80,6 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
     assert peak_versions == alone.peak_versions
 
 
-@pytest.mark.timeout(600)
-def test_fifty_starts_without_a_hang(tmp_path):
-    """New processes each time, mostly two of them; a hang ends at the limit of each start. Every
-    tenth start is a user's; the others leave out its launcher and the imports."""
-    record = tmp_path / "record.json"
-    for number in range(50):
-        p = 3 if number % 7 == 0 else 2
-        schedule = ("pipedream", "1f1b", "gpipe")[number % 3]
-        arguments = [
-            "--num_stages", str(p), "--schedule", schedule, "--num_microbatches=4",
-            "--warmups=0", "--forward_ms=0", "--backward_ms=0", "--record", str(record),
-        ]  # fmt: skip
-        record.unlink(missing_ok=True)
-        if number % 10 == 0:
-            done = run(arguments, limit_s=120)
-        else:
-            done = warm(arguments, p, limit_s=120)
-        assert done.returncode == 0, f"start {number}: {done.returncode} {done.stderr}"
-        (case,) = json.loads(record.read_text())["cases"]
-        assert case["measured"]["weights_equal"] is True, f"start {number}"
-
-
-@pytest.mark.timeout(120)
-def test_fifty_runs_in_one_start(tmp_path):
-    """The same case again and again, receives posted late, and the one-process check of the
-    runtime's own, in words."""
-    done = warm(
-        [
-            "--num_stages=3", "--num_microbatches=4", "--schedule=pipedream", "--repeats=50",
-            "--forward_ms=0", "--backward_ms=0", "--receive_depth=0",
-            "--record", str(tmp_path / "record.json"),
-        ],
-        3,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
-    assert len(case["measured"]["repeat_makespans_ms"]) == 50
-    assert case["measured"]["weights_equal"] is True
-    table_line = next(x for x in done.stdout.splitlines() if x.startswith("pipedream*"))
-    assert table_line.split()[-2:] == ["3,2,1", "equal"]
-
-
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
     """What --benchmark does on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
