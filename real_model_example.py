@@ -45,7 +45,7 @@ CONFIG = {
     "dp_shard": None,  # processes that a copy's state is divided over
     "tp": None,  # processes that every layer is split over
     "pp": None,  # processes that the layers are dealt out to
-    "sequence_parallel": True,  # with tp: split the tokens between the split layers, too
+    "sequence_parallel": True,  # with tp: split what lies between the split layers, too
     "async_tp": "auto",  # with tp, compiled: exchange while a product computes
     "pipeline_schedule": "auto",  # gpipe, 1f1b, interleaved, zb-h1, zb-v: with pp
     "pipeline_cut": None,  # blocks of each stage, "7,7,7,3"; None: equal estimated cost

@@ -13,12 +13,12 @@ and --benchmark=search found orders where sending takes as long as a forward pas
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -130,9 +130,15 @@ def main() -> NoReturn:
     config = read_config(arguments)
     process = this_process(os.environ, config["num_stages"])
     if process is None:
-        if importlib.util.find_spec("torch") is None:  # once, rather than by every stage
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
         sys.exit(launch_all(config, arguments))
+    run_worker(lambda own: be_stage(config, arguments, own), process)
+
+
+def be_started(arguments: list[str]) -> NoReturn:
+    """One of the processes that launch() starts."""
+    config = read_config(arguments)
+    process = this_process(os.environ, config["num_stages"])
+    assert process is not None
     run_worker(lambda own: be_stage(config, arguments, own), process)
 
 
@@ -142,14 +148,19 @@ CASE = "PIPEDREAM_CASE"
 
 def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
     """Start the stages; with go_on again and again, without the schedules that failed."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What the stages need is imported once, here.
+    import pipedream.runtime.cases
+    import pipedream.runtime.session
+    import pipedream.runtime.workload  # noqa: F401
+
     schedules, code = list(config["schedule"]), 0
     with tempfile.TemporaryDirectory() as folder:
         begun = Path(folder, "case")
         os.environ[CASE] = str(begun)
         while True:
             begun.write_text("")
-            command = [sys.executable, os.path.abspath(sys.argv[0]), *arguments]
-            ended = launch(command, config["num_stages"])
+            ended = launch(partial(be_started, arguments), config["num_stages"])
             failed = begun.read_text()
             failed = "search" if failed.startswith(FOUND) else failed
             if ended != 1 or not config["go_on"] or failed not in schedules[1:]:
@@ -162,7 +173,7 @@ def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
 
 def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
     """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.runtime.cases import calibration  # torch is imported by the stages only
+    from pipedream.runtime.cases import calibration  # torch
     from pipedream.runtime.session import run_session
     from pipedream.runtime.workload import about
 

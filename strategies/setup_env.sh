@@ -32,6 +32,18 @@ _wants_cpu_build() {
         "$_cpu_index/torch/" 2>/dev/null
 }
 
+# In a terminal one line that changes instead of hundreds; what goes wrong pip says on stderr.
+_one_line() {
+    local line
+    [ -t 2 ] || { cat >&2; return; }
+    while IFS= read -r line; do
+        case $line in *Collecting* | *Downloading* | *Building* | *Installing*)
+            printf '\r\033[K  %.76s' "$line" >&2 ;;
+        esac
+    done
+    printf '\r\033[K' >&2
+}
+
 _make_venv() {
     local python
     python=$(_find_python) || return 2
@@ -51,7 +63,8 @@ _make_venv() {
             echo "error: $python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)" >&2
             return 2
         fi
-        "$_root/.venv/bin/python" -m pip install --disable-pip-version-check "${arguments[@]}" || return 2
+        "$_root/.venv/bin/python" -u -m pip install --disable-pip-version-check "${arguments[@]}" | _one_line
+        [ "${PIPESTATUS[0]}" = 0 ] || return 2
     fi
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
+# A shell without job control has what it starts in the background ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Not what `plan --calibrate` measured here.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 
@@ -135,6 +138,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers, each a file at a time (run.sh), end together when the long files come first."""
     order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked at again and again while tests make objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

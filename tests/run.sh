@@ -28,6 +28,7 @@ codespell
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
 wait "$types"
+unset PYTHONDONTWRITEBYTECODE # else hundreds of processes would compile the same modules again
 export OMP_NUM_THREADS=1 # the tests' processes share the cores
 # Three workers keep two cores busy: one of two often waits, for a process to end or a save.
 exec python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder

@@ -18,7 +18,7 @@ from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 
-EMBEDDED = "embedded"
+EMBEDDED, PROSE = "embedded", "embedded-prose"
 WIKITEXT = "wikitext-2"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that hold tests, vendored code or generated tables, not prose or code.
@@ -99,8 +99,9 @@ def read_corpus(dataset: str, validation: str | None = None) -> Corpus:
 
 
 def _find_corpus(dataset: str, key: str) -> Corpus:
-    if dataset == EMBEDDED:
-        return Corpus(name=EMBEDDED, train=Source(form=RUNNING, texts=tuple(read_embedded())))
+    if dataset in (EMBEDDED, PROSE):
+        texts = read_embedded() if dataset == EMBEDDED else read_prose()
+        return Corpus(name=dataset, train=Source(form=RUNNING, texts=tuple(texts)))
     if dataset == WIKITEXT:
         try:
             parquet = hub.fetch_wikitext()
@@ -196,15 +197,38 @@ def _leave_out_blank(parts: Iterable[Piece]) -> Iterator[Piece]:
 def read_embedded() -> list[str]:
     """The standard library's sources and its pydoc topics, in an order fixed by their names."""
     root = Path(sysconfig.get_path("stdlib"))
-    topics = importlib.import_module("pydoc_data.topics").topics
-    texts = {f"topic/{name}": text for name, text in topics.items()}
+    texts = {f"topic/{name}": text for name, text in _read_topics().items()}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         if not _SKIPPED.intersection(parts) and not any(p.startswith("config-") for p in parts):
             texts["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
-    # Ordered by a hash of the name, so that the held-out end is not all of one kind.
+    return [text for text in _shuffle(texts) if text.strip()]
+
+
+def read_prose() -> list[str]:
+    """The sentences of the pydoc topics, a paragraph a line: no code, grammar, tables or titles."""
+    prose = dict[str, str]()
+    for name, text in _read_topics().items():
+        paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+        prose[name] = "".join(f"{part}\n" for part in paragraphs if _is_prose(part))
+    return [text for text in _shuffle(prose) if text]
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Whether it reads from a capital letter to a full stop or colon, without code or grammar."""
+    whole = re.fullmatch(r"[A-Z].{60,}[.:]", paragraph)
+    return whole is not None and not re.search(r"::=|>>>|\*\*\*|===", paragraph)
+
+
+def _read_topics() -> dict[str, str]:
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return topics
+
+
+def _shuffle(texts: dict[str, str]) -> list[str]:
+    """Ordered by a hash of the name, so that the held-out end is not all of one kind."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [texts[name] for name in names if texts[name].strip()]
+    return [texts[name] for name in names]
 
 
 def _read_wikitext(path: Path) -> list[str]:

@@ -35,6 +35,7 @@ from distributed_training.parallel.gradients import (
     global_norm,
     local_part,
     match_layouts,
+    own_part,
     sum_gradients,
 )
 from distributed_training.parallel.graphs import StepGraph
@@ -64,11 +65,8 @@ class NativeEngine(base.Engine):
         mesh = None if self.copies_only else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
-        self.step = StepGraph(
-            self._step,
-            topology.device,
-            num_eager_steps=NUM_EAGER_STEPS if config.cuda_graphs else None,
-        )
+        eager_steps = NUM_EAGER_STEPS if config.cuda_graphs else None
+        self.step = StepGraph(self._step, topology.device, num_eager_steps=eager_steps)
         last = len(layout.stages) - 1
         stages = {
             index: model.stage(blocks, is_first=index == 0, is_last=index == last)
@@ -92,7 +90,9 @@ class NativeEngine(base.Engine):
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
-        groups = parameter_groups(self.parts, config.weight_decay)
+        # AdamW and clipping work element by element, for which this process's parts will do.
+        self.local = {parameter: own_part(parameter) for parameter in self.parameters}
+        groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
         # On GPUs what changes from step to step lies in memory that a graph reads.
         self.optimizer = torch.optim.AdamW(
@@ -196,9 +196,10 @@ class NativeEngine(base.Engine):
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale, clip, step (not where fp16 gradients overflowed or, with on_nonfinite=skip, are
         not finite); the norms before clipping."""
+        for parameter, own in self.local.items():
+            own.grad = local_part(parameter.grad)
         if self.loss_scale != 1.0:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            foreach_mul_(gradients, 1.0 / self.loss_scale)
+            foreach_mul_([own.grad for own in self.local.values()], 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
         norm, each = global_norm(self.parameters, self.topology, twice)
         step = True
@@ -211,9 +212,10 @@ class NativeEngine(base.Engine):
                 self.optimizer.found_inf = norm.isfinite().logical_not().float()
         if step:
             if self.config.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
+                nn.utils.clip_grads_with_norm_(self.local.values(), self.config.max_grad_norm, norm)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        for parameter in (*self.parameters, *self.local.values()):
+            parameter.grad = None
         return norm, each
 
     def _scale_loss(self, norm: torch.Tensor) -> bool:
@@ -270,13 +272,13 @@ class NativeEngine(base.Engine):
                 rows = self.size.vocab_size if name in tables else parameter.shape[0]
                 start, place, copies = place_of(parameter, self.topology)
                 writes = name not in copied and number % copies == place
-                held = {"weight": parameter, **self.optimizer.state.get(parameter, {})}
+                held = {"weight": parameter, **self.optimizer.state.get(self.local[parameter], {})}
                 for kind in ("weight", *filter(held.__contains__, base.MOMENTS)):
                     local, shape = local_part(held[kind]), (rows, *parameter.shape[1:])
                     yield part_of(f"{kind}/{name}", local, shape, start, writes=writes)
 
     def counters(self) -> dict[str, float]:
-        steps = self.optimizer.state.get(self.parameters[0], {}).get("step", 0)
+        steps = self.optimizer.state.get(self.local[self.parameters[0]], {}).get("step", 0)
         scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
         return {"adam_steps": float(steps), **scale}
 
@@ -284,11 +286,11 @@ class NativeEngine(base.Engine):
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         if counters["adam_steps"]:
             on_gpu = self.topology.device_type == "cuda"
-            for parameter in self.parameters:
-                state = self.optimizer.state[parameter]
+            for own in self.local.values():
+                state = self.optimizer.state[own]
                 steps = torch.tensor(float(counters["adam_steps"]))
-                state["step"] = steps.to(parameter.device) if on_gpu else steps
-                state |= {moment: torch.zeros_like(parameter) for moment in base.MOMENTS}
+                state["step"] = steps.to(own.device) if on_gpu else steps
+                state |= {moment: torch.zeros_like(own) for moment in base.MOMENTS}
         for part in self.state_parts():
             part.set(saved.read(part))
         self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])

@@ -4,15 +4,18 @@
     torchrun --nproc_per_node=4 real_model_example.py measure calibrate FILE.json
 
 Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, copies to
-the host, the disk under FILE, and every collective over each group size. Medians of several calls.
+the host, the disk under FILE, and every collective over each group size. Means of several calls.
+GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,19 @@ from distributed_training.measure.clock import Clock
 from distributed_training.measure.links import time_group
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
+from distributed_training.plan.kernels import UPDATE_BYTES, Cost, Work
+from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.make import draft_plan
+from distributed_training.plan.rates import cpu_rates, from_calibration
 from distributed_training.records.record import timestamp, versions, write_json
+from distributed_training.settings.config import build_config
 from distributed_training.settings.parser import Parser
+from distributed_training.settings.strategies import strategy_options
 
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
 FILE_BYTES = 2**28
 MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
+NO_TRAFFIC = dict.fromkeys(("block", "head", "update"), 1.0)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
 
@@ -133,6 +143,48 @@ def _one_block() -> torch.nn.Module:
     return model.blocks["0"]
 
 
+def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str, dict[str, float]]:
+    """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
+    that they mean by the laws of plan/kernels.py. Caches, and processes beside it, are in them."""
+    words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
+    config = build_config(words, options=strategy_options)
+    machine = replace(detect_machine(), num_gpus=0)
+    plan = draft_plan(config, machine, 1, 1)
+    model: Decoder = plan.model.build(dropout=0.0, seed=1)
+    shape = (plan.batch.micro_batch_size, plan.config.max_length)
+    ids = torch.randint(plan.size.vocab_size, shape)
+    hidden = torch.randn(*shape, plan.size.hidden_size, requires_grad=True)
+    block, count = model.blocks["0"], plan.size.num_layers
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    seconds = {
+        "model": clock.in_step(lambda: model(ids, ids).backward()),
+        "block": clock.in_step(lambda: block(hidden).backward(hidden.detach())),
+        "update": clock.in_step(update),
+    }
+    seconds["head"] = max(0.0, seconds["model"] - count * seconds["block"])
+    # Each part takes (arithmetic) + (bytes) / rate.
+    guess = replace(cpu_rates(num_cpus, 1), link_bytes=1.0)
+    rates = from_calibration({**found, "memory_bytes_per_s": NO_TRAFFIC}, guess)
+    endless, one = (
+        Work(plan, replace(rates, memory_bytes=rate, head_memory_bytes=rate), 1)
+        for rate in (math.inf, 1.0)
+    )
+    traffic = {"update": UPDATE_BYTES * plan.size.num_parameters / seconds["update"]}
+    for name in ("block", "head"):
+        arithmetic, both = (
+            sum((getattr(work, name)()), start=Cost()).total for work in (endless, one)
+        )
+        # At least a tenth, should products have been slower on their own.
+        left = max(seconds[name] - arithmetic, 0.1 * seconds[name])
+        traffic[name] = (both - arithmetic) / left
+    return {"seconds": seconds, "memory_bytes_per_s": traffic}
+
+
 def copies(clock: Clock, folder: Path) -> dict[str, float]:
     """Bytes a second to the host, from it, and to and from the disk of `folder`."""
     found, count = {}, FILE_BYTES
@@ -171,12 +223,13 @@ def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]
 
 def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     """All figures of one process, and those of the groups that it is in. Collective."""
-    clock = Clock(device)
+    on_gpu = device.type == "cuda"
+    clock = Clock(device, crowded=not on_gpu and world_size > 1)
     between = over_groups(clock, rank, world_size)
-    if rank > 0:  # the others wait, so that rank 0 is measured alone
+    if on_gpu and rank > 0:  # the others wait, so that rank 0 is measured alone
         dist.barrier()
         return {}
-    found = {
+    found: dict[str, Any] = {
         "matrix_products": matrix_products(clock),
         "memory_bytes_per_s": memory_traffic(clock),
         "attention": attention(clock),
@@ -184,6 +237,10 @@ def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) ->
         "bytes_per_s": copies(clock, folder),
         "collectives": between,
     }
+    if not on_gpu:
+        own = of_training(clock, found, len(os.sched_getaffinity(0)))
+        found["training_s"] = own["seconds"]
+        found["memory_bytes_per_s"] |= own["memory_bytes_per_s"]
     dist.barrier()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 BUDGET_S = 0.15  # for one figure
+CALLS = 30  # of a part of a training
 LAUNCHES = 50  # of which the host's time is the mean
 
 
 class Clock:
     """Seconds of a call on a device, and of launching it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, crowded: bool = False) -> None:
+        """`crowded`: all processes make every call together, as they share the cores."""
+        self.device, self.crowded = device, crowded
 
     def wait(self) -> None:
         """Until the device has done everything."""
@@ -34,7 +37,7 @@ class Clock:
         call()
         self.wait()
         once = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        if together:
+        if together or self.crowded:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
         count = max(3, min(200, int(BUDGET_S / float(once))))
         start = time.perf_counter()
@@ -42,6 +45,17 @@ class Clock:
             call()
         self.wait()
         return (time.perf_counter() - start) / count
+
+    def in_step(self, call: Callable[[], Any]) -> float:
+        """Median of CALLS that all processes begin and end together, as the steps of a training."""
+        found = []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            call()
+            if self.crowded:
+                dist.barrier()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
 
     def launching(self, call: Callable[[], Any]) -> float:
         """Seconds for which the host is busy with one call."""

@@ -158,7 +158,7 @@ def train(wanted: Wanted, run: Run) -> None:
         return
     path = new.pop()
     values = json.loads(path.read_text(encoding="utf-8"))
-    values["git_commit"] = values["git_commit"] or wanted.git_commit
+    values["git_commit"] = wanted.git_commit or values["git_commit"]
     values["loss_seconds"] = training_seconds(path.parent / METRICS_FILE)
     record = Record.model_validate(values)
     if record.status == "ok":

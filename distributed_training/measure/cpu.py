@@ -3,8 +3,8 @@
     python real_model_example.py measure cpu results/records/cpu/strategies.json [--timed]
 
 Runs results/plans/cpu.json through `compare`; stopped, it goes on where it was. A few steps show
-the peak of memory. `--timed`: all steps of the plan, and their time as well, which says something
-only where nothing else runs and `plan --calibrate --num_gpus N` has been typed for each N.
+the peak of memory. `--timed`: all steps of the plan, and their time as well, each number of
+processes calibrated first, which says something only where nothing else runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed_training.plan.rates import calibration_file
 from distributed_training.records.record import Record, git_commit, timestamp, versions, write_json
 from distributed_training.records.report import find_records
-from distributed_training.records.side_by_side import predicted, step_s
-from distributed_training.settings.files import ROOT
+from distributed_training.records.side_by_side import step_s
+from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 
 PLAN = ROOT / "results" / "plans" / "cpu.json"
@@ -36,7 +37,6 @@ def entry(record: Record, timed: bool) -> dict[str, Any]:
         "config": asked,
         "peak_host_bytes": record.memory["peak_host_bytes"],
         "step_time_s": step_s(record) if timed else None,
-        "predicted_step_time_s": predicted("step_time_s")(record) if timed else None,
     }
 
 
@@ -46,12 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timed", action="store_true")
     arguments = parser.parse_args(argv)
     folder = WORK[arguments.timed]
+    calibrations = {}
     for count in COUNTS:
         command = ["compare", str(PLAN), f"--num_gpus={count}", f"--out={folder}"]
         command += [] if arguments.timed else [f"--max_steps={FEW_STEPS}"]
-        script = str(ROOT / "real_model_example.py")
-        if subprocess.run([sys.executable, script, *command]).returncode != 0:
-            return 1
+        start = [sys.executable, str(ROOT / "real_model_example.py")]
+        first = ["plan", "--calibrate", f"--num_gpus={count}"]
+        for words in (first, command) if arguments.timed else (command,):
+            if subprocess.run([*start, *words]).returncode != 0:
+                return 1
+        if arguments.timed:
+            file = calibration_file(f"cpu-x{count}")
+            calibrations[str(count)] = load_json(file, "calibration")
     records = sorted(find_records([folder]), key=lambda record: record.world_size)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
@@ -62,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "git_commit": git_commit(),
         "versions": versions(),
         "machine": records[0].machine,
+        "calibrations": calibrations,
         "runs": [entry(record, arguments.timed) for record in records],
     }
     write_json(arguments.out, document)

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,13 @@ WATCHED: dict[str, tuple[Any, str]] = {
     "W": (PipelineStage, "backward_weight_one_chunk"),
 }
 COMPUTING = ("F", "B", "W")
+
+
+class LeftOver(NamedTuple):
+    """Bytes of tensors, and of what the allocator holds, between two runs."""
+
+    allocated: int
+    reserved: int
 
 
 class Spans:
@@ -208,10 +215,10 @@ def _train(run: harness.Run, spans: Spans, timer: StepTimer) -> None:
 
 
 def build_record(
-    ranks: list[dict[str, Any]], folder: Any, before: list[int], after: list[int]
+    ranks: list[dict[str, Any]], folder: Any, before: list[LeftOver], after: list[LeftOver]
 ) -> dict[str, Any]:
-    """The record of a run from what its ranks measured and what their allocators could not give
-    back before and after it."""
+    """The record of a run from what its ranks measured and what was left in their memory before and
+    after it."""
     start, performance, stage_ranks = map(ranks[0].pop, ("start", "performance", "stage_ranks"))
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
     leave_out_left_over(memory, before, after)
@@ -224,7 +231,9 @@ def build_record(
     return record.values
 
 
-def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[int]) -> None:
+def leave_out_left_over(
+    memory: dict[str, Any], before: list[LeftOver], after: list[LeftOver]
+) -> None:
     """Add the peaks of the run itself, largest over the ranks, to what each rank measured.
 
     DeepSpeed's optimizers outlive their engines, and DDP's buffers do for a while. The smaller of
@@ -232,11 +241,14 @@ def leave_out_left_over(memory: dict[str, Any], before: list[int], after: list[i
     of its own, that is too much; both amounts stay in the record.
     """
     for rank in memory["by_rank"]:
-        rank["before_bytes"], rank["after_bytes"] = before[rank["rank"]], after[rank["rank"]]
-        rank["left_over_bytes"] = min(rank["before_bytes"], rank["after_bytes"])
-    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
-        peaks = [(rank[name], rank["left_over_bytes"]) for rank in memory["by_rank"]]
-        memory[name] = None if peaks[0][0] is None else max(peak - left for peak, left in peaks)
+        old, new = before[rank["rank"]], after[rank["rank"]]
+        rank["before_bytes"], rank["after_bytes"] = old.reserved, new.reserved
+        rank["left_over_bytes"] = min(old.reserved, new.reserved)
+        rank["left_allocated_bytes"] = min(old.allocated, new.allocated)
+    for name, left in (("allocated", "left_allocated_bytes"), ("reserved", "left_over_bytes")):
+        peaks = [(rank[f"peak_{name}_bytes"], rank[left]) for rank in memory["by_rank"]]
+        known = peaks[0][0] is not None
+        memory[f"peak_{name}_bytes"] = max(peak - of for peak, of in peaks) if known else None
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
@@ -253,9 +265,11 @@ def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterato
         before = after
 
 
-def _left_over() -> list[int]:
-    """Bytes that each rank's allocator cannot give back between two runs."""
-    return gather(torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
+def _left_over() -> list[LeftOver]:
+    """What each rank's allocator cannot give back between two runs."""
+    if not torch.cuda.is_available():
+        return gather(LeftOver(0, 0))
+    return gather(LeftOver(torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

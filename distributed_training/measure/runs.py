@@ -28,7 +28,7 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
     parser.add_argument("out", type=Path, help="a folder for the records")
     parser.add_argument("--deadline_s", type=float, default=float("inf"))
     parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
-    parser.add_argument("--git_commit", help="of this tree, where it has no .git")
+    parser.add_argument("--git_commit", help="of this tree, where its .git does not say so")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     plan = json.loads(arguments.plan.read_text())
@@ -50,7 +50,7 @@ def collect(
         if isinstance(values, str):
             print(values, flush=True)
             continue
-        values["git_commit"] = values["git_commit"] or arguments.git_commit
+        values["git_commit"] = arguments.git_commit or values["git_commit"]
         record = Record.model_validate(values)
         records.append(record)
         print(table([record], columns).splitlines()[-1], flush=True)

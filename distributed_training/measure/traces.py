@@ -164,7 +164,7 @@ def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: 
     return {
         **{name: plan[name] for name in ("what", "command")},
         "made_at": timestamp(),
-        "git_commit": git_commit() or commit,
+        "git_commit": commit or git_commit(),
         "versions": versions(),
         "device": torch.cuda.get_device_name(group.device) if on_gpu else "CPU",
         "cuda": torch.version.cuda if on_gpu else None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
@@ -182,9 +182,12 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], f
     return model
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float
+) -> list[dict[str, object]]:
     """AdamW's two groups: matrices decay; biases and norms (one-dimensional) do not."""
+    everything = list(parameters)
     return [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in everything if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in everything if p.dim() < 2], "weight_decay": 0.0},
     ]

@@ -7,14 +7,12 @@ step's work on the GPU: forward, backward, collectives, clipping, optimizer.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
+from distributed_training.parallel.agree import fails_anywhere
 
 
 class StepGraph:
@@ -100,9 +98,6 @@ class StepGraph:
                 self.outputs = self.step(*self.inputs)
         except RuntimeError as error:
             failure = str(error).partition("\n")[0]
-        failed = torch.tensor(int(bool(failure)))
-        dist.all_reduce(failed)
-        if failed:
-            logger.warning("launching op by op: %s", failure or "capture failed on another rank")
-        else:
-            self.graph = graph
+        if fails_anywhere(failure, "launching op by op"):
+            return
+        self.graph = graph

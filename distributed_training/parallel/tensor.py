@@ -10,7 +10,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,9 +31,8 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
+from distributed_training.parallel.agree import fails_anywhere
 from distributed_training.parallel.private import all_reduce_functional, share_memory
-
-logger = logging.getLogger(__name__)
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
@@ -125,11 +123,7 @@ def can_overlap(group: dist.ProcessGroup) -> bool:
         share_memory(group)
     except RuntimeError as error:
         failure = str(error).partition("\n")[0]
-    failed = torch.tensor(int(bool(failure)))
-    dist.all_reduce(failed)
-    if failed:
-        logger.warning("async_tp is off: %s", failure or "another rank's GPU shares no memory")
-    return not failed
+    return not fails_anywhere(failure, "async_tp is off")
 
 
 def _pad_rows(table: Any, multiple: int) -> None:

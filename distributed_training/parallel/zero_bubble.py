@@ -108,7 +108,9 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        ctx.keep(gradients)
+        # The last stage's losses, and with them this node, live until the end of the step.
+        keep, ctx.keep = ctx.keep, None
+        keep(gradients)
         return None, None, None
 
 

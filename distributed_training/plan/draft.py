@@ -12,6 +12,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 from distributed_training.settings.strategies import Strategy, own_options
 
@@ -42,7 +43,8 @@ def lay_out(
     offload = output_dir / ".offload"
     if config.offload_dir is not None and strategy.swaps_to_disk:
         offload = user_path("offload_dir", config.offload_dir)
-    return Plan(
+    own = own_options(config).bytes_a_parameter() + cost.lost_bytes(config, mesh)
+    plan = Plan(
         requested=requested,
         config=config,
         strategy=strategy,
@@ -53,11 +55,7 @@ def lay_out(
         batch=batch,
         layout=layout,
         state=cost.estimate_state_bytes(
-            strategy,
-            layout.num_parameters,
-            config.precision,
-            mesh,
-            own=own_options(config).bytes_a_parameter() + cost.lost_bytes(config, mesh),
+            strategy, layout.num_parameters, config.precision, mesh, own=own
         ),
         output_dir=output_dir,
         run_dir=run_dir,
@@ -65,3 +63,15 @@ def lay_out(
         work=describe_work(config, batch.global_batch_size),
         notes=notes,
     )
+    _check_tokens(plan)
+    return plan
+
+
+def _check_tokens(plan: Plan) -> None:
+    """Raises UserError where tp has no samples to deal out and cannot split the tokens either."""
+    length, tp, size = plan.config.max_length, plan.mesh["tp"], plan.batch.micro_batch_size
+    if length % plan.tp_parts[1]:
+        what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"
+        why = "sequence_parallel deals out samples or tokens evenly"
+        fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
+        raise UserError(what, why, fix)

@@ -22,6 +22,7 @@ EAGER = 1.95  # times as many without torch.compile (pp4 1f1b m16 of gpt2-medium
 KERNELS = {"F": 9, "B": 22}  # of a compiled block
 LOGIT_BYTES = {"compiled": 16, "eager": 50, "split": 30}  # read and written, a logit
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
+OVERLAPPED = 0.3  # share of exchanges along tp that async_tp hides (h200-x4-async, -session)
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 
@@ -99,7 +100,9 @@ class Work:
         d, vocabulary = self.size.hidden_size, self.size.padded_vocab_size / self.tp
         kind = "split" if self.tp > 1 else "compiled" if self.config.compile else "eager"
         moved = LOGIT_BYTES[kind] * self.width / 2 * self.tokens * vocabulary
-        traffic = Cost(0, moved / self.rates.memory_bytes)
+        # The split loss is kernels like any others, torch's own is one.
+        rate = self.rates.memory_bytes if self.tp > 1 else self.rates.head_memory_bytes
+        traffic = Cost(0, moved / (rate or self.rates.memory_bytes))
         products = (
             self._gemm(self.tokens, d, vocabulary),
             self._gemm(self.tokens, vocabulary, d),
@@ -116,7 +119,7 @@ class Work:
         sharded = not rounded or self.plan.strategy.zero_stage > 0
         shard = held / (self.shards if sharded else 1)
         moved = ROUNDED_UPDATE_BYTES if rounded else UPDATE_BYTES
-        return moved * shard / self.rates.memory_bytes
+        return moved * shard / (self.rates.update_memory_bytes or self.rates.memory_bytes)
 
     def message(self) -> float:
         """Seconds until what one stage made is on the next."""
@@ -166,6 +169,8 @@ class Work:
         hidden = self.tokens * self.size.hidden_size * self.width
         if self.config.sequence_parallel:
             seconds = self.collective("tp", "all_gather", 4 * hidden, 4)
-            copied = 4 * GATHERED_COPIES * hidden / self.rates.memory_bytes
-            return Cost(0, copied, seconds)
+            seconds *= 1 - OVERLAPPED * bool(self.config.async_tp)
+            # Samples that are gathered lie one behind the other, tokens are copied into place.
+            copied = 4 * GATHERED_COPIES * hidden * (self.plan.tp_parts[1] > 1)
+            return Cost(0, copied / self.rates.memory_bytes, seconds)
         return Cost(0, 0, self.collective("tp", "all_reduce", 2 * hidden, 2))

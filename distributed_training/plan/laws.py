@@ -9,7 +9,7 @@ from typing import Any
 from distributed_training.plan.cluster import cluster_of
 from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.make import draft_plan
-from distributed_training.plan.memory import block_bytes, estimate_memory
+from distributed_training.plan.memory import block_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.records.tables import markdown_table
 from distributed_training.settings.config import build_config
@@ -85,14 +85,3 @@ def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
         shares = [schedule.bubble(p, m) for m in counts]
         cells[name] = ["no formula" if share is None else f"{share:.1%}" for share in shares]
     return markdown_table(_merged(cells), [f"p = {p}", *(f"m = {m}" for m in counts)])
-
-
-def peaks() -> str:
-    """GiB by component of the fullest GPU under some layouts: gpt2-xl, 8 x 1024 tokens, bf16."""
-    rows = []
-    for strategy in ("dp", "zero2", "fsdp", "pp"):
-        memory = estimate_memory(plan_of(strategy, 4, batch_size=8))
-        parts = memory.fullest
-        cells = [f"{size / GIB:.1f}" if size else NONE for size in parts.values()]
-        rows.append([f"`{strategy}` 4", *cells, f"{memory.peak_bytes / GIB:.1f}"])
-    return markdown_table(rows, ["", *parts, "in all"])

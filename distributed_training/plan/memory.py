@@ -26,9 +26,6 @@ BACKWARD_VALUES = 5
 # they replace. Eagerly, by records of when autograd cut the pass, so much more than those (pp4
 # zb-h1 m16 of gpt2-medium).
 SPLIT_VALUES = 12
-# Under compiled zero bubble the last stage holds as much more for each micro-batch, by element of
-# the output layer's weight: measured (zb-v, m = 8 and 16, gpt2-medium and XL), and not understood.
-LAST_STAGE_BYTES = 4
 STATISTICS_BYTES = 16  # mean and deviation of two norms, fp32, a token and block
 # Bytes a logit: (kept from forward to backward, at the worst moment), for 16-bit arithmetic. The
 # compiled loss keeps 16-bit logits and writes the gradient over them. Eagerly log_softmax keeps its
@@ -41,9 +38,11 @@ SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 # allocator. Both as nvidia-smi shows on an H200.
 CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 900 * 2**20
 # RAM of a process before it has a model: Python with torch, as measured on 2 cores, and with CUDA;
-# more with DeepSpeed or DTensors, and where the process that trains has also tokenised the text.
+# more with DeepSpeed, with layers split as DTensors, and where the process that trains has also
+# tokenised the text.
 HOST_BYTES, CUDA_HOST_BYTES = 380 * 2**20, 1330 * 2**20
-MORE_HOST_BYTES, TOKENISING_BYTES = 60 * 2**20, 150 * 2**20
+DEEPSPEED_BYTES, TP_BYTES, TOKENISING_BYTES = 60 * 2**20, 100 * 2**20, 150 * 2**20
+SWAP_BYTES = 2  # a value of infinity's buffers, in fp32, too
 PINNED = 1.3  # page-locked memory is rounded up to powers of two, buffer by buffer
 SPARE = 0.02  # of the rest: what the allocator cannot use of the blocks that it has
 
@@ -82,7 +81,8 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     on_gpu, several = plan.machine.num_gpus > 0, plan.num_processes > 1
     by_place = tuple(_Process(plan, place).peak() for place in places)
     host = CUDA_HOST_BYTES if on_gpu else HOST_BYTES
-    host += MORE_HOST_BYTES * (plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1)
+    host += DEEPSPEED_BYTES * plan.strategy.traits.takes_deepspeed_json
+    host += TP_BYTES * (plan.mesh["tp"] > 1) + SWAP_BYTES * plan.strategy.swap_buffer_values
     host += TOKENISING_BYTES * (not several and not tokenised)
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     held = max(sum(parts.values()) for parts in by_place) * (not on_gpu)
@@ -193,7 +193,16 @@ class _Process:
             parts["buffers"] = 4 * block  # whole gradients on their way to a reduce-scatter
         elif self.width == 2:
             parts["copies"] = 2.0 * held  # rounded weights, kept for the backward pass
+        if self._in_ddps_buckets and plan.batch.num_microbatches > 1:
+            parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
+
+    @property
+    def _in_ddps_buckets(self) -> bool:
+        """Whether DDP averages gradients in every step."""
+        plan, native = self.plan, not self.plan.strategy.traits.rounded_weights
+        copies = plan.num_processes == plan.mesh["dp_replicate"] > 1
+        return native and copies and plan.options.steps_between_exchanges() is None
 
     @property
     def _fsdp(self) -> bool:
@@ -221,12 +230,8 @@ class _Process:
     def _gradients_stay(self) -> bool:
         """Whether gradients lie in memory while activations do: in DDP's buckets, in ZeRO-3's flat
         buffer, and from the second micro-batch on."""
-        plan = self.plan
-        in_buckets = plan.num_processes == plan.mesh["dp_replicate"] > 1
-        in_buckets = in_buckets and plan.options.steps_between_exchanges() is None
-        native = not plan.strategy.traits.rounded_weights
-        in_buckets = (in_buckets and native) or plan.strategy.zero_stage == 3
-        return in_buckets or plan.batch.num_microbatches > 1
+        in_buckets = self._in_ddps_buckets or self.plan.strategy.zero_stage == 3
+        return in_buckets or self.plan.batch.num_microbatches > 1
 
     def _end_bytes(self) -> float:
         """Around the blocks: on the last stage input and output of the last norm, the gradient of
@@ -244,11 +249,6 @@ class _Process:
             # torch has a buffer for each message of a step that this process receives.
             found += edges * self.plan.batch.num_microbatches * hidden * self._between
             found += 4 * self.formulas.embedding * self.formulas.first
-            splits = self.plan.schedule.splits_backward and bool(self.config.compile)
-            if splits and self.formulas.last:
-                found += (
-                    LAST_STAGE_BYTES * self.formulas.embedding * self.plan.batch.num_microbatches
-                )
         return found
 
     @property

@@ -44,7 +44,7 @@ class HostCosts:
     operation: float = 1.2e-3  # more, for an operation of a pipeline's stage
     tensor_parallel: float = 2.0e-3  # more, for a block
     fsdp_unit: float = 1.2e-3  # more, for what is gathered and reduced together
-    dtensor: float = 0.10e-3  # more, for a parameter tensor that is a DTensor: clipping, update
+    dtensor: float = 0.10e-3  # more, for a DTensor, when AdamW still took those: now at most
     stage_tensor: float = 0.40e-3  # more, for a parameter tensor of a stage: rounded copies
     ddp_tensor: float = 0.04e-3  # more, for a parameter tensor
     zero_tensor: float = 0.09e-3  # more, for a parameter tensor under ZeRO-1 and 2
@@ -54,6 +54,17 @@ class HostCosts:
     zero3_gather: float = 5.1e-3  # more, for a block that several processes hold
     zero3_wait: float = 0.6e-3  # for a block: the GPU waits
     zero3_shared_wait: float = 2.2e-3  # the same where several processes hold it
+    swapped_block: float = 0.0  # for a block whose parameters and optimizer are in files
+
+
+# Seconds that Python and gloo take on a core of 2 to 3 GHz beside a step's arithmetic, from runs of
+# 1 and 2 processes (results/PREDICTIONS.md has them, and those of 4).
+CPU_HOST = HostCosts(
+    step=8e-3, block=0.0, eager_block=0.0, split_block=0.0, operation=3e-3, tensor_parallel=15e-3,
+    fsdp_unit=12e-3, dtensor=0.0, stage_tensor=0.0, ddp_tensor=0.0, zero_tensor=0.85e-3,
+    zero_update=0.0, zero_wait=0.0, zero3_block=0.0, zero3_gather=0.0, zero3_wait=16e-3,
+    zero3_shared_wait=34e-3, swapped_block=25e-3,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +74,8 @@ class Rates:
     gemm_flops: float  # of large 16-bit matrix products
     fp32_gemm_flops: float
     memory_bytes: float  # that element-wise kernels read and write
+    head_memory_bytes: float | None = None  # the same in the loss, the update; None: no other
+    update_memory_bytes: float | None = None
     attention_flops: float  # of causal attention over long sequences
     link_bytes: float  # that a process sends in a collective inside a node
     network_bytes: float = NETWORK_BYTES_PER_S
@@ -73,6 +86,8 @@ class Rates:
     disk_bytes: float = 2.7e9  # a local NVMe disk, read and written in turns
     host_adam_s: float = 0.46e-9  # a parameter: gradient to the host, CPU Adam, weight back
     host: HostCosts = field(default_factory=HostCosts)
+    on_host: bool = False  # no device works while Python does
+    core_share: float = 1.0  # what a process has of a core while all compute
     peak_flops: float | None = None  # by the datasheet, for MFU
     estimated: bool = True  # from the table rather than measured here
 
@@ -104,9 +119,15 @@ def cpu_rates(num_cpus: int, num_processes: int) -> Rates:
         kernel_s=20e-6,
         link_latency_s=200e-6,
         host_adam_s=2e-9,
-        # Nothing is launched ahead; what Python takes is in kernel_s.
-        host=HostCosts(**dict.fromkeys((part.name for part in fields(HostCosts)), 0.0)),
+        host=scaled(CPU_HOST, max(1.0, 1 / cores)),
+        on_host=True,
+        core_share=min(1.0, cores),
     )
+
+
+def scaled(host: HostCosts, factor: float) -> HostCosts:
+    """Costs of a host that takes `factor` times as long."""
+    return HostCosts(**{part.name: factor * getattr(host, part.name) for part in fields(host)})
 
 
 def tiled(m: float, k: float, n: float, num_sms: int) -> float:
@@ -144,7 +165,12 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
             for shape, rate in _shapes(product)
         )  # fmt: skip
     traffic = document["memory_bytes_per_s"]
-    found["memory_bytes"] = statistics.mean((traffic["gelu"], traffic["adamw"]))
+    if "block" in traffic:  # a CPU, whose caches make a difference
+        names = {"block": "memory_bytes", "head": "head_memory_bytes"}
+        found |= {name: traffic[part] for part, name in names.items()}
+        found["update_memory_bytes"] = traffic["update"]
+    else:
+        found["memory_bytes"] = statistics.mean((traffic["gelu"], traffic["adamw"]))
     (short, slow), (long, fast) = [
         (entry["length"], entry["flops_per_s"]["both"]) for entry in document["attention"]
     ]
@@ -160,10 +186,11 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
         sent = (most - 1) / most * last["bytes"]
         found["link_bytes"] = sent / last["seconds"]["all_gather"]
         found["link_latency_s"] = min(entry["seconds"]["all_gather"] for entry in sizes)
+        if base.on_host:  # gloo's differ, and none hides behind another
+            least = min(sizes, key=lambda entry: entry["bytes"])["seconds"]
+            found["link_latency_s"] = statistics.mean(least.values()) / (most - 1) ** 0.5
     if (block := document["seconds"].get("compiled_block")) is not None:
-        scale, host = block / COMPILED_BLOCK_S, base.host
-        costs = {part.name: scale * getattr(host, part.name) for part in fields(host)}
-        found["host"] = HostCosts(**costs)
+        found["host"] = scaled(base.host, block / COMPILED_BLOCK_S)
     return replace(base, **found)
 
 

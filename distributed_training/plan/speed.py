@@ -79,9 +79,11 @@ class _Step:
         ranks = self.plan.layout.ranks
         seconds = {key: cost.total for key, cost in costs.items()}
         message = self.work.message() if self.pp > 1 else 0.0
-        waiting = {} if self.graph else host
+        waiting = {} if self.graph or self.rates.on_host else host
         phase, busy = simulate(orders, seconds, ranks, message, waiting)
         on_gpu, _ = simulate(orders, seconds, ranks, message) if waiting else (phase, busy)
+        if self.rates.on_host:  # while a stage waits, others have its share of a core
+            phase = on_gpu = max(sum(busy) / len(busy), phase * self.rates.core_share)
         slowest = max(range(self.pp), key=lambda place: busy[place])
         total = Cost()
         for kind, stage, _ in orders[slowest]:
@@ -99,7 +101,11 @@ class _Step:
         if self.pp == 1:  # the host runs ahead over the whole step
             phase = on_gpu
         gpu, launching = phase + data + update, launching * (not self.graph)
-        seconds = max(gpu, launching) + waits
+        if self.rates.on_host:
+            launching += 2 * self.count * self.rates.host.operation * (self.pp > 1)
+            seconds = gpu + launching + waits
+        else:
+            seconds = max(gpu, launching) + waits
         offload, disk = self._away()
         seconds += offload + disk
         bubble = max(0.0, on_gpu - total.total) if self.pp > 1 else 0.0
@@ -112,8 +118,11 @@ class _Step:
             "disk": disk,
         }
         parts["host"] = max(0.0, seconds - sum(parts.values()))
-        if max(gpu, launching) > 1.15 * (on_gpu + data + update):  # the GPU waits for launches
+        starved = max(gpu, launching) > 1.15 * (on_gpu + data + update)
+        if starved and not self.rates.on_host:  # the GPU waits for launches
             parts["host"] = max(gpu, launching)
+        elif (listed := sum(parts.values())) > seconds:  # the slowest stage's, which others' beat
+            parts = {name: part * seconds / listed for name, part in parts.items()}
         return StepTime(seconds=seconds, parts=parts)
 
     def _data_parallel(self, place: int, computing: float) -> float:
@@ -169,6 +178,7 @@ class _Step:
             return host.step + each * tensors, 0.0
         if self.plan.strategy.zero_stage == 3:
             wait = host.zero3_shared_wait if self.work.shards > 1 else host.zero3_wait
+            wait += host.swapped_block * self.plan.strategy.swaps_to_disk
             return host.step, wait * blocks
         wait = host.zero_wait * blocks + host.zero_update * tensors / self.work.shards
         return host.step + host.zero_tensor * tensors, wait

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from distributed_training.plan.make import draft_plan
 from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.predict import Prediction, predict
-from distributed_training.plan.rates import from_calibration, rates_of
+from distributed_training.plan.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.plan.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.records.tables import layout_words
@@ -26,7 +26,6 @@ from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS, find_gpu
 from distributed_training.settings.strategies import strategy_options
 
-GIB = 2**30
 RECORDS = ROOT / "results" / "records"
 
 
@@ -39,6 +38,18 @@ class Row:
     record: Record
     plan: Plan
     prediction: Prediction
+
+    @property
+    def began_empty(self) -> bool:
+        """Whether the peak is the run's own: less than a quarter of the fullest rank's had been
+        left by earlier runs of the process. What of that was in use early records do not say."""
+        ranks = [
+            (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
+            for rank in self.record.memory.get("by_rank", [])
+            if "left_allocated_bytes" not in rank
+        ]
+        peak, left = max(ranks, key=lambda rank: rank[0] - rank[1], default=(1, 0))
+        return left < peak / 4
 
     @property
     def memory_error(self) -> float:
@@ -121,21 +132,26 @@ class CpuRow:
 
 @functools.cache
 def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
-    """The runs of `measure cpu`, as today's code predicts their memory."""
+    """The runs of `measure cpu`, as today's code predicts their memory and, by what was measured
+    of the machine then, their time."""
     document = json.loads(file.read_text(encoding="utf-8"))
     values = document["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
     found = []
     for run in document["runs"]:
-        count, seconds = run["processes"], (run["step_time_s"], run["predicted_step_time_s"])
+        count, seconds = run["processes"], None
         built = build_config(run["config"], options=strategy_options)
         plan = draft_plan(built, machine, count, count)
+        if run["step_time_s"] is not None:
+            guess = cpu_rates(machine.num_cpus, count)
+            rates = from_calibration(document["calibrations"][str(count)], guess)
+            seconds = run["step_time_s"], estimate_step(plan, rates).seconds
         found.append(
             CpuRow(
                 name=f"{plan.strategy.name} x {count}",
                 measured_bytes=run["peak_host_bytes"],
                 predicted_bytes=estimate_memory(plan, tokenised=True).host_bytes,
-                seconds=None if None in seconds else seconds,
+                seconds=seconds,
             )
         )
     return tuple(found)
@@ -183,7 +199,7 @@ def distribution() -> str:
     rows = gpu_rows()
     found = []
     for what, errors in (
-        ("peak memory", [row.memory_error for row in rows]),
+        ("peak memory", [row.memory_error for row in rows if row.began_empty]),
         ("step time", [row.time_error for row in rows]),
         ("step time, calibrated", calibrated_errors()),
     ):
@@ -216,25 +232,25 @@ def choices() -> str:
 
 def every_row() -> str:
     """Every run, below its page, as text that is aligned: a table of so many rows is read so."""
-    lines = [_line("", "GiB", "error", "ms", "error")]
+    lines = [_line("", "memory", "time")]
     for page, rows in itertools.groupby(gpu_rows(), key=lambda row: row.page):
         lines += [page, *(_line(*_cells(row)) for row in rows)]
     return "\n".join(["```text", *lines, "```"])
 
 
-def worst(what: Callable[[Row], float], count: int = 5) -> str:
+def worst(what: Callable[[Row], float], rows: Iterable[Row], count: int = 5) -> str:
     """The rows with the largest errors."""
-    rows = sorted(gpu_rows(), key=lambda row: -abs(what(row)))[:count]
+    rows = sorted(rows, key=lambda row: -abs(what(row)))[:count]
     return _table([[f"{row.page}/{row.name}", f"{what(row):+.0%}"] for row in rows],
                   ["record", "error"])  # fmt: skip
 
 
 def worst_times() -> str:
-    return worst(lambda row: row.time_error)
+    return worst(lambda row: row.time_error, gpu_rows())
 
 
 def worst_memory() -> str:
-    return worst(lambda row: row.memory_error)
+    return worst(lambda row: row.memory_error, (row for row in gpu_rows() if row.began_empty))
 
 
 def _layout(row: Row) -> str:
@@ -244,15 +260,13 @@ def _layout(row: Row) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         f"  {row.name}",
-        f"{row.record.memory['peak_allocated_bytes'] / GIB:.2f}",
-        f"{row.memory_error:+.1%}",
-        f"{1000 * row.measured_s:,.1f}",
+        f"{row.memory_error:+.1%}" if row.began_empty else "-",
         f"{row.time_error:+.1%}",
     )
 
 
 def _line(name: str, *cells: str) -> str:
-    return f"{name:<60}" + "".join(f"{cell:>9}" for cell in cells)
+    return f"{name:<66}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

@@ -40,6 +40,12 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
     with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
         figure = draw(records)
+        # The layout's solver is exact to some digits only.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        for axes in figure.axes:
+            left, bottom, width, height = (round(edge, 4) for edge in axes.get_position().bounds)
+            axes.set_position((left, bottom, width, height))
         figure.savefig(file, format="svg", metadata=nothing)
     return file.getvalue()
 
@@ -176,6 +182,15 @@ def overlap(records: Path) -> Figure:
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
 
 
+def overlap_options(records: Path) -> Figure:
+    """The same with other buckets and prefetching."""
+    record = _overlap(records / "h200-x4-overlap", "options.json")
+    names = ("dp, buckets of 1 MiB", "dp, one bucket", "fsdp, no prefetch", "fsdp, 2 blocks ahead",
+             "fsdp, 16 times 4 x 512", "fsdp, 16 times 4 x 512, no prefetch")  # fmt: skip
+    about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step, or 512 in 16 micro-batches; GPU 0"
+    return draw_timelines(record, names, "What buckets and prefetching change of it", about)
+
+
 def from_scratch(records: Path) -> Figure:
     """From random weights on Python's own code, then on English, with and without the former."""
     first, tuned, random = _read(records / "h200-from-scratch")
@@ -200,8 +215,8 @@ def overlap_slow_link(records: Path) -> Figure:
     return draw_timelines(record, list(record["shares"]), title, about)
 
 
-def _overlap(folder: Path) -> dict[str, Any]:
-    record: dict[str, Any] = load_json(folder / "overlap.json", "record")
+def _overlap(folder: Path, name: str = "overlap.json") -> dict[str, Any]:
+    record: dict[str, Any] = load_json(folder / name, "record")
     return record
 
 
@@ -249,6 +264,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "bubbles.svg": bubbles,
     "memory.svg": memory,
     "overlap.svg": overlap,
+    "overlap-options.svg": overlap_options,
     "from-scratch.svg": from_scratch,
     "scaling-law.svg": scaling_law,
     "overlap-slow-link.svg": overlap_slow_link,

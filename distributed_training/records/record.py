@@ -77,6 +77,7 @@ class RunState(BaseModel):
     skipped_steps: list[int] = []  # not applied, because gradients were not finite
     # Checkpoints: step, stall_s in which training waited, write_s until it was on the disk, bytes.
     saves: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []  # step and load_s, where a run went on from a checkpoint
     best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 

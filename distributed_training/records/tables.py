@@ -21,6 +21,7 @@ _START: dict[str, Callable[[Record], str]] = {
     "precision": lambda r: r.config["precision"],
     "compile": lambda r: "yes" if r.config["compile"] else "no",
     "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
+    "compression": lambda r: r.config.get("gradient_compression", "none"),
     "steps": lambda r: f"{r.step} of {r.num_steps}",
     "status": lambda r: r.status,
 }

@@ -217,11 +217,11 @@ class Trainer:
         self._begin_training()
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint of this run: engine, random numbers, history, record and metrics
-        are as they were. Collective."""
+        """Go on from a checkpoint: engine, random numbers, history, record, metrics. Collective."""
         plan, tokens = replace(self.plan, checkpoint=folder), self.data.fingerprint
+        began = time.monotonic()
         step = checkpoint.load_checkpoint(self.engine, plan, self.topology, data_fingerprint=tokens)
-        self.history.cut(step)
+        self.history.go_on(step, load_s=time.monotonic() - began)
         self.write_record()  # so that a kill before the next save does not lose it
         if self.topology.rank == 0:
             truncate_metrics(self.plan.run_dir, step)

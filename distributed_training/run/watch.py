@@ -35,6 +35,8 @@ BEAT_S = 2.0
 LOST_S = 30.0  # without a sign of life from another process
 SLOW_S = 45.0  # of one step, after which rank 0 says who is waited for
 GRACE_S = 10.0  # to save in, once the launcher is gone
+# Modules whose functions wait for other ranks: collectives, or what has some inside of it.
+_WAITING = ("torch.distributed.", "torch.autograd.", "torch.nn.parallel.", "deepspeed.")
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # set by torchrun, by deepspeed
 
 
@@ -110,8 +112,8 @@ class Watch:
         frame, waits, where = sys._current_frames().get(self.main), None, ""
         while frame is not None:
             file = frame.f_code.co_filename
-            if waits is None:  # for others: in a collective, or a backward pass that has some
-                waits = "torch/distributed" in file or "torch/autograd" in file
+            if waits is None:  # the innermost one
+                waits = str(frame.f_globals.get("__name__")).startswith(_WAITING)
             if "distributed_training/" in file:
                 where = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 break
@@ -175,7 +177,8 @@ class Watch:
             self._look_at_progress(self._clock - self._since)
 
     def _look_at_progress(self, seconds: float) -> None:
-        states = [self._others[rank] for rank in sorted(self._others)]
+        found = {**self._others, 0: self._describe()}  # its own is old where the store is slow
+        states = [found[rank] for rank in sorted(found)]
         if seconds > SLOW_S and self._said_slow != self._count and len(states) == self.world_size:
             self._said_slow = self._count
             told = f"; after {self.limit_s:g} s (hang_timeout_s) the run ends" * bool(self.limit_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -75,6 +76,8 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
     if not num_gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Else it says that there is CUDA's compiler but no GPU.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"

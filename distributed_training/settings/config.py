@@ -57,7 +57,8 @@ class RunConfig(Options):
         help="a DeepSpeed JSON; None: the strategy's own")
     dataset: Text = work(AUTO, aliases=("data", "train_file"),
         help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name[:config] of "
-        "the Hub, wikitext-2, embedded; auto: wikitext-2 where available, else embedded")
+        "the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else "
+        "embedded")
     validation_dataset: Text | None = work(None, aliases=("validation_file", "eval_dataset"),
         help="likewise, to evaluate on; None: dataset's validation split, or its last 5%")
     tokenizer: Text = work(AUTO,
@@ -102,7 +103,7 @@ class RunConfig(Options):
     tp: Axis = spread(None, help="processes that every layer is split over")
     pp: Axis = spread(None, help="processes that the layers are dealt out to")
     sequence_parallel: bool = spread(True,
-        help="with tp: split the tokens between the split layers, too")
+        help="with tp: split what lies between the split layers, too")
     async_tp: bool | Auto = spread(AUTO,
         help="with tp, compiled: exchange in parts while a product computes; auto: on H100, H200")
     pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = spread(

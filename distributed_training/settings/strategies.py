@@ -114,6 +114,15 @@ class Strategy:
         """Whether state moves to files, through DeepSpeed's libaio extension."""
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 
+    @property
+    def swap_buffer_values(self) -> int:
+        """Values that the buffers hold through which parameters come from files and go there."""
+        if self.offload_device("param") != "nvme":
+            return 0
+        section = {"buffer_count": 5, "buffer_size": 1e8}  # DeepSpeed's defaults
+        section |= self.document["zero_optimization"]["offload_param"]
+        return int(section["buffer_count"] * section["buffer_size"])
+
     def describe_sharding(self) -> str:
         """One phrase for the header: what is divided over processes."""
         parts = ["layers over pp"] * self.pipelined

@@ -1,6 +1,26 @@
 """The tutorial's folder comes first on the path: it stands alone, wherever pytest was started."""
 
+import gc
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Files that take longest, in the order in which workers (a file each) are best given them.
+LONGEST_FIRST = (
+    "test_starts", "test_runtime", "test_figures", "test_commands", "test_launch", "test_lecture",
+    "test_studies", "test_simple", "test_explorer_page", "test_prediction", "test_run_sh",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked at again and again while tests make objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)

@@ -1,6 +1,6 @@
 """Starts the runtime as a user would, and sees to it that nothing of it is left. For the tests."""
 
-import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -19,7 +19,7 @@ SCRIPT = [sys.executable, "pipedream_runtime.py", "--device", "cpu"]
 FAST = ["--forward_ms", "0", "--backward_ms", "0", "--check_weights", "False"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 MARK = ("RUNTIME_TEST", str(os.getpid()))  # in the environment, which all processes inherit
-ENVIRONMENT = os.environ | dict([MARK])
+ENVIRONMENT = os.environ | dict([MARK]) | {"PYTHONPATH": str(FOLDER)}
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ def _started():
     return found
 
 
-def run(arguments, *, start=SCRIPT, limit_s=100):
+def run(arguments, *, start=SCRIPT, limit_s=100, cwd=FOLDER):
     """The finished process; past the limit subprocess.TimeoutExpired."""
     begun = time.monotonic()
     done = subprocess.run(
         [*start, *arguments],
-        cwd=FOLDER,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=limit_s,
@@ -56,18 +56,6 @@ def run(arguments, *, start=SCRIPT, limit_s=100):
     )
     done.seconds = time.monotonic() - begun
     return done
-
-
-@contextlib.contextmanager
-def started(arguments):
-    """The process in the background, without a word; killed at the end."""
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([*SCRIPT, *arguments], cwd=FOLDER, env=ENVIRONMENT, **silent)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def warm(arguments, num_stages, *, script=SCRIPT[1:], limit_s=60, before=None):
@@ -104,12 +92,12 @@ def warm(arguments, num_stages, *, script=SCRIPT[1:], limit_s=60, before=None):
 
 # sympy, by way of symbolic_shapes: the first autograd.grad with grad_outputs imports it.
 PRELOAD = [
-    "torch.distributed.pipelining", "torch.fx.experimental.symbolic_shapes",
-    "pipedream.runtime.session", "pytest", "psutil",
+    "torch.fx.experimental.symbolic_shapes", "pipedream.runtime.session", "pytest", "psutil",
 ]  # fmt: skip
 
 
 def _be_a_stage(argv, environment, streams, before):
+    gc.freeze()  # neither looked at again nor copied for that
     os.environ.update(environment)
     os.chdir(FOLDER)
     for number, path in enumerate(streams, 1):

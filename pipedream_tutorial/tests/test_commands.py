@@ -24,7 +24,7 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 # Long commands are run with less to do; what is compared stays the same.
 SHORTER = [
-    (r"^(python3? pipedream_simple.py(?!.*steps=0).*)$", r"\1 --set steps=3"),
+    (r"^(python3? pipedream_simple.py(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
     (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
     (r"results --write$", "results --check"),
@@ -143,9 +143,9 @@ def run_block(block: Block, folder: Path) -> list[str]:
 @pytest.mark.timeout(600)
 def test_commands_run_and_print_what_the_pages_say(copy: Path) -> None:
     readme, quickstart = blocks_of("README.md"), blocks_of("QUICKSTART.md")
-    assert len(readme) >= 20
+    assert len(readme) >= 17
     assert len(quickstart) >= 7
-    assert sum(len(block.texts) for block in readme) >= 20
+    assert sum(len(block.texts) for block in readme) >= 17
 
     known: dict[str, Block] = {}
     for block in (*readme, *quickstart):  # a command that both have runs once

@@ -31,8 +31,8 @@ ENDLESS = [
 ]  # fmt: skip
 
 
-def _start_endless(start=SCRIPT):
-    command = [*start, *ENDLESS]
+def _start_endless(*more, start=SCRIPT):
+    command = [*start, *ENDLESS, *more]
     process = subprocess.Popen(
         command,
         cwd=FOLDER,
@@ -49,10 +49,9 @@ def _start_endless(start=SCRIPT):
 
 
 def _worker(process, rank):
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            return child
-    raise AssertionError(f"no process of rank {rank}")
+    """Stages are started in the order of their ranks, and nothing else is."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return sorted(children, key=lambda child: child.pid)[rank]
 
 
 def _end_of(process):
@@ -78,20 +77,29 @@ def test_a_killed_stage_ends_the_others_and_is_named(stage):
 
 
 @pytest.mark.timeout(90)
-def test_when_the_parent_is_killed_no_stage_lives_on():
-    process = _start_endless()
+def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
+    """Nor is what was measured lost: the record has the first case."""
+    record = tmp_path / "record.json"
+    process = _start_endless("--record", str(record))
+    end = time.monotonic() + 60
+    while not record.exists():
+        assert time.monotonic() < end, "no record after 60 s"
+        time.sleep(0.05)
     workers = psutil.Process(process.pid).children()
     assert len(workers) == 3
     process.kill()
     process.communicate()
     _, alive = psutil.wait_procs(workers, timeout=ENDS_WITHIN_S)
     assert not alive
+    (case,) = json.loads(record.read_text())["cases"]
+    assert case["num_microbatches"] == 4
+    assert list(tmp_path.iterdir()) == [record]
 
 
 @pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_the_killed_stage_is_named():
     """Stage 2 is no neighbour of stage 0: whatever a stage waits for, it ends."""
-    process = _start_endless([*TORCHRUN, "3", "pipedream_runtime.py", "--device=cpu"])
+    process = _start_endless(start=[*TORCHRUN, "3", "pipedream_runtime.py", "--device=cpu"])
     victim = _worker(process, 0)
     os.kill(victim.pid, signal.SIGKILL)
     code, errors, seconds = _end_of(process)
@@ -108,13 +116,12 @@ import os, sys
 sys.argv = ["pipedream_runtime.py", *sys.argv[1:]]
 import pipedream_runtime
 import pipedream.train.trainer
-if os.environ["RANK"] == "1":
-    whole = pipedream.train.trainer.StageTrainer.backward
-    def backward(self, microbatch, gradient=None):
-        if microbatch == 5:
-            raise ValueError("boom in microbatch 5")
-        return whole(self, microbatch, gradient)
-    pipedream.train.trainer.StageTrainer.backward = backward
+whole = pipedream.train.trainer.StageTrainer.backward
+def backward(self, microbatch, gradient=None):
+    if os.environ["RANK"] == "1" and microbatch == 5:
+        raise ValueError("boom in microbatch 5")
+    return whole(self, microbatch, gradient)
+pipedream.train.trainer.StageTrainer.backward = backward
 pipedream_runtime.main()
 """
 
@@ -122,11 +129,7 @@ pipedream_runtime.main()
 @pytest.mark.timeout(90)
 def test_a_stage_that_raises_ends_the_others_and_is_named():
     arguments = ["--device=cpu", "--num_stages=3", "--schedule=1f1b", "--warmups=0", *FAST]
-    parent = (
-        "import sys; from pipedream.runtime.launch import launch; "
-        "sys.exit(launch([sys.executable, *sys.argv[1:]], 3))"
-    )
-    done = run(["-c", FAILING, *arguments], start=[sys.executable, "-c", parent])
+    done = run(["-c", FAILING, *arguments], start=[sys.executable])
     assert done.returncode == 1
     assert last_line(done.stderr) == (
         "error: stage 1 of 3 failed: ValueError: boom in microbatch 5; the other stages were ended"
@@ -136,35 +139,46 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
     assert "stage 2" not in done.stderr
 
 
-STAGE = """
+STAGES = """
 import os, sys
 from pathlib import Path
-names = sys.argv[-1].partition("=")[2].split(",")
-for name in names:
-    Path(os.environ["PIPEDREAM_CASE"]).write_text(name + "-4" * (name == "search"))
-    if name in ("1f1b", "search"):
-        sys.exit(1)
-Path(sys.argv[1]).write_text(" ".join(names))
+import pipedream_runtime
+def be_stage(config, arguments, process):
+    for name in config["schedule"]:
+        Path(os.environ["PIPEDREAM_CASE"]).write_text(name + "-4" * (name == "search"))
+        if name in ("1f1b", "search"):
+            raise ValueError("boom in " + name)
+    Path("ran").write_text(" ".join(config["schedule"]))
+pipedream_runtime.be_stage = be_stage
+pipedream_runtime.main()
 """
 
 
 @pytest.mark.parametrize(("go_on", "ran"), [(True, "zb-h1 zb-h2"), (False, None)])
 def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(go_on, ran, tmp_path):
-    """Real processes that stand for the stages: they say what they begin, as rank 0 does."""
-    (tmp_path / "stage.py").write_text(STAGE)
-    names = ["zb-h1", "1f1b", "search", "zb-h2"]
-    config = {"schedule": names, "num_stages": 1, "go_on": go_on}
-    code = (
-        "import sys, pipedream_runtime as r; "
-        f"sys.argv[0] = {str(tmp_path / 'stage.py')!r}; "
-        f"sys.exit(r.launch_all({config!r}, sys.argv[1:]))"
-    )
-    arguments = [str(tmp_path / "ran"), f"--schedule={','.join(names)}"]
-    done = run(["-c", code, *arguments], start=[sys.executable])
+    """What the stages do is replaced: they say what they begin, as rank 0 does."""
+    arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", f"--go_on={go_on}"]
+    done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("failed; starting again without it") == (2 if go_on else 0)
     assert (tmp_path / "ran").exists() == go_on
     assert not go_on or (tmp_path / "ran").read_text() == ran
+
+
+SPAWNED = """
+import pipedream.runtime.launch
+import pipedream_runtime
+pipedream.runtime.launch.START = "spawn"
+pipedream_runtime.main()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_stages_that_are_not_forked_do_the_same():
+    arguments = ["--device=cpu", "--num_stages=1", "--schedule=gpipe", "--num_microbatches=4"]
+    done = run(["-c", SPAWNED, *arguments, *FAST], start=[sys.executable])
+    assert done.returncode == 0, done.stderr
+    assert "gpipe" in done.stdout
 
 
 @pytest.mark.timeout(90)

@@ -4,7 +4,7 @@ of pytest than test_runtime.py's can take it."""
 import json
 
 import pytest
-from starting import no_process_is_left, run, started, warm  # noqa: F401
+from starting import no_process_is_left, run, warm  # noqa: F401
 
 
 @pytest.mark.timeout(600)

@@ -143,11 +143,12 @@ def test_watching_changes_nothing() -> None:
 
 
 def test_stashing_is_critical_at_depth_times_learning_rate_only() -> None:
-    def medians(p: int, learning_rate: float) -> list[float]:
+    def medians(p: int, learning_rate: float, **sizes: int) -> list[float]:
         names = ("1f1b", "pipedream", "pipedream-no-stash")
-        return [row.median for row in final_losses(names, [p], [learning_rate], seeds=[0])]
+        rows = final_losses(names, [p], [learning_rate], seeds=[0], **sizes)
+        return [row.median for row in rows]
 
-    synchronous, stashed, in_place = medians(4, 0.1)
+    synchronous, stashed, in_place = medians(4, 0.1, num_batches=30)
     assert stashed == pytest.approx(synchronous, abs=0.03)
     assert in_place == pytest.approx(synchronous, abs=0.03)
     synchronous, stashed, in_place = medians(8, 1.0)

@@ -12,6 +12,7 @@ from distributed_training.data.corpus import (
     Source,
     read_corpus,
     read_embedded,
+    read_prose,
     split_articles,
 )
 from distributed_training.data.pieces import RUNNING, TEXT
@@ -199,6 +200,19 @@ def test_embedded_corpus_is_this_pythons_own_and_always_the_same():
         files = sorted(file for file in root.glob(f"{folder}/**/*.py") if file.stat().st_size > 999)
         for file in files[:20]:
             assert file.read_text(encoding="utf-8", errors="replace") not in texts
+
+
+def test_embedded_prose_is_the_sentences_of_the_help_topics():
+    texts = texts_of(read_corpus("embedded-prose").train)
+    assert texts == read_prose()
+    assert sum(map(len, texts)) > 200_000
+    lines = "".join(texts).splitlines()
+    assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
+    assert any(line.startswith("Assert statements are a convenient way to") for line in lines)
+    assert not any("assert_stmt" in line or "if __debug__:" in line for line in lines)
+    topics = ["".join(text.split()) for text in read_embedded() if len(text) < 300_000]
+    first = ["".join(text.partition("\n")[0].split()) for text in texts]
+    assert all(any(line in topic for topic in topics) for line in first)
 
 
 def corpus_of(train=("a", "b"), validation=("c",), form=RUNNING, name="n"):

@@ -79,7 +79,7 @@ def without_step(job: dict[str, Any]) -> int:
 def with_rank_1_stopped(job: dict[str, Any]) -> int:
     """In step 5 of rank 1 something stops; limits are short."""
     # On a busy machine a living thread may be silent for seconds.
-    watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 1.0
+    watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
     right, calls = native.NativeEngine.train_step, []
 
     def train_step(self: Any, batch: Any) -> Any:

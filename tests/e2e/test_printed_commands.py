@@ -32,7 +32,7 @@ STARTS = re.compile(
 )
 # Files, runs and folders that the reader has or makes, and a mistake shown on purpose.
 NOT_HERE = (
-    "notes.txt", "mine.txt", "questions.jsonl", "<run>", "13_zero2_fp32", "batch_sise",
+    "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:",
 )  # fmt: skip
 OTHER_COMMANDS = (
@@ -82,7 +82,7 @@ def as_required() -> bool:
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
-    """What the command prints on a machine with eight H200s, under a launcher on one without.
+    """What the command prints on a machine with H200s, under a launcher on one without.
 
     The script runs on warm processes as the command's launcher would start it: with the
     environment in front of the command, and what a run.sh puts before its arguments.
@@ -101,8 +101,9 @@ def dry_run(command: str, tmp_path: Path) -> str:
     if count:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * 8)
-        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(8))))
+        gpus = 2 if "infinity" in command else 8  # its buffers take 1.5 GiB of RAM a process
+        environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * gpus)
+        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     result = light_pool().script(
         arguments, num_processes=count or 1, launched=count > 0, **environment
     )

@@ -30,9 +30,9 @@ REFUSED = [
         "tp=8 does not divide num_heads=25 of gpt2-xl; attention is split by heads; take fsdp"
     ),
     (
-        "tp", 2, "max_length=511",
-        "max_length=511 is not a multiple of tp=2; sequence_parallel splits the tokens of a "
-        "sample evenly; set max_length to 510 or sequence_parallel to False"
+        "tp", 2, "max_length=511 micro_batch_size=1",
+        "neither max_length=511 nor a micro-batch of 1 is a multiple of tp=2; sequence_parallel "
+        "deals out samples or tokens evenly; set max_length to 510 or sequence_parallel to False"
     ),
     (
         "pp", 4, "model=gpt2 num_microbatches=2",

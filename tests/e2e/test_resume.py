@@ -147,7 +147,9 @@ def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(uninterrupted, tmp_
     assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
     assert_same_run(run_dir, uninterrupted("fsdp"))
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
-    assert load_record(run_dir)["resumed_from"] == str(last)
+    record = load_record(run_dir)
+    assert record["resumed_from"] == str(last)
+    assert [f"step-{row['step']:08d}" for row in record["loads"]] == [last.name]
 
 
 def assert_saved_when_stopped(output_dir: Path) -> tuple[Path, Path]:

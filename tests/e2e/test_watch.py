@@ -26,7 +26,7 @@ LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoin
 @pytest.mark.parametrize("how", ["frozen", "hangs"])
 def test_a_rank_that_stops_is_named(how, tmp_path):
     values = {**LONG, "output_dir": tmp_path}
-    limit = 60 if how == "frozen" else 3
+    limit = 60 if how == "frozen" else 10
     job = {"how": how, "arguments": settings({**values, "hang_timeout_s": limit})}
     with pytest.raises(RuntimeError) as caught:
         heavy_pool().call("tests.e2e.fault_cases:with_rank_1_stopped", job, num_processes=2)
@@ -38,9 +38,9 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     else:
         late = f"waiting for rank 1 on {host}, in step 5 at "
         assert re.search(rf"note: step 5 has taken \d+ s: {late}", str(caught.value))
-        expected = f"step 5 hangs for 3 s: {late}"
-    assert record["error"].startswith(expected)
-    assert f"error: {expected}" in str(caught.value)
+        expected = rf"step 5 hangs for 1\d s: {late}"
+    assert re.match(expected, record["error"])
+    assert re.search(f"error: {expected}", str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ import torch
 from distributed_training.measure import calibrate
 from distributed_training.measure import clock as clock_module
 from distributed_training.plan.rates import HostCosts, cpu_rates, from_calibration, tiled
+from distributed_training.plan.speed import estimate_step
+from tests.plan.helpers import CPU_CALIBRATION, plan_for
+from tests.support import CPU_MACHINE
 
 
 @pytest.fixture
@@ -34,6 +37,8 @@ def test_figures_of_a_cpu_become_rates(clock, tmp_path):
         "collectives": [],
     }
     assert list(tmp_path.iterdir()) == []
+    own = calibrate.of_training(clock, document, num_cpus=2)
+    document["memory_bytes_per_s"] |= own["memory_bytes_per_s"]
     guess = cpu_rates(2, 1)
     rates = from_calibration(json.loads(json.dumps(document)), guess)
     assert not rates.estimated
@@ -42,6 +47,19 @@ def test_figures_of_a_cpu_become_rates(clock, tmp_path):
         assert 0 < value < math.inf, name
     # What was not measured is as guessed.
     assert (rates.link_bytes, rates.host) == (guess.link_bytes, guess.host)
+
+
+def test_a_model_without_parallelism_takes_what_its_parts_took(clock, monkeypatch, tmp_path):
+    """The laws turned around and back, where products do not take more than the whole."""
+    seconds = iter((0.1, 0.03, 0.005))
+    monkeypatch.setattr(clock, "in_step", lambda call: next(seconds))
+    own = calibrate.of_training(clock, CPU_CALIBRATION, num_cpus=2)
+    assert own["seconds"] == {"model": 0.1, "block": 0.03, "update": 0.005, "head": 0.1 - 2 * 0.03}
+    document = {**CPU_CALIBRATION, "memory_bytes_per_s": own["memory_bytes_per_s"]}
+    rates = from_calibration(document, cpu_rates(2, 1))
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
+    taken = estimate_step(plan, rates).seconds
+    assert taken == pytest.approx(0.105 + rates.host.step, rel=1e-6)
 
 
 def test_rates_are_those_that_the_measured_times_mean():
@@ -68,7 +86,7 @@ def test_rates_are_those_that_the_measured_times_mean():
         "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * 1.36e-3},
         "collectives": between,
     }
-    base = dataclasses.replace(cpu_rates(2, 1), num_sms=100, host=HostCosts())
+    base = dataclasses.replace(cpu_rates(2, 1), num_sms=100, host=HostCosts(), on_host=False)
     rates = from_calibration(document, base)
     assert rates.gemm_flops == rates.fp32_gemm_flops == pytest.approx(flops)
     assert rates.attention_flops == pytest.approx(4e12)

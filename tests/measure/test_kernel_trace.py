@@ -3,7 +3,7 @@ import random
 import pytest
 
 from distributed_training.measure.bubble import bubble, explain
-from distributed_training.measure.layouts import busy_seconds, leave_out_left_over
+from distributed_training.measure.layouts import LeftOver, busy_seconds, leave_out_left_over
 
 
 def event(name, start, duration, kind="kernel"):
@@ -75,7 +75,11 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
         {"rank": 1, "peak_allocated_bytes": 80, "peak_reserved_bytes": 130},
     ]
     memory = {"by_rank": ranks}
-    leave_out_left_over(memory, before, after)
+    of_tensors = [[LeftOver(size // 2, size) for size in sizes] for sizes in (before, after)]
+    leave_out_left_over(memory, *of_tensors)
+    assert memory["peak_allocated_bytes"] == max(
+        70 - min(before[0], after[0]) // 2, 80 - min(before[1], after[1]) // 2
+    )
     found = [rank["peak_reserved_bytes"] - rank["left_over_bytes"] for rank in ranks]
     assert found == peaks
     assert memory["peak_reserved_bytes"] == max(peaks)
@@ -84,5 +88,5 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
 
 def test_memory_that_no_gpu_measured_stays_unknown():
     memory = {"by_rank": [{"rank": 0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}]}
-    leave_out_left_over(memory, [0], [0])
+    leave_out_left_over(memory, [LeftOver(0, 0)], [LeftOver(0, 0)])
     assert memory["peak_reserved_bytes"] is memory["peak_allocated_bytes"] is None

@@ -169,7 +169,7 @@ def test_initialisation_is_gpt2s():
 def test_matrices_decay_and_vectors_do_not():
     model = build_model(SIZE, dropout=0.0, seed=0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decaying, free = parameter_groups(model, 0.1)
+    decaying, free = parameter_groups(model.parameters(), 0.1)
     assert (decaying["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
     matrices = {names[id(parameter)] for parameter in decaying["params"]}
     vectors = {names[id(parameter)] for parameter in free["params"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -84,6 +85,19 @@ def test_two_parts_take_the_products_of_one(name):
     assert second == 2 * TOKENS * sum(matrix.numel() for matrix in matrices)
     assert first + second == whole
     assert forward == products(lambda: build(name)(*batch))
+
+
+def test_a_loss_that_is_kept_holds_no_inputs_of_products():
+    """As a schedule keeps those of all micro-batches until the end of the step."""
+    model, (batch,) = build("gpt2"), micro_batches(1)
+    weights = WeightGradients(model, CPU, (1, 1))
+    loss = model(*batch)
+    loss.backward()
+    inputs = [weakref.ref(x) for _, x, _ in weights.pending]
+    assert len(inputs) == 4 * model.size.num_layers
+    weights.take()()
+    assert all(x() is None for x in inputs)
+    assert loss.grad_fn is not None
 
 
 def test_an_evaluation_leaves_nothing_for_later():

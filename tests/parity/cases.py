@@ -6,6 +6,7 @@ tests.pool calls it on every rank of one process group.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import tempfile
 from pathlib import Path
@@ -64,6 +65,13 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Losses (means over the global batch's real tokens), gradient norms and the full fp32 weights
     after `steps` steps; halfway, the loss of one global batch and the logits of PROMPT."""
     return _all_cases(arguments, lambda run: _train(run, arguments["steps"]))
+
+
+def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As `train`; what is compiled is traced, decomposed and cut as for Inductor, and the graphs
+    that come of it are run as they are: compiling C++ takes seconds for each kernel."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    return train(arguments)
 
 
 def _train(run: Run, num_steps: int) -> dict[str, Any]:

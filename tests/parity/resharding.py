@@ -3,6 +3,7 @@
 python -m tests.parity.resharding --jobs 16          all pairs, to results/resharding.json
 python -m tests.parity.resharding --ring             each layout saved once and resumed once
 python -m tests.parity.resharding --pairs 20 --seed 7
+python -m tests.parity.resharding --only infinity    pairs with such a layout on either side
 
 The script's model is wider than the tests', so that infinity has moments in files.
 """
@@ -151,12 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, help="so many, drawn at random (default: all)")
     parser.add_argument("--ring", action="store_true", help="each layout once on either side")
+    parser.add_argument("--only", help="pairs with a layout whose name begins so")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time, of 4 processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
     a = parser.parse_args()
     pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
     pairs = draw_ring(a.seed) if a.ring else pairs
+    pairs = [pair for pair in pairs if any(name.startswith(a.only or "") for name in pair)]
     rows, began = list[dict[str, Any]](), time.monotonic()
     record = {"model": WIDE["model"], "num_steps": NUM_STEPS, "versions": versions()}
     if not has_libaio():

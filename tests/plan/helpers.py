@@ -22,6 +22,22 @@ SPLIT = ["tp", "pp", "3d", "hybrid"]
 NAMES = [*UNSPLIT, *SPLIT]
 
 
+# What `plan --calibrate` could write of a CPU, all but what its model's own times mean.
+CPU_CALIBRATION: dict[str, Any] = {
+    "matrix_products": [
+        {
+            "tokens": 16, "in": 64, "out": 192, "dtype": f"torch.{dtype}",
+            "flops_per_s": dict.fromkeys(("forward", "inputs", "weights"), 2e12),
+        }
+        for dtype in ("bfloat16", "float32")
+    ],
+    "attention": [{"length": length, "flops_per_s": {"both": 1e12}} for length in (512, 1024)],
+    "seconds": {"kernel": 1e-6},
+    "memory_bytes_per_s": {"block": 1e9, "head": 1e9, "update": 1e9},
+    "collectives": [],
+}  # fmt: skip
+
+
 class LaidOut(NamedTuple):
     """What CONFIG's words make of so many processes, as a plan decides it."""
 

@@ -9,7 +9,7 @@ import pytest
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.plan.layouts import balanced_cut, stage_parameters
-from tests.plan.helpers import lay_out
+from tests.plan.helpers import lay_out, plan_for
 from tests.support import refused
 
 DEEP = gpt2_size(vocab_size=2048, num_positions=64, num_layers=7, num_heads=4, hidden_size=32)
@@ -187,10 +187,12 @@ def test_layouts_that_cannot_be(num_processes, config, words):
         layout_for(num_processes, **config)
 
 
-def test_tokens_that_tp_does_not_divide():
-    with refused("max_length=1023", "tp=2", "max_length to 1022", "sequence_parallel to False"):
-        layout_for(2, strategy="tp", max_length=1023)
-    layout_for(2, strategy="tp", max_length=1023, sequence_parallel=False)
+def test_tokens_that_tp_does_not_divide(tmp_path):
+    words = {"strategy": "tp", "max_length": 255, "checked": False}
+    with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
+        plan_for(tmp_path, micro_batch_size=1, **words)
+    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are dealt out
+    plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.data.corpus import read_prose
 from distributed_training.records.figures import keep_figures
+from distributed_training.records.record import load_record
 from distributed_training.records.report import main
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.errors import UserError
@@ -57,6 +59,21 @@ def test_documents_have_every_key_and_strategy():
     assert [key for key in KEYS if f"- `{key}=" not in text] == []
     text = (ROOT / "README.md").read_text()
     assert [name for name in list_strategies() if f"`{name}`" not in text] == []
+
+
+def test_the_readme_shows_words_that_the_preset_words_wrote():
+    record = load_record(ROOT / "results/records/cpu-words/dp-gpt2-tiny-x2.json")
+    preset = json.loads((ROOT / "configs/presets/words.json").read_text())
+    del preset["_comment"]
+    assert {name: record.config_requested[name] for name in preset} == preset
+    known = set(re.findall(r"[a-z]+", "".join(read_prose()).lower()))
+    before, after = str(record.sample_before), (record.model_extra or {})["sample"]
+    said, babbled = (set(re.findall(r"[a-z]+", text.lower())) for text in (after, before))
+    assert said <= known
+    assert len(said) > 20, "not the same few words again and again"
+    assert not babbled <= known
+    readme = (ROOT / "README.md").read_text().replace("\n> ", " ")
+    assert " ".join(after.split()) in " ".join(readme.split())
 
 
 def test_a_figure_that_differs_from_its_records_is_told(tmp_path):

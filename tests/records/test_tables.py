@@ -25,6 +25,7 @@ def test_cells_are_the_records_figures():
         "precision": "bf16",
         "compile": "yes",
         "CUDA graph": "no",
+        "compression": "none",
         "tokens/s": "131,072",
         "ms a step": "125.0",
         "timed steps": "59",
@@ -80,7 +81,7 @@ def test_disk_traffic_is_a_steps():
 def test_a_run_without_results_shows_its_status(status):
     row = one_row(finished=False, status=status)
     known = {"strategy", "model", "processes", "batch", "precision", "compile", "CUDA graph"}
-    known |= {"steps", "status"}
+    known |= {"compression", "steps", "status"}
     assert {column for column, text in row.items() if text != "-"} == known
     assert (row["status"], row["steps"]) == (status, "0 of 64")
 

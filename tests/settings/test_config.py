@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from distributed_training.settings.config import (
     KEYS,
     PIPELINE_SCHEDULES,
+    PRESETS_DIR,
     RunConfig,
     build_config,
     describe_work,
@@ -306,6 +307,11 @@ def test_set_text_becomes_a_value(text, value):
 def test_bad_set_text_is_refused(text, words):
     with refused(*words):
         build_config({}, overrides=[text])
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS_DIR.glob("*.json")), ids=lambda path: path.stem)
+def test_every_preset_that_ships_is_valid(path):
+    assert build_config({}, preset=path.stem) != build_config({})
 
 
 def test_a_preset_by_name_by_path_and_from_home(tmp_path, monkeypatch):

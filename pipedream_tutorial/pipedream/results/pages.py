@@ -24,14 +24,14 @@ from pipedream.config import FOLDER
 from pipedream.errors import UserError, nearest
 from pipedream.results.tables import bubble_table, cut_table
 from pipedream.results.text import describe, printed, render_page
-from pipedream.results.traffic import MODELS, comparison_table
+from pipedream.results.traffic import comparison_table
 from pipedream.runtime.record import RECORD_FORMAT
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 
 PAGES = ("README.md", "QUICKSTART.md", "COMPARISON.md")
-ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "h200-p4-search.json")
-"""Records that README.md shows, where they are there; else the CPU's."""
+ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "cpu-runtime-zero-bubble.json")
+"""README.md shows the first of these that is there."""
 _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -94,20 +94,17 @@ def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> s
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Name -> the table of that name."""
     records = load_records(folder / "records")
-    found: dict[str, Callable[[], str]] = {
+    return {
         "idle time": idle_table,
         "activations": activation_table,
         "weight versions": version_table,
         "cut backward": lambda: cut_table(_load(folder / "records/cpu-cut.json")),
+        "gpt2-medium on 4": partial(comparison_table, "gpt2-medium", 4),
         "measured bubbles": lambda: bubble_table(
-            [records[name] for name in ZERO_BUBBLE if name in records]
-            or [records["cpu-runtime-zero-bubble.json"]]
+            next(records[name] for name in ZERO_BUBBLE if name in records)
         ),
         "one run": lambda: printed(_load(folder / "records/readme-runtime-p4.json")),
     }
-    for name, devices in zip(MODELS, (4, 8), strict=True):
-        found[f"{name} on {devices}"] = partial(comparison_table, name, devices)
-    return found
 
 
 def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:

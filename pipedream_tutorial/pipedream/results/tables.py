@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pipedream.schedules.catalogue import SCHEDULES, title_of
@@ -100,21 +100,12 @@ def _loss(row: Mapping[str, Any] | None) -> str:
     return text + diverged * (row["num_diverged"] > 0)
 
 
-def bubble_table(records: Sequence[Record]) -> str:
-    """A line for each schedule, a column for each record; as many microbatches as were calibrated
-    on."""
-    sizes = [record["calibration"]["num_microbatches"] for record in records]
-    runs = [
-        {case["schedule"]: case for case in record["cases"] if case["num_microbatches"] == m}
-        for record, m in zip(records, sizes, strict=True)
-    ]
-    lines = [
-        "| schedule | " + " | ".join(map(_column, records)) + " |",
-        "|---|" + "---:|" * len(records),
-    ]
-    for name in dict.fromkeys(name for of_record in runs for name in of_record):
-        cells = [_idle(of_record.get(name)) for of_record in runs]
-        lines.append(f"| {title_of(name)} | {' | '.join(cells)} |")
+def bubble_table(record: Record) -> str:
+    """A line for each schedule, with as many microbatches as were calibrated on."""
+    lines = [f"| schedule | {_column(record)} |", "|---|---:|"]
+    for case in record["cases"]:
+        if case["num_microbatches"] == record["calibration"]["num_microbatches"]:
+            lines.append(f"| {title_of(case['schedule'])} | {_idle(case)} |")
     return "\n".join(lines)
 
 
@@ -131,10 +122,8 @@ def _column(record: Record) -> str:
     return f"{record['num_stages']} {where}, {size}, c = {ratio:.2g} F"
 
 
-def _idle(case: Record | None) -> str:
+def _idle(case: Record) -> str:
     """'1,173 ms, 14.0% (13.3%)': makespan, idle share measured and simulated."""
-    if case is None:
-        return "-"
     measured, simulated = (f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted"))
     star = r" \*" * case["calibrated_on"]
     return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){star}"

@@ -86,16 +86,16 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator is given one run's mean times by stage and from stage to stage, and "
-            "predicts the others. Makespan: from the first start to the last end. Utilisation: the "
-            f"share of it in which stages compute. The goals are {_goals(records)}."
+            "The simulator is given the mean times of one run and predicts the others. Makespan: "
+            "from the first start to the last end. Utilisation: the share of it in which stages "
+            f"compute. The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilisation](figures/prediction.png)",
         wrapped(
             "Below, for each m: makespan in ms, on the CPU with how far off the simulated one is; "
             "on GPUs utilisation, with how many points the simulated one is off. \\*: the run that "
-            "the times are from."
+            "the times are from. Of runs that were repeated, those predicted worst are shown."
         ),
         *sections(records),
     ]
@@ -146,23 +146,34 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
-    """A heading for each size, device and work; below it a table for each record, or a line for one
-    that repeats the runs of the record before."""
-    found: list[str] = []
-    before: list[str] = []
-    shown: list[tuple[str, int]] = []
+    """A heading for each size and device, below it each kind of work with a table for each record;
+    of records of the same runs the one predicted worst has the table, the others have a line."""
+    groups: dict[tuple[str, str], dict[str, Record]] = {}
     for name, record in records.items():
-        what = [f"### {record['num_stages']} stages, {_device(record)}", wrapped(_work(record))]
-        runs = [(case["schedule"], case["num_microbatches"]) for case in record["cases"]]
-        again = what == before and sorted(runs) == sorted(shown)
-        found += [part for part in what if part not in before] if what != before else []
-        before, shown = what, runs
-        calibration = title_of(record["calibration"]["schedule"])
-        if again:
-            found.append(f"Run again, with times from {calibration}: `{name}`.")
-        else:
-            found += [f"Times from {calibration}, `{name}`:", _run_table(record)]
+        head = f"### {record['num_stages']} stages, {_device(record)}"
+        groups.setdefault((head, wrapped(_work(record))), {})[name] = record
+    found: list[str] = []
+    before: tuple[str, ...] = ()
+    for what, alike in groups.items():
+        found += [part for part in what if part not in before]
+        before = what
+        shown = {_runs(record): name for name, record in sorted(alike.items(), key=_worst)}
+        for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
+            calibration = title_of(record["calibration"]["schedule"])
+            if name in shown.values():
+                found += [f"Times from {calibration}, `{name}`:", _run_table(record)]
+            else:
+                found.append(f"Run again, with times from {calibration}: `{name}`.")
     return found
+
+
+def _runs(record: Record) -> tuple[tuple[str, int], ...]:
+    """Which schedules ran with how many microbatches."""
+    return tuple(sorted((case["schedule"], case["num_microbatches"]) for case in record["cases"]))
+
+
+def _worst(named: tuple[str, Record]) -> float:
+    return max((abs(points_error(case)) for case in checked(named[1])), default=0.0)
 
 
 def _work(record: Record) -> str:

@@ -295,8 +295,8 @@ def comparison_table(name: str, devices: int) -> str:
     Layouts that cannot be stand in a sentence below it, with the reason.
     """
     lines = [
-        "| layout | weights | gradients, optimizer | activations | memory | sent | idle |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| layout | state | activations | memory | sent | idle |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     refused: dict[str, list[str]] = {}
     for layout in layouts(devices):
@@ -305,8 +305,8 @@ def comparison_table(name: str, devices: int) -> str:
         except UserError as error:
             refused.setdefault(str(error).partition(";")[0], []).append(layout.title)
             continue
-        state = found.gradients + found.optimizer
-        parts = (found.weights, state, found.activations, found.memory, found.sent)
+        state = found.weights + found.gradients + found.optimizer
+        parts = (state, found.activations, found.memory, found.sent)
         cells = [f"{float(part / GIB):.2f}" for part in parts]
         cells.append(f"{float(100 * found.idle):.1f}%")
         lines.append(f"| {layout.title} | " + " | ".join(cells) + " |")

@@ -103,19 +103,6 @@ def _nccl_options(timeout: datetime.timedelta, max_ctas: int | None) -> Any:
     return options
 
 
-def forms_of(modules: Sequence[torch.nn.Module], example: torch.Tensor) -> list[Form]:
-    """What leaves each stage forward, and so what comes back to it, without computing it.
-
-    example: the first stage's input. Shapes stay as they are for the whole run.
-    """
-    found, x = [], example.to("meta")
-    for module in modules:
-        weights = {name: weight.to("meta") for name, weight in module.named_parameters()}
-        x = torch.func.functional_call(module, weights, (x,))
-        found.append((tuple(x.shape), x.dtype))
-    return found
-
-
 class Inbox:
     """What one peer sends, received in the order in which it sends."""
 

@@ -1,4 +1,4 @@
-"""Starts one process a stage and watches over them. Imports torch only where processes meet.
+"""Starts one process a stage and watches over them.
 
 Whoever starts the processes also ends them: this module, or torchrun's agent. A stage that only
 lost its neighbour waits a moment before it exits, so that the one that failed is seen first.
@@ -7,12 +7,13 @@ lost its neighbour waits a moment before it exits, so that the one that failed i
 from __future__ import annotations
 
 import datetime
+import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +31,8 @@ REPORTS = "PIPEDREAM_REPORTS"
 """Environment: the folder where processes that launch() started say why they failed."""
 STORE_SOCKET = "PIPEDREAM_STORE_SOCKET"
 """Environment of rank 0: the file descriptor of the socket on which it is to serve the store."""
+START = "fork" if sys.platform == "linux" else "spawn"
+"""How a process begins: with what is imported here, where that is safe."""
 GRACE_S = 2.0
 _POLL_S = 0.02
 _LINGER_S = 0.3
@@ -82,35 +86,36 @@ def this_process(environment: Mapping[str, str], num_stages: int) -> Process | N
     return Process(rank=rank, world_size=world_size, local_rank=local_rank)
 
 
-def launch(command: Sequence[str], num_stages: int) -> int:
-    """Run `command` once for each stage; the exit code for the whole.
+def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
+    """Run `stage` in a process for each; the exit code for the whole. What is imported here need
+    not be imported there.
 
     0 if all ended well. At the first process that did not, the others are killed and the last
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
     user can mend, 1 for the rest. The processes end, too, when this one is killed.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
         try:
-            _start(command, num_stages, folder, workers)
+            _start(stage, num_stages, folder, workers)
             failed = _wait(workers, folder)
         finally:
             for worker in workers:
                 worker.kill()
             for worker in workers:
-                worker.wait()
+                worker.join()
         return 0 if failed is None else _explain(failed, workers, folder)
 
 
 def _start(
-    command: Sequence[str], num_stages: int, folder: str, workers: list[subprocess.Popen[bytes]]
+    stage: Callable[[], NoReturn], num_stages: int, folder: str, workers: list[BaseProcess]
 ) -> None:
     """Rank 0 gets the listening socket itself: a port number alone could be taken meanwhile."""
+    context: Any = multiprocessing.get_context(START)
+    gc.freeze()  # what is imported is shared: collecting would copy it
     with socket.create_server(("127.0.0.1", 0), backlog=num_stages) as listener:
         environment = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
             "WORLD_SIZE": str(num_stages),
             "LOCAL_WORLD_SIZE": str(num_stages),
             "MASTER_ADDR": "127.0.0.1",
@@ -118,24 +123,28 @@ def _start(
             REPORTS: folder,
         }
         for rank in range(num_stages):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if rank == 0:
-                own[STORE_SOCKET] = str(listener.fileno())
-            workers.append(
-                subprocess.Popen(
-                    command,
-                    env=environment | own,
-                    stdin=subprocess.PIPE,  # never written: its end tells that we are gone
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
-                    start_new_session=True,  # Ctrl-C reaches us alone, and we end them
-                )
-            )
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            given = (stage, own, None if rank else listener)
+            workers.append(context.Process(target=_be, args=given))
+            workers[-1].start()
 
 
-def _wait(workers: Sequence[subprocess.Popen[bytes]], folder: str) -> int | None:
+def _be(
+    stage: Callable[[], NoReturn], environment: dict[str, str], listener: socket.socket | None
+) -> NoReturn:
+    """In a new process."""
+    os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    if listener is not None:
+        os.environ[STORE_SOCKET] = str(listener.detach())
+    stage()
+
+
+def _wait(workers: Sequence[BaseProcess], folder: str) -> int | None:
     """The rank that failed first; None once all have ended well."""
     while True:
-        codes = [worker.poll() for worker in workers]
+        codes = [worker.exitcode for worker in workers]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             return min(failed, key=lambda rank: _report(folder, rank).get("kind") == "lost")
@@ -144,8 +153,9 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], folder: str) -> int | None
         time.sleep(_POLL_S)
 
 
-def _explain(rank: int, workers: Sequence[subprocess.Popen[bytes]], folder: str) -> int:
-    report, code = _report(folder, rank), workers[rank].returncode
+def _explain(rank: int, workers: Sequence[BaseProcess], folder: str) -> int:
+    report, code = _report(folder, rank), workers[rank].exitcode
+    assert code is not None
     if report.get("kind") == "user":
         print("error:", report["text"], file=sys.stderr)
         return 2
@@ -204,8 +214,9 @@ def run_worker(body: Callable[[Process], None], process: Process) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """launch() holds the other end of our standard input, and so does nobody once it is killed."""
-    os.read(0, 1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     shutil.rmtree(os.environ[REPORTS], ignore_errors=True)
     os._exit(1)
 

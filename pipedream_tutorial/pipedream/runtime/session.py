@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.cases import Case, Config, build_cases, found_case
-from pipedream.runtime.channels import Peer, connect, connection_to, forms_of
+from pipedream.runtime.channels import Peer, connect, connection_to
 from pipedream.runtime.clocks import build_clock
 from pipedream.runtime.launch import Process, meet
 from pipedream.runtime.prediction import MeasuredRun, makespan_ns
@@ -158,7 +158,7 @@ def _build_stations(
             loss=workload.loss,
             task=workload.task,
             peers=peers,
-            forms=forms_of(workload.modules, example),
+            form=(tuple(example.shape), example.dtype),
             clock=build_clock(device),
             receive_depth=config["receive_depth"],
             learning_rate=config["learning_rate"],

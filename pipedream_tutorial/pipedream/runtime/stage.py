@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,8 +43,8 @@ class Station:
     """Of the last stage."""
     task: Task
     peers: Mapping[int, Peer]
-    forms: Sequence[Form]
-    """By stage: what leaves it forward."""
+    form: Form
+    """Of every stage's input, and so of all that is sent."""
     clock: Clock
     receive_depth: int
     """How many receives are posted before they are asked for."""
@@ -110,7 +110,7 @@ def warm_up_compute(station: Station) -> None:
         inputs, target = station.task.microbatch(0)
         is_last = stage == station.num_stages - 1
         if stage > 0:
-            shape, dtype = station.forms[stage - 1]
+            shape, dtype = station.form
             inputs = torch.zeros(shape, dtype=dtype, device=station.device)
         trainer = build_trainer(
             station, stage, POLICIES[policy], num_microbatches=2, num_batches=1, cut=cut
@@ -201,8 +201,7 @@ class _Route:
         for peer, arriving in self.arriving.items():
             for op in (op for item in schedule.orders[peer] for op in item.parts):
                 if op in takes and ranks[takes[op]] == own:
-                    cut = op.stage if op.kind == FORWARD else op.stage - 1
-                    arriving.append((op, station.forms[cut]))
+                    arriving.append((op, station.form))
 
 
 _Span = tuple[str, Op, Any, Any]

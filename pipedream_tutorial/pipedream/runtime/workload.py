@@ -33,7 +33,7 @@ class Workload:
     """Every process builds the same one, from the seed, and takes its stage."""
 
     modules: list[nn.Module]
-    """By stage."""
+    """By stage; each but the last gives a tensor of the form that it takes."""
     loss: Loss
     task: Task
     text: str

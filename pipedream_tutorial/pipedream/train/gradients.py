@@ -81,7 +81,7 @@ def exact_gradient(
     leaves = [{n: w.detach().requires_grad_() for n, w in own.items()} for own in weights]
     x = inputs
     for module, own in zip(modules, leaves, strict=True):
-        x = torch.func.functional_call(module, own, (x,))
+        x = torch.func.functional_call(module, own, (x,), tie_weights=False)
     loss = nn.functional.cross_entropy(x, target) / batch_size
     gradients = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
     return [[next(gradients) for _ in own] for own in leaves]
@@ -162,21 +162,36 @@ def _equal(ours: Sequence[Weights], theirs: Sequence[Weights]) -> bool:
 
 def errors_of(gradients: MicrobatchGradients) -> MicrobatchError:
     """Relative errors of one microbatch's gradients."""
-    computed, exact = gradients.computed, gradients.exact
+    computed, exact, current = gradients.computed, gradients.exact, gradients.current
+    by_stage = [_squares(a, b) for a, b in zip(computed, exact, strict=True)]
+    error = _relative(list(chain(*by_stage)))
     return MicrobatchError(
         microbatch=gradients.microbatch,
-        relative_error=relative_difference(list(chain(*computed)), list(chain(*exact))),
-        per_stage=tuple(relative_difference(a, b) for a, b in zip(computed, exact, strict=True)),
-        staleness_error=relative_difference(
-            list(chain(*computed)), list(chain(*gradients.current))
-        ),
+        relative_error=error,
+        per_stage=tuple(map(_relative, by_stage)),
+        staleness_error=error
+        if current is exact
+        else relative_difference(list(chain(*computed)), list(chain(*current))),
     )
 
 
 def relative_difference(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """Norm of the difference by the norm of `exact`, over all tensors; infinite where that is no
     number."""
-    off = math.fsum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
-    norm = math.fsum(float(b.square().sum()) for b in exact)
+    return _relative(_squares(found, exact))
+
+
+def _squares(
+    found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> list[tuple[float, float]]:
+    """Of each tensor the squared norm of the difference, and that of what is exact."""
+    return [
+        (float((a - b).square().sum()), float(b.square().sum()))
+        for a, b in zip(found, exact, strict=True)
+    ]
+
+
+def _relative(squares: Sequence[tuple[float, float]]) -> float:
+    off, norm = (math.fsum(column) for column in zip(*squares, strict=True))
     error = math.sqrt(off / norm) if norm > 0 else math.nan
     return error if math.isfinite(error) else math.inf

@@ -95,7 +95,7 @@ class StageTrainer:
         if self.stage > 0:
             x.requires_grad_()
         with CutLinears() if self.cut else nullcontext() as linears:
-            out = torch.func.functional_call(self.module, weights, (x,))
+            out = torch.func.functional_call(self.module, weights, (x,), tie_weights=False)
         if self.loss is not None:
             assert target is not None
             loss = self.loss(out, target)

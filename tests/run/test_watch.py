@@ -1,0 +1,50 @@
+"""What a process tells the others of where it is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+
+from distributed_training.run.watch import Watch, who_is_late
+
+
+@pytest.fixture
+def watch():
+    found = Watch({})
+    yield found
+    found.end()
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", True),
+        ("torch.autograd.graph", True),
+        ("torch.nn.parallel.distributed", True),  # DDP's forward pass exchanges sizes of buckets
+        ("deepspeed.comm.torch", True),
+        ("distributed_training.engines.deepspeed", False),
+        ("__main__", False),
+    ],
+)
+def test_whether_it_waits_for_others(watch, module, waits):
+    gate, there = threading.Lock(), {"__name__": module}
+    there["gate"] = gate
+    exec("def inside():\n    gate.acquire()", there)
+    with gate:
+        thread = threading.Thread(target=there["inside"], daemon=True)
+        thread.start()
+        while sys._current_frames()[thread.ident].f_code.co_name != "inside":
+            time.sleep(0.001)
+        watch.main = thread.ident
+        assert watch._describe()["waits"] == waits
+    thread.join(10)
+
+
+def test_the_rank_that_is_in_no_collective_is_waited_for():
+    same = {"count": 3, "host": "n", "place": "step 3", "where": "loop.py:126 _update"}
+    states = [{**same, "waits": True}, {**same, "waits": False}, {**same, "waits": True}]
+    said = "waiting for rank 1 on n, in step 3 at loop.py:126 _update"
+    assert who_is_late(states) == said
