@@ -126,19 +126,15 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> NoReturn:
-    arguments = sys.argv[1:]
+    start(sys.argv[1:])
+
+
+def start(arguments: list[str]) -> NoReturn:
+    """Start the stages, or be one where launch() or torchrun has started this process."""
     config = read_config(arguments)
     process = this_process(os.environ, config["num_stages"])
     if process is None:
         sys.exit(launch_all(config, arguments))
-    run_worker(lambda own: be_stage(config, arguments, own), process)
-
-
-def be_started(arguments: list[str]) -> NoReturn:
-    """One of the processes that launch() starts."""
-    config = read_config(arguments)
-    process = this_process(os.environ, config["num_stages"])
-    assert process is not None
     run_worker(lambda own: be_stage(config, arguments, own), process)
 
 
@@ -160,7 +156,7 @@ def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
         os.environ[CASE] = str(begun)
         while True:
             begun.write_text("")
-            ended = launch(partial(be_started, arguments), config["num_stages"])
+            ended = launch(partial(start, arguments), config["num_stages"])
             failed = begun.read_text()
             failed = "search" if failed.startswith(FOUND) else failed
             if ended != 1 or not config["go_on"] or failed not in schedules[1:]:

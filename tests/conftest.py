@@ -23,6 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Not what `plan --calibrate` measured here.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 
+# What clean_environment sets and a test may want away, with `env -u` in front of the command.
+HIDDEN_GPUS, HIDDEN_HUB = "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"
+
 # Small enough that importing torch is most of a run.
 SMALL = {
     "model": "gpt2-tiny",
@@ -86,6 +89,14 @@ def new_heavy_pool() -> Pool:
 heavy_pool = functools.cache(new_heavy_pool)
 
 
+@functools.cache
+def hub_pool() -> Pool:
+    """The same for runs that reach a Hub: its client reads the environment when it is imported,
+    which transformers does."""
+    modules = [name for name in HEAVY if not name.startswith("transformers")]
+    return Pool(modules, heavy_pool().environment)
+
+
 def settings(values: dict[str, object]) -> list[str]:
     """--set arguments for CONFIG values."""
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
@@ -102,7 +113,8 @@ def train(
     values: dict[str, object], *arguments: object, num_processes: int = 1, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """The script with `values` over SMALL, on warm processes as a launcher would start them."""
-    return heavy_pool().script(
+    pool = hub_pool() if HIDDEN_HUB in options.get("unset", ()) else heavy_pool()
+    return pool.script(
         [*settings({**SMALL, **values}), *arguments], num_processes=num_processes, **options
     )
 

@@ -30,6 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "real_model_example.py"
 PACKAGE = "distributed_training"
@@ -39,6 +41,7 @@ LIGHT = (f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*", f"{P
 HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
+    "transformers.models.gpt2.configuration_gpt2",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
     f"{PACKAGE}.run.worker", f"{PACKAGE}.measure.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
@@ -164,7 +167,7 @@ def serve(modules: Iterable[str]) -> None:
 
 def _fork(job: dict[str, Any]) -> list[int]:
     """Run a job's processes in a group of their own; their exit codes, by rank."""
-    port = _free_port() if job["launched"] else 0
+    port = free_port() if job["launched"] else 0
     children: list[int] = []
     for rank in range(job["num_processes"]):
         child = os.fork()
@@ -234,14 +237,6 @@ def _call(name: str, folder: Path, rank: int) -> int:
     if rank == 0:
         (folder / "result").write_bytes(pickle.dumps(result))
     return 0
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from distributed_training.parallel.compression import (
 )
 from distributed_training.parallel.gradients import (
     global_norm,
+    local_parameter,
     local_part,
     match_layouts,
-    own_part,
     sum_gradients,
 )
 from distributed_training.parallel.graphs import StepGraph
@@ -91,7 +91,7 @@ class NativeEngine(base.Engine):
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         # AdamW and clipping work element by element, for which this process's parts will do.
-        self.local = {parameter: own_part(parameter) for parameter in self.parameters}
+        self.local = {parameter: local_parameter(parameter) for parameter in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
         # On GPUs what changes from step to step lies in memory that a graph reads.
@@ -196,10 +196,10 @@ class NativeEngine(base.Engine):
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale, clip, step (not where fp16 gradients overflowed or, with on_nonfinite=skip, are
         not finite); the norms before clipping."""
-        for parameter, own in self.local.items():
-            own.grad = local_part(parameter.grad)
+        for parameter, local in self.local.items():
+            local.grad = local_part(parameter.grad)
         if self.loss_scale != 1.0:
-            foreach_mul_([own.grad for own in self.local.values()], 1.0 / self.loss_scale)
+            foreach_mul_([local.grad for local in self.local.values()], 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
         norm, each = global_norm(self.parameters, self.topology, twice)
         step = True
@@ -286,11 +286,11 @@ class NativeEngine(base.Engine):
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         if counters["adam_steps"]:
             on_gpu = self.topology.device_type == "cuda"
-            for own in self.local.values():
-                state = self.optimizer.state[own]
+            for local in self.local.values():
+                state = self.optimizer.state[local]
                 steps = torch.tensor(float(counters["adam_steps"]))
-                state["step"] = steps.to(own.device) if on_gpu else steps
-                state |= {moment: torch.zeros_like(own) for moment in base.MOMENTS}
+                state["step"] = steps.to(local.device) if on_gpu else steps
+                state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
         for part in self.state_parts():
             part.set(saved.read(part))
         self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])

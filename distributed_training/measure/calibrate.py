@@ -29,7 +29,7 @@ from distributed_training.measure.links import time_group
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.kernels import UPDATE_BYTES, Cost, Work
-from distributed_training.plan.machine import detect_machine
+from distributed_training.plan.machine import Machine, available_ram_bytes
 from distributed_training.plan.make import draft_plan
 from distributed_training.plan.rates import cpu_rates, from_calibration
 from distributed_training.records.record import timestamp, versions, write_json
@@ -148,7 +148,10 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
     that they mean by the laws of plan/kernels.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     config = build_config(words, options=strategy_options)
-    machine = replace(detect_machine(), num_gpus=0)
+    machine = Machine(
+        num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0),
+        ram_bytes=available_ram_bytes(), num_cpus=num_cpus,
+    )  # fmt: skip
     plan = draft_plan(config, machine, 1, 1)
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
@@ -168,8 +171,8 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
     }
     seconds["head"] = max(0.0, seconds["model"] - count * seconds["block"])
     # Each part takes (arithmetic) + (bytes) / rate.
-    guess = replace(cpu_rates(num_cpus, 1), link_bytes=1.0)
-    rates = from_calibration({**found, "memory_bytes_per_s": NO_TRAFFIC}, guess)
+    measured = {**found, "memory_bytes_per_s": NO_TRAFFIC}
+    rates = from_calibration(measured, cpu_rates(num_cpus, 1))
     endless, one = (
         Work(plan, replace(rates, memory_bytes=rate, head_memory_bytes=rate), 1)
         for rate in (math.inf, 1.0)

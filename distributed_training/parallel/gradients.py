@@ -20,7 +20,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(parameter: nn.Parameter) -> nn.Parameter:
+def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter over `local_part`'s memory, with a gradient of its own."""
     if not isinstance(parameter, DTensor):
         return parameter

@@ -44,7 +44,7 @@ class HostCosts:
     operation: float = 1.2e-3  # more, for an operation of a pipeline's stage
     tensor_parallel: float = 2.0e-3  # more, for a block
     fsdp_unit: float = 1.2e-3  # more, for what is gathered and reduced together
-    dtensor: float = 0.10e-3  # more, for a DTensor, when AdamW still took those: now at most
+    dtensor: float = 0.10e-3  # more, for a DTensor; measured when AdamW took them, now too much
     stage_tensor: float = 0.40e-3  # more, for a parameter tensor of a stage: rounded copies
     ddp_tensor: float = 0.04e-3  # more, for a parameter tensor
     zero_tensor: float = 0.09e-3  # more, for a parameter tensor under ZeRO-1 and 2
@@ -57,8 +57,8 @@ class HostCosts:
     swapped_block: float = 0.0  # for a block whose parameters and optimizer are in files
 
 
-# Seconds that Python and gloo take on a core of 2 to 3 GHz beside a step's arithmetic, from runs of
-# 1 and 2 processes (results/PREDICTIONS.md has them, and those of 4).
+# Seconds that Python and gloo take on a core of 2 to 3 GHz beside a step's arithmetic, set with the
+# runs of 1, 2 and 4 processes in sight (results/PREDICTIONS.md has them).
 CPU_HOST = HostCosts(
     step=8e-3, block=0.0, eager_block=0.0, split_block=0.0, operation=3e-3, tensor_parallel=15e-3,
     fsdp_unit=12e-3, dtensor=0.0, stage_tensor=0.0, ddp_tensor=0.0, zero_tensor=0.85e-3,

@@ -88,7 +88,14 @@ def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, 
         )
 
     # torchrun's agent has started a server; under other launchers rank 0 does.
-    served = open_store(True) if process.rank == 0 and not _agent_serves() else None
+    served = None
+    if process.rank == 0 and not _agent_serves():
+        try:
+            served = open_store(True)
+        except dist.DistNetworkError as error:
+            what = f"rank 0 on {socket.gethostname()} cannot listen at port {port}"
+            fix = "wait for the run that has it, or give the launcher another --master_port"
+            raise UserError(what, str(error).partition("\n")[0], fix) from None
     if served is not None and port == 0:  # of a process alone
         port = served.port
         os.environ["MASTER_PORT"] = str(port)

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -67,8 +68,7 @@ def warm(arguments, num_stages, *, script=SCRIPT[1:], limit_s=60, before=None):
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOAD)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     size = {"WORLD_SIZE": str(num_stages), "LOCAL_WORLD_SIZE": str(num_stages)}
     with tempfile.TemporaryDirectory() as folder:
         stages = []
@@ -106,6 +106,17 @@ def _be_a_stage(argv, environment, streams, before):
         before()
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def _free_port():
+    """Not one that Linux could give to a connection before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 29_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 def last_line(text):

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,9 +20,8 @@ import psutil
 
 from tests.conftest import clean_environment, settings
 from tests.pool import ROOT, SCRIPT
+from tests.ports import free_port
 
-# What clean_environment sets and a test may want away, with `env -u` in front of the command.
-HIDDEN_GPUS, HIDDEN_HUB = "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"
 MARK = "E2E_RUN"  # names the background run that a process belongs to
 H200 = "NVIDIA H200, 143771, 9.0"
 T4_8GIB = "Tesla T4, 8192, 7.5"
@@ -44,12 +42,6 @@ def launcher_command(launcher: str, values: dict[str, object], *arguments: str) 
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *tail],
         "deepspeed": ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}", *tail],
     }[launcher]
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def clone(folder: Path) -> Path:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, run_command, script, train
+from tests.conftest import HIDDEN_GPUS, SMALL, assert_ok, run_command, script, train
 from tests.e2e.support import (
     H200,
-    HIDDEN_GPUS,
     assert_refused,
     fake_nvidia_smi,
     launcher_command,

@@ -21,8 +21,9 @@ import pytest
 
 from tests.conftest import assert_ok, clean_environment, only_record, run_command
 from tests.e2e.nodes import cluster
-from tests.e2e.support import clone, free_port, metrics, printed
+from tests.e2e.support import clone, metrics, printed
 from tests.e2e.test_printed_commands import as_required
+from tests.ports import free_port
 from tests.support import small_text
 
 SRUN = """\

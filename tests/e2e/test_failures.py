@@ -12,7 +12,6 @@ import pytest
 
 from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
 from tests.e2e.support import (
-    free_port,
     launcher_command,
     left_over,
     metrics,
@@ -22,6 +21,7 @@ from tests.e2e.support import (
     wait_for,
 )
 from tests.pool import ROOT, SCRIPT
+from tests.ports import free_port
 
 LIMIT_S = 150  # of a hang; alone on a machine it takes a tenth
 LONG = {**SMALL, "num_samples": 1200, "epochs": 80}

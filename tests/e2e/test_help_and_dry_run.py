@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, run_command, script
-from tests.e2e.support import H200, HIDDEN_GPUS, T4_8GIB, fake_nvidia_smi
+from tests.conftest import HIDDEN_GPUS, SMALL, assert_ok, run_command, script
+from tests.e2e.support import H200, T4_8GIB, fake_nvidia_smi
 from tests.pool import SCRIPT
 
 DEEPSPEED = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}

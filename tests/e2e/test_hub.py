@@ -15,9 +15,10 @@ import pytest
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models.gpt2 import SIZES
-from tests.conftest import SMALL, assert_ok, only_record, script, train
+from tests.conftest import HIDDEN_HUB, SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import serve
-from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders
+from tests.e2e.support import assert_refused, run_folders
+from tests.ports import free_port
 
 AUTO_LIMIT_S = 60  # three seconds a probe; the rest is for a busy machine
 PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"

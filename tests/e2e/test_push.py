@@ -7,9 +7,10 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.conftest import SMALL, assert_ok, only_record, script, train
+from tests.conftest import HIDDEN_HUB, SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import TOKEN, serve
-from tests.e2e.support import HIDDEN_HUB, assert_refused, free_port, run_folders
+from tests.e2e.support import assert_refused, run_folders
+from tests.ports import free_port
 
 FILES = ("README.md", "config.json", "merges.txt", "model.safetensors", "tokenizer_config.json",
          "vocab.json")  # fmt: skip

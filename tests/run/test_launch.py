@@ -243,3 +243,13 @@ def test_one_process_is_a_launchers_only_one(monkeypatch):
     with socket.create_connection(("127.0.0.1", port), 60):
         store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        first = Process(rank=0, world_size=2, local_rank=0, local_world_size=2)
+        with refused(f"cannot listen at port {port}", "--master_port"):
+            rendezvous.meet(first, 5)

@@ -214,6 +214,7 @@ def run_worker(body: Callable[[Process], None], process: Process) -> NoReturn:
 
 
 def _end_with_parent() -> None:
+    """However launch()'s process ends, also by SIGKILL; then nobody else removes the folder."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
