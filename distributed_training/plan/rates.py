@@ -106,18 +106,20 @@ def rates_of(gpu: Gpu) -> Rates:
 
 
 def cpu_rates(num_cpus: int, num_processes: int) -> Rates:
-    """Rates of a process without a GPU, with an equal share of the cores: of server cores of 2 to
-    3 GHz with AVX-512, a guess for any others."""
+    """Rates of a process without a GPU, with an equal share of the cores: rounded from `measure
+    calibrate` on two cores of an AMD EPYC (results/PREDICTIONS.md), a guess for any others."""
     cores = num_cpus / num_processes
     return Rates(
-        gemm_flops=20e9 * cores,  # bf16 has no units of its own on most
-        fp32_gemm_flops=60e9 * cores,
-        memory_bytes=5e9 * cores,
-        attention_flops=30e9 * cores,
-        link_bytes=0.5e9,
-        network_bytes=0.5e9,
-        kernel_s=20e-6,
-        link_latency_s=200e-6,
+        gemm_flops=4e9 * cores,  # bf16 has no units of its own there
+        fp32_gemm_flops=100e9 * cores,
+        memory_bytes=1.5e9 * cores,
+        head_memory_bytes=9e9 * cores,
+        update_memory_bytes=1.7e9 * cores,
+        attention_flops=60e9 * cores,
+        link_bytes=0.4e9,
+        network_bytes=0.4e9,
+        kernel_s=15e-6,
+        link_latency_s=3e-3,
         host_adam_s=2e-9,
         host=scaled(CPU_HOST, max(1.0, 1 / cores)),
         on_host=True,
