@@ -9,6 +9,10 @@
 Change CONFIG, or put single keys over it: --batch_size 8. --help lists them all.
 """
 
+import os
+import sys
+from pathlib import Path
+
 CONFIG = {
     # The work: the same under every strategy.
     "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by machine
@@ -78,8 +82,17 @@ CONFIG = {
 
 def main() -> int:
     """Run the command line; `train` is what runs without a command."""
-    from distributed_training import cli
-
+    try:
+        from distributed_training import cli
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("distributed_training"):
+            raise
+        made = Path(__file__).parent / ".venv" / "bin" / "activate"
+        install = "python -m pip install -r requirements.txt"
+        fix = f"source {os.path.relpath(made)}" if made.is_file() else install
+        python = f"{error.name} is not installed in this Python ({sys.executable})"
+        print(f"error: {python}; type {fix}", file=sys.stderr)
+        return 2
     return cli.main(CONFIG, __doc__, __file__)
 
 

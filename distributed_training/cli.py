@@ -226,7 +226,8 @@ def generate(argv: Sequence[str], program: Program) -> int:
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add("--prompt", help="what the text begins with; without it, each line that you type")
     add("--best", action="store_true", help="the weights that keep_best kept, not the last")
-    add("--num_tokens", type=int, default=100, help="length of the text (default 100)")
+    length = "length of the text (default 100)"
+    add("--num_tokens", "--max_new_tokens", type=int, default=100, help=length)
     add("--temperature", type=float, default=0.7, help="0: always the likeliest (default 0.7)")
     add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
     add("--seed", type=int, default=42, help="another seed, another text (default 42)")

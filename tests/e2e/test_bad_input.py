@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.e2e.support import (
     our_errors,
     run_folders,
 )
+from tests.pool import SCRIPT
 
 # Command line after the script's name, with {tmp} for the test's folder; words of the answer.
 COMMAND_LINES = {
@@ -396,3 +398,9 @@ def test_weights_that_do_not_fit_are_refused(name, content, words, checkpointed,
     result = script(values)
     assert_refused(result, str(tmp_path / "hf"), *words)
     assert run_folders(tmp_path / "runs") == []
+
+
+def test_a_python_without_the_packages_is_named():
+    result = run_command([sys.executable, "-S", SCRIPT, "plan"])
+    words = ["is not installed in this Python", "type"]
+    assert_refused(result, sys.executable, *words)

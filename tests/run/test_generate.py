@@ -107,7 +107,9 @@ def test_the_text_is_that_of_transformers(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("import os", return_tensors="pt").input_ids
     theirs = model.generate(ids, max_new_tokens=20, do_sample=False)
-    asked = command("generate", folder, "--prompt=import os", "--num_tokens=20", "--temperature=0")
+    asked = command(
+        "generate", folder, "--prompt=import os", "--max_new_tokens=20", "--temperature=0"
+    )
     assert asked.stdout == tokenizer.decode(theirs[0], skip_special_tokens=True) + "\n"
 
 
