@@ -101,7 +101,8 @@ def dry_run(command: str, tmp_path: Path) -> str:
     if count:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        gpus = 2 if "infinity" in command else 8  # its buffers take 1.5 GiB of RAM a process
+        asked = re.search(r"--num_gpus (\d+)", command)  # else few, for the sake of the RAM
+        gpus = int(asked[1]) if asked else 2 if "infinity" in command else 4
         environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * gpus)
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     result = light_pool().script(
