@@ -46,7 +46,7 @@ _one_line() {
 
 _make_venv() {
     local python
-    python=$(_find_python) || return 2
+    python=$(_find_python) || exit 2
     echo "Setting up $_root/.venv (once; a few minutes, most of it downloading PyTorch) ..." >&2
     local arguments=() file
     for file in "${_files[@]}"; do arguments+=(-r "$file"); done
@@ -61,7 +61,7 @@ _make_venv() {
     else
         if ! "$python" -m venv "$_root/.venv"; then
             echo "error: $python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)" >&2
-            return 2
+            exit 2
         fi
         "$_root/.venv/bin/python" -u -m pip install --disable-pip-version-check "${arguments[@]}" | _one_line
         [ "${PIPESTATUS[0]}" = 0 ] || return 2
