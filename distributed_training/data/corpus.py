@@ -206,12 +206,15 @@ def read_embedded() -> list[str]:
 
 
 def read_prose() -> list[str]:
-    """The sentences of the pydoc topics, a paragraph a line: no code, grammar, tables or titles."""
-    prose = dict[str, str]()
-    for name, text in _read_topics().items():
-        paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
-        prose[name] = "".join(f"{part}\n" for part in paragraphs if _is_prose(part))
-    return [text for text in _shuffle(prose) if text]
+    """The sentences of the pydoc topics, a paragraph a line: no code, grammar, tables or titles.
+    Topics repeat each other, which would put what validates into what trains: each comes once."""
+    found, seen = list[str](), set[str]()
+    for text in _shuffle(_read_topics()):
+        parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+        new = [part for part in dict.fromkeys(parts) if part not in seen and _is_prose(part)]
+        seen.update(new)
+        found.append("".join(f"{part}\n" for part in new))
+    return [text for text in found if text]
 
 
 def _is_prose(paragraph: str) -> bool:
