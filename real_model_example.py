@@ -84,16 +84,20 @@ def main() -> int:
     """Run the command line; `train` is what runs without a command."""
     try:
         from distributed_training import cli
+
+        return cli.main(CONFIG, __doc__, __file__)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("distributed_training"):
             raise
-        made = Path(__file__).parent / ".venv" / "bin" / "activate"
-        install = "python -m pip install -r requirements.txt"
-        fix = f"source {os.path.relpath(made)}" if made.is_file() else install
-        python = f"{error.name} is not installed in this Python ({sys.executable})"
-        print(f"error: {python}; type {fix}", file=sys.stderr)
+        root = Path(os.path.relpath(Path(__file__).parent))
+        fix = f"{sys.executable} -m pip install -r {root / 'requirements.txt'}"
+        made = root / ".venv" / "bin" / "activate"
+        if made.is_file() and not made.parent.samefile(Path(sys.prefix, "bin")):
+            fix = f"source {made}"
+        if os.environ.get("RANK", "0") == "0":
+            python = f"{error.name} is not installed in this Python ({sys.executable})"
+            print(f"error: {python}; type {fix}", file=sys.stderr)
         return 2
-    return cli.main(CONFIG, __doc__, __file__)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, 
         try:
             served = open_store(True)
         except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
             what = f"rank 0 on {socket.gethostname()} cannot listen at port {port}"
             fix = "wait for the run that has it, or give the launcher another --master_port"
             raise UserError(what, str(error).partition("\n")[0], fix) from None

@@ -35,8 +35,12 @@ BEAT_S = 2.0
 LOST_S = 30.0  # without a sign of life from another process
 SLOW_S = 45.0  # of one step, after which rank 0 says who is waited for
 GRACE_S = 10.0  # to save in, once the launcher is gone
-# Modules whose functions wait for other ranks: collectives, or what has some inside of it.
-_WAITING = ("torch.distributed.", "torch.autograd.", "torch.nn.parallel.", "deepspeed.")
+# Modules whose functions wait for other ranks: collectives, or what has some inside of it. Not
+# DeepSpeed's that work for long by themselves: its Adam on the CPU, files on the disk.
+_WAITING = (
+    "torch.distributed.", "torch.autograd.", "torch.nn.parallel.", "torch._ops",
+    "deepspeed.comm.", "deepspeed.runtime.zero.", "deepspeed.runtime.pipe.",
+)  # fmt: skip
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # set by torchrun, by deepspeed
 
 
