@@ -169,7 +169,8 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
         "block": clock.in_step(lambda: block(hidden).backward(hidden.detach())),
         "update": clock.in_step(update),
     }
-    seconds["head"] = max(0.0, seconds["model"] - count * seconds["block"])
+    # At least a tenth, should a busy machine have made blocks slow when they were alone.
+    seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - count * seconds["block"])
     # Each part takes (arithmetic) + (bytes) / rate.
     measured = {**found, "memory_bytes_per_s": NO_TRAFFIC}
     rates = from_calibration(measured, cpu_rates(num_cpus, 1))
@@ -237,7 +238,7 @@ def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) ->
         "memory_bytes_per_s": memory_traffic(clock),
         "attention": attention(clock),
         "seconds": launches(clock),
-        "bytes_per_s": copies(clock, folder),
+        "bytes_per_s": copies(clock, folder) if rank == 0 else {},
         "collectives": between,
     }
     if not on_gpu:

@@ -101,7 +101,8 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
                 yield first
                 for count in _other_counts(own, first):
                     cut = with_values(own, num_microbatches=count)
-                    yield lay_out(cut, strategy, mesh, machine, cluster.processes_a_node)
+                    with contextlib.suppress(UserError):
+                        yield lay_out(cut, strategy, mesh, machine, cluster.processes_a_node)
 
 
 def _other_counts(config: RunConfig, first: Plan) -> list[int]:

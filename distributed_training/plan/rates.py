@@ -152,7 +152,10 @@ def calibration_file(device: str) -> Path:
 def measured_rates(device: str, base: Rates) -> Rates | None:
     """`base` with what was measured of this kind of device in its place; None before that."""
     path = calibration_file(device)
-    return from_calibration(json.loads(path.read_text()), base) if path.is_file() else None
+    document = json.loads(path.read_text()) if path.is_file() else None
+    if document is None or (base.on_host and "training_s" not in document):  # of an earlier version
+        return None
+    return from_calibration(document, base)
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
@@ -167,7 +170,7 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
             for shape, rate in _shapes(product)
         )  # fmt: skip
     traffic = document["memory_bytes_per_s"]
-    if "block" in traffic:  # a CPU, whose caches make a difference
+    if base.on_host:  # caches make a difference
         names = {"block": "memory_bytes", "head": "head_memory_bytes"}
         found |= {name: traffic[part] for part, name in names.items()}
         found["update_memory_bytes"] = traffic["update"]

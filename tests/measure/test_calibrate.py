@@ -5,26 +5,55 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from distributed_training.measure import calibrate
+from distributed_training.measure import calibrate, harness
 from distributed_training.measure import clock as clock_module
 from distributed_training.plan.rates import HostCosts, cpu_rates, from_calibration, tiled
 from distributed_training.plan.speed import estimate_step
+from tests.conftest import heavy_pool
 from tests.plan.helpers import CPU_CALIBRATION, plan_for
 from tests.support import CPU_MACHINE
+
+# Next to no time for each figure.
+SMALL = (
+    (calibrate, {"FILE_BYTES": 2**16, "TOKENS": (16,), "VALUES": {"cpu": 2**12}}),
+    (clock_module, {"BUDGET_S": 0.0, "LAUNCHES": 1, "CALLS": 2}),
+)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """On the CPU, with next to no time for each figure."""
-    small = {"FILE_BYTES": 2**16, "TOKENS": (16,), "VALUES": {"cpu": 2**12}}
-    for module, values in ((calibrate, small), (clock_module, {"BUDGET_S": 0.0, "LAUNCHES": 1})):
+    """On the CPU."""
+    for module, values in SMALL:
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     return calibrate.Clock(torch.device("cpu"))
+
+
+def of_all(folder):
+    """What one of several processes finds, in a process of its own."""
+    for module, values in SMALL:
+        for name, value in values.items():
+            setattr(module, name, value)
+    with harness.open_group() as group:
+        process = group.process
+        return calibrate.calibrate(group.device, Path(folder), process.rank, process.world_size)
+
+
+def test_two_processes_measure_at_once(tmp_path):
+    function = "tests.measure.test_calibrate:of_all"
+    document = heavy_pool().call(function, str(tmp_path), num_processes=2)
+    assert list(tmp_path.iterdir()) == []
+    guess = cpu_rates(2, 2)
+    rates = from_calibration(json.loads(json.dumps(document)), guess)
+    assert {entry["members"] for entry in document["collectives"]} == {2}
+    for name in ("memory_bytes", "head_memory_bytes", "update_memory_bytes", "link_latency_s"):
+        assert 0 < getattr(rates, name) < math.inf, name
+    assert rates.link_bytes != guess.link_bytes
 
 
 def test_figures_of_a_cpu_become_rates(clock, tmp_path):

@@ -34,6 +34,7 @@ CPU_CALIBRATION: dict[str, Any] = {
     "attention": [{"length": length, "flops_per_s": {"both": 1e12}} for length in (512, 1024)],
     "seconds": {"kernel": 1e-6},
     "memory_bytes_per_s": {"block": 1e9, "head": 1e9, "update": 1e9},
+    "training_s": {},
     "collectives": [],
 }  # fmt: skip
 
