@@ -107,7 +107,7 @@ class LocalSGD(NativeEngine):
             return {}
         state = {"since": torch.tensor([float(self.since)])}
         for number, parameter in enumerate(self.parameters):
-            held = self.optimizer.state.get(parameter, {})
+            held = self.optimizer.state.get(self.local[parameter], {})
             state |= {f"{name}/{number}": held[name] for name in MOMENTS if name in held}
             state[f"weight/{number}"] = parameter if self.own is None else self.own[number]
         for number, start in enumerate(self.outer.param_groups[0]["params"] if self.outer else ()):
@@ -128,5 +128,9 @@ class LocalSGD(NativeEngine):
             if name == "momentum":
                 self.outer.state[start]["momentum_buffer"] = tensor.to(start.device)
             else:
-                held = {"weight": parameter, "start": start, **self.optimizer.state[parameter]}
+                held = {
+                    "weight": parameter,
+                    "start": start,
+                    **self.optimizer.state[self.local[parameter]],
+                }
                 held[name].copy_(tensor)

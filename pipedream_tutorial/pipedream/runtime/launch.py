@@ -125,8 +125,9 @@ def _start(
         for rank in range(num_stages):
             own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             given = (stage, own, None if rank else listener)
-            workers.append(context.Process(target=_be, args=given))
-            workers[-1].start()
+            worker = context.Process(target=_be, args=given)
+            worker.start()
+            workers.append(worker)
 
 
 def _be(
