@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed_training.run.generate import continuation
-from tests.conftest import SMALL, assert_ok, clean_environment, only_record, train
+from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
 
@@ -124,7 +124,10 @@ def test_what_is_no_model_is_refused(tmp_path):
         assert_refused(command("generate", *words), said)
 
 
-def command(*words, typed=""):
+def command(*words, typed=None):
+    """On a warm process, but for what is typed."""
+    if typed is None:
+        return heavy_pool().script(words)
     return subprocess.run(
         [sys.executable, str(SCRIPT), *map(str, words)],
         input=typed, capture_output=True, text=True, timeout=60, env=clean_environment(),
