@@ -23,7 +23,7 @@ CASES = {
         },
         "pp2-zb-h1": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-h1"},
     },
-    # What Inductor makes of a block is in those above; how it is called, in these.
+    # Code that Inductor generates is run in those above, in fp32; how it is called, in these.
     (2, "train_without_code"): {
         "zero3": {"strategy": "zero3", **cut(1)},
         "hybrid": {"strategy": "hybrid", **cut(4)},
