@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -198,10 +199,11 @@ def read_embedded() -> list[str]:
     """The standard library's sources and its pydoc topics, in an order fixed by their names."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = {f"topic/{name}": text for name, text in _read_topics().items()}
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if not _SKIPPED.intersection(parts) and not any(p.startswith("config-") for p in parts):
-            texts["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
+    for folder, below, files in os.walk(root):  # installed packages are not even walked through
+        below[:] = [name for name in below if name not in _SKIPPED and name[:7] != "config-"]
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            name = path.relative_to(root).as_posix()
+            texts[name] = path.read_text(encoding="utf-8", errors="replace")
     return [text for text in _shuffle(texts) if text.strip()]
 
 

@@ -173,7 +173,9 @@ def _runs(record: Record) -> tuple[tuple[str, int], ...]:
 
 
 def _worst(named: tuple[str, Record]) -> float:
-    return max((abs(points_error(case)) for case in checked(named[1])), default=0.0)
+    """By what the record's goal is about."""
+    error = points_error if on_gpu(named[1]) else makespan_error
+    return max((abs(error(case)) for case in checked(named[1])), default=0.0)
 
 
 def _work(record: Record) -> str:
