@@ -87,9 +87,10 @@ def main() -> int:
 
         return cli.main(CONFIG, __doc__, __file__)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("distributed_training"):
-            raise
         root = Path(os.path.relpath(Path(__file__).parent))
+        pinned = (root / "requirements.txt").read_text().splitlines()
+        if (error.name or "").partition(".")[0] not in [line.partition("=")[0] for line in pinned]:
+            raise  # an import of somebody's own file
         fix = f"{sys.executable} -m pip install -r {root / 'requirements.txt'}"
         made = root / ".venv" / "bin" / "activate"
         if made.is_file() and not made.parent.samefile(Path(sys.prefix, "bin")):

@@ -1,4 +1,4 @@
-"""The tutorial's folder comes first on the path: it stands alone, wherever pytest was started."""
+"""The tutorial's folder comes first on the path, wherever pytest was started."""
 
 import gc
 import sys

@@ -404,3 +404,11 @@ def test_a_python_without_the_packages_is_named():
     result = run_command([sys.executable, "-S", SCRIPT, "plan"])
     fix = "activate" if (ROOT / ".venv").is_dir() else "-m pip install -r"
     assert_refused(result, "is not installed in this Python", sys.executable, fix)
+
+
+def test_what_a_file_of_ones_own_lacks_is_not_looked_for_in_our_packages(tmp_path):
+    (tmp_path / "__init__.py").write_text("import no_such_module\n")
+    result = run_command([sys.executable, SCRIPT, "--model", tmp_path, "--dry-run"])
+    assert result.returncode != 0
+    assert "No module named 'no_such_module'" in result.stderr
+    assert "pip install" not in result.stderr
