@@ -207,6 +207,7 @@ def test_embedded_prose_is_the_sentences_of_the_help_topics():
     assert texts == read_prose()
     assert sum(map(len, texts)) > 200_000
     lines = "".join(texts).splitlines()
+    assert len(lines) == len(set(lines)), "what validates would be in what trains"
     assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
     assert any(line.startswith("Assert statements are a convenient way to") for line in lines)
     assert not any("assert_stmt" in line or "if __debug__:" in line for line in lines)
