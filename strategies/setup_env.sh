@@ -59,7 +59,10 @@ _make_venv() {
         uv pip install --python "$_root/.venv/bin/python" --index-strategy unsafe-best-match \
             "${arguments[@]}" || return 2
     else
-        if ! "$python" -m venv "$_root/.venv"; then
+        local said # shown if it fails, not the traceback of a Ctrl-C
+        if ! "$_root/.venv/bin/python" -m pip -V >/dev/null 2>&1 &&
+            ! said=$("$python" -m venv "$_root/.venv" 2>&1); then
+            echo "$said" >&2
             echo "error: $python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)" >&2
             exit 2
         fi
