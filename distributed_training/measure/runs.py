@@ -28,6 +28,7 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
     parser.add_argument("out", type=Path, help="a folder for the records")
     parser.add_argument("--deadline_s", type=float, default=float("inf"))
     parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
+    parser.add_argument("--last", type=int, help="skip the runs after so many")
     parser.add_argument("--git_commit", help="of this tree, where its .git does not say so")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
     runs = plan["runs"]
     if isinstance(runs, list):
         runs = {f"{place} {run}": run for place, run in enumerate(runs)}
-    chosen = list(runs.items())[arguments.first :]
+    chosen = list(runs.items())[arguments.first : arguments.last]
     return arguments, plan, {name: {**plan["common"], **run} for name, run in chosen}
 
 

@@ -13,6 +13,8 @@ import json
 import math
 import os
 import struct
+import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +93,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     header: dict[str, Any] = {}
     end = 0
     for part in parts:
-        begin, end = end, end + math.prod(part.size) * part.dtype.itemsize
+        begin, end = end, end + _bytes_of(part)
         place = {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": [begin, end]}
         header[part.name] = place
     places = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
@@ -108,24 +110,59 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     return size, checksum
 
 
-def copy_parts(parts: Iterable[Part]) -> list[Part]:
-    """The parts as they are now, in memory of their own: page-locked where they lie on a GPU, from
-    which the copies go all at once."""
-    copies: list[Part] = []
-    with _stream_of_its_own():
-        for part in parts:
-            source = part.get().detach()
-            copy = torch.empty(part.size, dtype=part.dtype, pin_memory=source.is_cuda)
-            copy.copy_(source, non_blocking=True)
-            copies.append(replace(part, get=functools.partial(lambda held: held, copy)))
-    return copies
+class HostMemory:
+    """Memory for copies of parts, which training goes on beside: found and page-locked in a thread,
+    as this takes seconds, and kept from one copy to the next."""
+
+    def __init__(self, num_bytes: int, *, page_lock: bool) -> None:
+        """Page-locked, where the driver does that, copies from GPUs go at the link's speed."""
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.page_lock = page_lock
+        self._finding = threading.Thread(target=self._find, daemon=True)
+        self._finding.start()
+
+    def _find(self) -> None:
+        if not self.page_lock:
+            return
+        self.memory.zero_()  # the kernel hands out pages as they are first written to
+        address, runtime = self.memory.data_ptr(), torch.cuda.cudart()
+        code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
+        self.page_lock = code == runtime.cudaError.success
+        if self.page_lock:
+            weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+
+    def copy(self, parts: Iterable[Part]) -> list[Part]:
+        """The parts as they are now, in place of those that were copied here before."""
+        self._finding.join()
+        copies: list[Part] = []
+        first = 0
+        with _stream_of_its_own():
+            for part in parts:
+                after = first + _bytes_held(part)
+                here = self.memory[first : first + _bytes_of(part)].view(part.dtype).view(part.size)
+                here.copy_(part.get().detach(), non_blocking=self.page_lock)
+                copies.append(replace(part, get=functools.partial(lambda held: held, here)))
+                first = after
+        return copies
+
+
+def bytes_to_copy(parts: Iterable[Part]) -> int:
+    """How much of HostMemory they take."""
+    return sum(map(_bytes_held, parts))
+
+
+def _bytes_of(part: Part) -> int:
+    return math.prod(part.size) * part.dtype.itemsize
+
+
+def _bytes_held(part: Part) -> int:
+    return -(-_bytes_of(part) // 64) * 64  # so that each begins where any type may
 
 
 @contextlib.contextmanager
 def _stream_of_its_own() -> Iterator[None]:
-    """On a GPU, a stream for what is done within, which has ended afterwards. When page-locked
-    memory is freed an event is recorded on the stream that it was last used by: on the training's
-    own that would fall into a graph that is being captured."""
+    """On a GPU, a stream for what is done within, which has ended afterwards: copies neither wait
+    for what training launches meanwhile nor hold it up."""
     if not torch.cuda.is_initialized():
         yield
         return

@@ -43,7 +43,7 @@ CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 900 * 2**20
 HOST_BYTES, CUDA_HOST_BYTES = 380 * 2**20, 1330 * 2**20
 DEEPSPEED_BYTES, TP_BYTES, TOKENISING_BYTES = 60 * 2**20, 100 * 2**20, 150 * 2**20
 SWAP_BYTES = 2  # a value of infinity's buffers, in fp32, too
-PINNED = 1.3  # page-locked memory is rounded up to powers of two, buffer by buffer
+PINNED = 1.3  # offload's page-locked memory is rounded up to powers of two, buffer by buffer
 SPARE = 0.02  # of the rest: what the allocator cannot use of the blocks that it has
 
 
@@ -108,7 +108,7 @@ def estimate_copy(plan: Plan) -> int:
     own = plan.options.bytes_a_parameter() + lost_bytes(plan.config, plan.mesh)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
         own += 12
-    return round(held * (12 / copies + own) * (PINNED if plan.machine.num_gpus else 1))
+    return round(held * (12 / copies + own))
 
 
 def block_bytes(plan: Plan) -> float:

@@ -15,13 +15,12 @@ The sampler needs no file: its position is the step. plan/resume.py finds and ch
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -32,20 +31,22 @@ import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.tensor_files import (
+    HostMemory,
     Part,
     TensorFiles,
-    copy_parts,
+    bytes_to_copy,
     part_of,
     write_parts,
 )
 from distributed_training.plan import resume
 from distributed_training.plan.machine import available_ram_bytes
-from distributed_training.plan.memory import PINNED
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import write_json
 from distributed_training.run import assemble, disks
 from distributed_training.settings.errors import UserError
+
+ROOM = 1.3  # of what a copy takes, must be free
 
 
 class Saver:
@@ -57,33 +58,48 @@ class Saver:
         """`saved` is called with a checkpoint's folder and its row of the record's `saves`."""
         self.plan, self.topology, self.saved = plan, topology, saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
-        self._copies = False
+        self._memory: HostMemory | None = None
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
+
+    def prepare(self, engine: Engine) -> None:
+        """On GPUs, begin to find memory for copies of the state, which is all there after the first
+        step: the first save need not wait for it. Collective."""
+        if self.topology.device_type == "cuda" and self.plan.config.checkpoint_every != 0:
+            self._find_memory(_parts_to_write(engine, self.plan, self.topology))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
         """Copy the state, which later steps change, and begin to write it, once what is being
         written has ended. Where memory is too small for a copy training waits. Collective."""
         self.finish()
         began = time.monotonic()
-        parts, writing = _begin(engine, self.plan, self.topology, step)
+        writing = _make_folder(self.plan, self.topology, step)
+        parts = _parts_to_write(engine, self.plan, self.topology)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        # Page-locked memory, where it was found once, is kept from one copy to the next.
-        on_gpu = self.topology.device_type == "cuda"
-        if not (self._copies and on_gpu):
-            self._copies = all(assemble.gather(_has_room(parts, self.plan, on_gpu)))
-        if self._copies:
-            parts = copy_parts(parts)
+        self._find_memory(parts)
+        if self._memory is not None:
+            parts = self._memory.copy(parts)
         meta = _describe(engine, self.plan, step, data_fingerprint)
-        self._row = {"step": step, "copied": self._copies}
+        page_locked = self._memory is not None and self._memory.page_lock
+        self._row = {"step": step, "copied": self._memory is not None, "page_locked": page_locked}
         ending = self._ending = Future()
         arguments = (parts, writing, meta, self.plan, self.topology, self._group)
-        if self._copies:
+        if self._memory is not None:
             threading.Thread(target=self._run, args=(ending, *arguments), daemon=True).start()
         else:
             self._run(ending, *arguments)
         self._row["stall_s"] = time.monotonic() - began
+
+    def _find_memory(self, parts: list[Part]) -> None:
+        """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
+        needed, held = bytes_to_copy(parts), self._memory
+        if all(assemble.gather(held is not None and len(held.memory) >= needed)):
+            return
+        self._memory = held = None  # freed before more is asked for
+        if all(assemble.gather(_has_room(needed, self.plan))):
+            on_gpu = self.topology.device_type == "cuda"
+            self._memory = HostMemory(needed, page_lock=on_gpu)
 
     def under_way(self) -> bool:
         """Whether `finish` has something to do."""
@@ -98,7 +114,11 @@ class Saver:
         if self._ending is None:
             return
         ending, self._ending, began = self._ending, None, time.monotonic()
-        folder = ending.result()
+        try:
+            folder = ending.result()
+        finally:
+            if self.topology.device_type == "cpu":  # the state's own memory, which may grow scarce
+                self._memory = None
         self._row["stall_s"] += time.monotonic() - began
         self.saved(folder, self._row)
 
@@ -117,7 +137,8 @@ def save_checkpoint(
     engine: Engine, plan: Plan, topology: Topology, *, step: int, data_fingerprint: str
 ) -> Path:
     """Write a checkpoint while training waits; its folder. Collective."""
-    parts, writing = _begin(engine, plan, topology, step)
+    writing = _make_folder(plan, topology, step)
+    parts = _parts_to_write(engine, plan, topology)
     meta = _describe(engine, plan, step, data_fingerprint)
     return _write(parts, writing, meta, plan, topology, None)[0]
 
@@ -127,10 +148,8 @@ def _leads(plan: Plan, topology: Topology) -> bool:
     return topology.local_rank == 0 if plan.own_disks else topology.rank == 0
 
 
-def _begin(engine: Engine, plan: Plan, topology: Topology, step: int) -> tuple[list[Part], Path]:
-    """(The parts that this rank writes, the folder to write them into, which is there); those that
-    only its node needs once more have `writes` False. Collective.
-    """
+def _make_folder(plan: Plan, topology: Topology, step: int) -> Path:
+    """The folder to write a checkpoint into, on every disk that has its own. Collective."""
     parent = plan.run_dir / resume.CHECKPOINTS
     writing = parent / f".writing-{step:08d}"
     if _leads(plan, topology):
@@ -138,10 +157,16 @@ def _begin(engine: Engine, plan: Plan, topology: Topology, step: int) -> tuple[l
             shutil.rmtree(unfinished)
         writing.mkdir(parents=True)
     dist.barrier()
+    return writing
+
+
+def _parts_to_write(engine: Engine, plan: Plan, topology: Topology) -> list[Part]:
+    """What this rank writes of the state; what only its node needs once more has `writes` False.
+    Collective."""
     parts = (*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology))
     held = [part for part in parts if all(part.size)]
     copies = disks.copies_here(held, topology) if plan.own_disks else []
-    return [part for part in held if part.writes] + copies, writing
+    return [part for part in held if part.writes] + copies
 
 
 def _describe(engine: Engine, plan: Plan, step: int, data_fingerprint: str) -> resume.Meta:
@@ -152,15 +177,11 @@ def _describe(engine: Engine, plan: Plan, step: int, data_fingerprint: str) -> r
     )  # fmt: skip
 
 
-def _has_room(parts: Iterable[Part], plan: Plan, on_gpu: bool) -> bool:
-    """Whether this machine's memory holds a copy of them, and of the other processes' here."""
+def _has_room(num_bytes: int, plan: Plan) -> bool:
+    """Whether this machine's memory holds so many for each of its processes, and some more."""
     if plan.strategy.swaps_to_disk:  # memory is not there for it
         return False
-    sizes = [math.prod(part.size) * part.dtype.itemsize for part in parts]
-    if on_gpu:  # page-locked memory is handed out in powers of two
-        sizes = [1 << (size - 1).bit_length() for size in sizes]
-    size = sum(sizes)
-    return PINNED * size * plan.processes_here < available_ram_bytes()
+    return ROOM * num_bytes * plan.processes_here < available_ram_bytes()
 
 
 def _write(

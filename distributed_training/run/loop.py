@@ -94,7 +94,10 @@ class Trainer:
         if self.step + 1 == self._passed_over:
             self._pass_over()
         else:
+            first = not self._warm
             self._update()
+            if first:
+                self.saver.prepare(self.engine)
         stop, flush = self._agree()
         last = self.step == self.num_steps
         epoch_ends = last or self.step % steps_per_epoch == 0

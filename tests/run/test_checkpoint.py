@@ -202,7 +202,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path,
     assert list_checkpoints(tmp_path) == [folder]
     for name in (RANK_0, "meta.json"):
         assert (folder / name).read_bytes() == (expected / name).read_bytes()
-    assert row.keys() == {"step", "copied", "stall_s", "write_s", "bytes"}
+    assert row.keys() == {"step", "copied", "page_locked", "stall_s", "write_s", "bytes"}
     assert (row["step"], row["bytes"]) == (5, (folder / RANK_0).stat().st_size)
     assert row["stall_s"] > 0 < row["write_s"]
 
@@ -255,7 +255,7 @@ def test_training_waits_where_memory_is_not_there_for_a_copy(reason, tmp_path, m
         plan.strategy.swaps_to_disk = True
     else:
         monkeypatch.setattr(checkpoint, "available_ram_bytes", lambda: 100)
-    monkeypatch.setattr(checkpoint, "copy_parts", copied.append)
+    monkeypatch.setattr(checkpoint.HostMemory, "copy", copied.append)
     saver = Saver(plan, TOPOLOGY, lambda *_: None)
     begin(saver, FakeEngine(3), 3)
     (folder,) = list_checkpoints(tmp_path)
