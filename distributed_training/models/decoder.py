@@ -159,9 +159,7 @@ def summed_cross_entropy(
         # Not cut off: on GPUs rows of P numbers, which begin at even addresses, are read faster.
         padding = torch.arange(len(weight), device=x.device) >= vocab_size
         logits.masked_fill_(padding, -torch.inf)
-    return F.cross_entropy(
-        logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], float]) -> Decoder:

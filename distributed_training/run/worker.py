@@ -53,7 +53,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     device, watch = prepare(num_gpus, process), Watch()
     with process_group(device, meet(process, limit_s)):
         if isinstance(given, RunConfig):
-            given = agree_on_plan(given, process)
+            given = agree_on_plan(given, process, current_agent(os.environ))
             check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         topology = assemble.build_topology(given, process, device)
@@ -92,10 +92,10 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank)
 
 
-def agree_on_plan(config: RunConfig, process: Process) -> Plan:
-    """The plan that rank 0 makes, on all ranks; raises its UserError on all. Collective."""
+def agree_on_plan(config: RunConfig, process: Process, agent: str | None = None) -> Plan:
+    """The plan that rank 0 makes, on all ranks; raises its UserError on all. Where this process's
+    `agent` has begun a run already, the plan goes on with it. Collective."""
     answer: Plan | UserError | None = None
-    agent = current_agent(os.environ)
     launchers = sorted(set(assemble.gather(agent))) if agent else []
     if process.rank == 0:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}

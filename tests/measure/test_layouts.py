@@ -1,9 +1,11 @@
+import json
 import random
 
 import pytest
 
 from distributed_training.measure.bubble import bubble, explain
 from distributed_training.measure.layouts import LeftOver, busy_seconds, leave_out_left_over
+from tests.conftest import SMALL, assert_ok, heavy_pool
 
 
 def event(name, start, duration, kind="kernel"):
@@ -90,3 +92,16 @@ def test_memory_that_no_gpu_measured_stays_unknown():
     memory = {"by_rank": [{"rank": 0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}]}
     leave_out_left_over(memory, [LeftOver(0, 0)], [LeftOver(0, 0)])
     assert memory["peak_reserved_bytes"] is memory["peak_allocated_bytes"] is None
+
+
+def test_each_run_has_its_own_batch(tmp_path):
+    """Under torchrun, too, where a run that is started again keeps that of its first start."""
+    runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]
+    common = {**SMALL, "strategy": "dp", "generate": None}
+    (tmp_path / "plan.json").write_text(json.dumps({"common": common, "runs": runs}))
+    command = ["measure", "layouts", tmp_path / "plan.json", tmp_path / "out", "--last", 3]
+    shown = heavy_pool().script(command, num_processes=2, TORCHELASTIC_RUN_ID="none")
+    assert_ok(shown)
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()]
+    cut = {(r["batch"]["micro_batch_size"], r["batch"]["num_microbatches"]) for r in records}
+    assert cut == {(1, 1), (4, 1), (4, 2)}
