@@ -22,7 +22,7 @@ EAGER = 1.95  # times as many without torch.compile (pp4 1f1b m16 of gpt2-medium
 KERNELS = {"F": 9, "B": 22}  # of a compiled block
 LOGIT_BYTES = {"compiled": 16, "eager": 50, "split": 30}  # read and written, a logit
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
-OVERLAPPED = 0.3  # share of exchanges along tp that async_tp hides (h200-x4-async, -session)
+OVERLAPPED = 0.3  # share of exchanges along tp that async_tp hides (h200-x4)
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 

@@ -31,7 +31,7 @@ SCHEDULES = {
     "gpipe": "#999999", "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00",
     "zb-v": "#d55e00",
 }  # fmt: skip
-XL = "gpt2-xl's sizes with 20 heads, 4 H200s, 128 x 1,024 tokens a step"
+MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step"
 
 
 def render(draw: Callable[[Path], Figure], records: Path) -> str:
@@ -52,17 +52,10 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 
 def one_launch(records: Path) -> Figure:
     """Steps launched op by op, and as one CUDA graph."""
-    rows = _read(records / "h200-x4-graphs")
-    pairs = {
-        label: [r for r in rows if _name(r) == name and r.batch.micro_batch_size == size]
-        for label, name, size in (
-            ("dp, 4 x 512", "dp", 4),
-            ("fsdp, 4 x 512", "fsdp", 4),
-            ("pp 2 x tp 2, 16 x 1,024", "3d pp2 tp2 1f1b-m8", 16),
-        )
-    }
-    figure, axes = _figure("Tokens a second, launched op by op and as one graph", 2.6)
-    axes.set_title("gpt2-medium, 4 H200s; micro-batch of each GPU", fontsize=9, loc="left")
+    rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
+    pairs = {name: [r for r in rows if _name(r) == name] for name in ("dp", "fsdp")}
+    figure, axes = _figure("Tokens a second, launched op by op and as one graph", 2.1)
+    axes.set_title("gpt2-medium, 4 H200s, 4 x 512 tokens on each", fontsize=9, loc="left")
     for graph, colour, label in ((False, "#bbbbbb", "op by op"), (True, "#0072b2", "one graph")):
         speeds = [
             next(_speed(r) for r in found if r.config["cuda_graphs"] is graph)
@@ -82,15 +75,15 @@ def one_launch(records: Path) -> Figure:
 def tradeoff(records: Path) -> Figure:
     """Tokens a second against GiB of the fullest GPU, by layout."""
     chosen = {
-        "dp": (8, -3), "zero1": (2, 8), "zero2": (8, -8), "zero3": (8, -8), "fsdp": (-30, -3),
-        "tp tp4": (8, -3), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -3),
-        "3d pp2 dp_shard2 1f1b-m8": (8, -12), "hybrid pp2 dp_shard2 1f1b-m8": (-60, 10),
-        "pp pp4 1f1b-m16": (-84, 2), "pp pp4 interleaved-m8": (-60, 10),
-        "pp pp4 interleaved-m16": (8, -6),
+        "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
+        "tp tp4": (-24, -14), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
+        "3d pp2 tp2 zb-v-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (-46, -15),
+        "pp pp4 1f1b-m8": (8, -8), "pp pp4 zb-h1-m8": (-68, -4), "pp pp4 interleaved-m8": (8, -3),
+        "pp pp4 zb-v-m8": (8, -3), "pp pp4 zb-v-m16": (-36, 9),
     }  # fmt: skip
     figure, axes = _figure("Where state fits, copies are fastest; pipelines need least memory", 4.4)
-    axes.set_title(XL, fontsize=9, loc="left")
-    best = {_name(r): r for r in sorted(_xl(records), key=_speed)}
+    axes.set_title(MEDIUM, fontsize=9, loc="left")
+    best = _medium(records)
     for name, shift in chosen.items():
         record = best[name]
         point = (_fullest(record) / GIB, _speed(record))
@@ -100,10 +93,10 @@ def tradeoff(records: Path) -> Figure:
         axes.annotate(words, point, fontsize=8.5, color=COLOURS[_divides(record)], **offset)
     for kind, colour in COLOURS.items():
         axes.plot([], [], "o", color=colour, label=kind)
-    axes.legend(title="divides", frameon=False, fontsize=8.5, loc="lower right", ncols=1)
-    axes.set(xlabel="GiB on the fullest GPU", ylabel="tokens a second", xlim=(0, 125))
+    axes.legend(title="divides", frameon=False, fontsize=8.5, loc="lower center", ncols=1)
+    axes.set(xlabel="GiB on the fullest GPU", ylabel="tokens a second", xlim=(0, 100))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylim(100_000, 200_000)
+    axes.set_ylim(400_000, 850_000)
     axes.grid(alpha=0.25)
     return figure
 
@@ -131,8 +124,8 @@ def bubbles(records: Path) -> Figure:
     left.legend(frameon=False, fontsize=8.5)
     runs = {
         r.pipeline["schedule"]: r
-        for r in _read(records / "h200-x4-schedules")
-        if _name(r).startswith("pp ") and r.pipeline and r.config["model"] == "gpt2-medium"
+        for name, r in _medium(records).items()
+        if name.startswith("pp ") and name.endswith("-m8") and r.pipeline
     }
     for place, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v")):
         share, formula = _idle(runs[name])
@@ -153,12 +146,12 @@ def _idle(record: Record) -> tuple[float, float]:
 
 def memory(records: Path) -> Figure:
     """State, and what comes on top, of the fullest GPU."""
-    names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 gpipe-m16",
-             "pp pp4 1f1b-m16", "pp pp4 1f1b-m8", "pp pp4 zb-v-m8", "pp pp4 interleaved-m8",
-             "3d pp2 tp2 1f1b-m8")  # fmt: skip
+    names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
+             "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
+             "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
     figure, axes = _figure("What the fullest GPU holds, GiB", 4.0)
-    axes.set_title(XL, fontsize=9, loc="left")
-    best = {_name(r): r for r in sorted(_xl(records), key=_speed)}
+    axes.set_title(MEDIUM, fontsize=9, loc="left")
+    best = _medium(records)
     state = [
         sum(best[name].estimated_state_bytes[part] for part in ("parameters", "gradients",
                                                                 "optimizer")) / GIB
@@ -232,10 +225,19 @@ def _read(folder: Path) -> list[Record]:
     return [load_record(path) for path in sorted(folder.glob("*.json"))]
 
 
+def _medium(records: Path) -> dict[str, Record]:
+    """gpt2-medium's layouts on four GPUs, by name."""
+    found = _read(records / "h200-x4")
+    return {
+        _name(r): r
+        for r in found
+        if r.config["model"] == "gpt2-medium" and r.config["max_length"] == 1024
+    }
+
+
 def _xl(records: Path) -> list[Record]:
-    """gpt2-xl's layouts on four GPUs, compiled where they could be."""
-    found = _read(records / "h200-x4-layouts")
-    return [r for r in found if r.config["model"] == "gpt2-xl-20-heads"]
+    """Pipelines of gpt2-xl's size over four GPUs, launched op by op."""
+    return _read(records / "h200-x4-layouts")
 
 
 def _name(record: Record) -> str:

@@ -194,8 +194,8 @@ def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
 
 
 def test_published_records_are_named_by_their_files(capsys, tmp_path):
-    folder = ROOT / "results" / "records" / "h200-x1-medium-b4"
-    found = find_records([Path("results/records/h200-x1-medium-b4")])
+    folder = ROOT / "results" / "records" / "h200-x1"
+    found = find_records([Path("results/records/h200-x1")])
     assert [r.run_dir for r in found] == [
         str(file.with_suffix("")) for file in sorted(folder.glob("*.json"))
     ]
