@@ -56,6 +56,7 @@ CONFIG = {
     "bucket_cap_mb": None,  # with dp: MiB of gradients averaged together; None: PyTorch's, 25
     "fsdp_prefetch": 1,  # with fsdp: blocks whose parameters are gathered ahead of their use
     "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
+    "loss_chunk_tokens": 0,  # whose logits are in memory at a time; 0: a micro-batch's
     "compile": "auto",  # torch.compile; auto: on GPUs
     "cuda_graphs": "auto",  # a training step as one launch; auto: where that is correct
     # What is looked at and kept.

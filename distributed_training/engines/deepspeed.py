@@ -30,7 +30,11 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel import private
-from distributed_training.parallel.blocks import apply_checkpointing, apply_compile
+from distributed_training.parallel.blocks import (
+    apply_checkpointing,
+    apply_chunked_loss,
+    apply_compile,
+)
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -51,6 +55,7 @@ class DeepSpeedEngine(base.Engine):
             for parameter, name in names.items()
         }
         apply_checkpointing(model, config.activation_checkpointing)
+        apply_chunked_loss(model, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
             apply_compile(model, ends=False)
         if strategy.zero_stage == 3:

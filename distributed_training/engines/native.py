@@ -20,6 +20,7 @@ from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
 from distributed_training.parallel.blocks import (
     apply_checkpointing,
+    apply_chunked_loss,
     apply_compile,
     apply_fsdp,
     apply_prefetch,
@@ -114,6 +115,7 @@ class NativeEngine(base.Engine):
         if topology.tp > 1:
             terms = apply_tp(part, mesh["tp"], self.tp_parts)
         apply_checkpointing(part, config.activation_checkpointing)
+        apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
             apply_compile(part, ends=topology.tp == 1)
         if self.copies_only and topology.world_size > 1:

@@ -16,8 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-
-IGNORE_INDEX = -100
+from distributed_training.models.loss import summed_cross_entropy
 
 Role = Literal["column", "row", "whole", "positions", "vocabulary"]
 """What tensor parallelism makes of a module: split by its output; split by its input (outputs are
@@ -148,18 +147,6 @@ class Decoder(nn.Module):
 def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V]."""
     return F.linear(x, weight)[..., :vocab_size]
-
-
-def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
-    logits = F.linear(x, weight).float().flatten(0, -2)
-    if len(weight) > vocab_size:
-        # Not cut off: on GPUs rows of P numbers, which begin at even addresses, are read faster.
-        padding = torch.arange(len(weight), device=x.device) >= vocab_size
-        logits.masked_fill_(padding, -torch.inf)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], float]) -> Decoder:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 
 from distributed_training.models.decoder import Decoder
+from distributed_training.models.loss import ChunkedCrossEntropy
 from distributed_training.parallel.private import ATTENTION_OPS, gather_on_use
 
 
@@ -29,15 +30,26 @@ def apply_checkpointing(model: Decoder, mode: str) -> None:
         block.forward = functools.partial(again, block.forward)
 
 
+def apply_chunked_loss(model: Decoder, tokens: int, *, compiled: bool) -> None:
+    """Let the loss see so many tokens at a time, in place; 0: all at once. Before apply_compile."""
+    if tokens:
+        model.loss = ChunkedCrossEntropy(tokens, compiled=compiled)
+
+
 def apply_compile(model: Decoder, *, ends: bool) -> None:
     """Compile every block's forward, all of which share one graph, and what follows the last norm,
     in place. With `ends`, what precedes and follows the blocks, too: not where ZeRO-3's hooks
-    run around embedding and last norm."""
+    run around embedding and last norm. A loss in chunks has compiled its own part."""
     for block in model.blocks.values():
         block.forward = torch.compile(block.forward)
+    chunked = isinstance(model.loss, ChunkedCrossEntropy)
     if ends:
-        model.enter, model.leave = torch.compile(model.enter), torch.compile(model.leave)
-    else:
+        model.enter = torch.compile(model.enter)
+    if ends and not chunked:
+        model.leave = torch.compile(model.leave)
+    elif ends and model.is_last:
+        model.norm_out.forward = torch.compile(model.norm_out.forward)
+    elif not chunked:
         model.loss = torch.compile(model.loss)
 
 

@@ -30,7 +30,8 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from distributed_training.models.decoder import IGNORE_INDEX, Decoder, Role
+from distributed_training.models.decoder import Decoder, Role
+from distributed_training.models.loss import IGNORE_INDEX
 from distributed_training.parallel.agree import fails_anywhere
 from distributed_training.parallel.private import all_reduce_functional, share_memory
 
@@ -156,7 +157,7 @@ def _split_loss(
     targets: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """As decoder.summed_cross_entropy, with output rows that are split."""
+    """As loss.summed_cross_entropy, with output rows that are split."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1)  # (B T, P / R)

@@ -52,6 +52,7 @@ def choose_settings(
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
     config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
     _check_exchanges(config, strategy, mesh, size)
+    _check_loss(config, mesh)
     return with_values(
         config,
         async_tp=_choose_async_tp(config, machine, mesh),
@@ -89,6 +90,19 @@ def _check_exchanges(
         what = f"compression_rank={config.compression_rank} is above that of any matrix"
         why = f"{config.model}'s have {size.hidden_size} columns or rows"
         raise UserError(what, why, "set it to 32 or less")
+
+
+def _check_loss(config: RunConfig, mesh: Mapping[str, int]) -> None:
+    """Raises UserError for a loss in chunks where there is none."""
+    if not config.loss_chunk_tokens:
+        return
+    what = f"loss_chunk_tokens={config.loss_chunk_tokens} does not go with"
+    if mesh["tp"] > 1:
+        why = f"its {mesh['tp']} processes have a part of every token's logits"
+        raise UserError(f"{what} tp={mesh['tp']}", why, "set it to 0")
+    if config.precision == "fp16":
+        why = "gradients would be computed before they are scaled"
+        raise UserError(f"{what} precision='fp16'", why, "set precision to bf16, or it to 0")
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:

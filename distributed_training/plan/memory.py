@@ -37,9 +37,8 @@ SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 # The CUDA context with the kernels of torch and cuBLAS, and NCCL's buffers: outside of torch's
 # allocator. Both as nvidia-smi shows on an H200.
 CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 900 * 2**20
-# RAM of a process before it has a model: Python with torch, as measured on 2 cores, and with CUDA;
-# more with DeepSpeed, with layers split as DTensors, and where the process that trains has also
-# tokenised the text.
+# RAM of a process before it has a model, as measured on 2 cores, and with CUDA; more with
+# DeepSpeed, with layers split as DTensors, and where it has also tokenised the text.
 HOST_BYTES, CUDA_HOST_BYTES = 380 * 2**20, 1330 * 2**20
 DEEPSPEED_BYTES, TP_BYTES, TOKENISING_BYTES = 60 * 2**20, 100 * 2**20, 150 * 2**20
 SWAP_BYTES = 2  # a value of infinity's buffers, in fp32, too
@@ -272,17 +271,28 @@ class _Process:
             values * self.size.hidden_size * self.width + statistics * (mode != "full")
         )
 
+    def _logits(self) -> tuple[float, float, float]:
+        """Bytes (kept from forward to backward pass, at the worst moment, until a W to come)."""
+        rows, chunk = self.size.padded_vocab_size, self.config.loss_chunk_tokens
+        kind = "split" if self.tp > 1 else "compiled" if self.config.compile else "eager"
+        kept, worst = (LOGIT_BYTES if self.width == 2 else WIDE_LOGIT_BYTES)[kind]
+        count = self.tokens * rows / self.tp
+        if not chunk:
+            return kept * count, worst * count, SPLIT_LOGIT_BYTES * count
+        # Gradients of hidden states and output rows; these also in fp32, and of one chunk more.
+        hidden, beside = self.size.hidden_size, min(chunk, self.tokens) * (worst + self.width)
+        gradients = (self.tokens + rows) * hidden * self.width
+        return gradients, gradients + rows * (hidden * (4 + self.width) + beside), 0.0
+
     def _activations(self) -> tuple[float, float]:
         """(of blocks, of logits) at the fullest moment, following the process's own order."""
         blocks = self.plan.layout.blocks_per_stage
         each, hidden = self.block_bytes(), self.tokens * self.size.hidden_size * self.width
-        logits = self.tokens * self.size.padded_vocab_size / self.tp
-        kind = "split" if self.tp > 1 else "compiled" if self.config.compile else "eager"
-        kept, worst = (LOGIT_BYTES if self.width == 2 else WIDE_LOGIT_BYTES)[kind]
+        kept, worst, waits = self._logits()
         tapped = bool(self.config.compile)
         # Over tp the gradients of both sums are whole where what lies between layers is not.
         whole = 2 * (1 - self._between) * hidden
-        pending, waiting = (whole, 0) if tapped else (SPLIT_VALUES * hidden, SPLIT_LOGIT_BYTES)
+        pending, waiting = (whole, 0.0) if tapped else (SPLIT_VALUES * hidden, waits)
         backward = BACKWARD_VALUES * hidden / self.tp
         if self.config.activation_checkpointing != "none":
             backward += self.tokens * 34 * self.size.hidden_size * self.width / 2 / self.tp
@@ -291,20 +301,20 @@ class _Process:
             last = stage == len(blocks) - 1
             if action == "F":
                 held += blocks[stage] * each
-                held_logits += kept * logits * last
+                held_logits += kept * last
             during = (held + backward * (action in "BI"), held_logits)
             if last and action in "FBI":
-                during = (held, held_logits + (worst - kept) * logits)
+                during = (held, held_logits + worst - kept)
             most = max(most, during, key=sum)
             if stage == 0 and action in "IW" and not tapped:  # without inputs W does all
                 held -= blocks[stage] * each * (action == "W")
             elif action == "I":
                 held += blocks[stage] * pending
-                held_logits += (waiting - kept) * logits * last
+                held_logits += (waiting - kept) * last
             elif action == "B":
                 held -= blocks[stage] * each
-                held_logits -= kept * logits * last
+                held_logits -= kept * last
             elif action == "W":
                 held -= blocks[stage] * (each + pending)
-                held_logits -= waiting * logits * last
+                held_logits -= waiting * last
         return most

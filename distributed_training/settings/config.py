@@ -116,6 +116,8 @@ class RunConfig(Options):
         help="under fsdp: blocks whose parameters are gathered ahead of their use")
     activation_checkpointing: Literal["none", "full", "selective"] = spread("none",
         help="what is computed again for the backward pass instead of kept")
+    loss_chunk_tokens: CountOrZero = spread(0,
+        help="tokens whose logits are in memory at a time; 0: a micro-batch's")
     compile: bool | Auto = spread(AUTO,
         help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
     cuda_graphs: bool | Auto = spread(AUTO,

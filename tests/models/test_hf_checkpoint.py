@@ -7,11 +7,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distributed_training.models import ModelSpec
-from distributed_training.models.decoder import IGNORE_INDEX
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import load as load_hf_weights
 from distributed_training.models.gpt2 import save as save_hf_folder
+from distributed_training.models.loss import IGNORE_INDEX
 from tests.models.test_model import SIZE, random_batch, random_model
 from tests.support import refused
 

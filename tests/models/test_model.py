@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import IGNORE_INDEX, parameter_groups
+from distributed_training.models.decoder import parameter_groups
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.models.gpt2.model import GPT2
+from distributed_training.models.loss import IGNORE_INDEX
 from distributed_training.parallel.blocks import apply_checkpointing
 
 # 300 is not a multiple of 128: the embedding has 84 rows of padding.

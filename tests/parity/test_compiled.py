@@ -26,6 +26,7 @@ CASES = {
     # Code that Inductor generates is run in those above, in fp32; how it is called, in these.
     (2, "train_without_code"): {
         "zero3": {"strategy": "zero3", **cut(1)},
+        "fsdp-chunked": {"strategy": "fsdp", **cut(1), "loss_chunk_tokens": 50},
         "hybrid": {"strategy": "hybrid", **cut(4)},
     },
     (4, "train_without_code"): {

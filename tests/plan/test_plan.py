@@ -243,6 +243,7 @@ OPTIONS = {
     "bucket_cap_mb": st.none() | st.floats(0.01, 100),
     "fsdp_prefetch": st.integers(0, 3),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
+    "loss_chunk_tokens": st.sampled_from([0, 0, 0, 64]),
     "compile": st.sampled_from(["auto", True, False]),
     "cuda_graphs": st.sampled_from(["auto", True, False]),
     "async_tp": st.sampled_from(["auto", True, False]),

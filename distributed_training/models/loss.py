@@ -1,0 +1,97 @@
+"""The loss of a language model from its last hidden states: of all tokens at once, or in chunks.
+
+Letters in the shape comments: B batch, T tokens, D hidden, P rows of the output layer, N = B T.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+
+
+def summed_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar.
+    Rows from `vocab_size` on are padding."""
+    logits = mask_padding(F.linear(x, weight).float().flatten(0, -2), vocab_size)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [N, P], changed in place. Padding is not cut off, as GPUs are quicker with whole
+    rows of P numbers, each of which begins at an even address."""
+    if logits.shape[1] > vocab_size:
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        logits.masked_fill_(columns >= vocab_size, -torch.inf)
+    return logits
+
+
+class ChunkedCrossEntropy:
+    """As summed_cross_entropy, of so many tokens at a time: the logits of others are not there.
+
+    Their gradient is computed in the forward pass, with that of hidden states and output rows, as
+    they would have to be computed again for it. So nothing but those two is kept: [B, T, D] and
+    [P, D]. Compiled, softmax and gradient are one kernel; what calls it must not be compiled, or
+    the gradient would go back to the backward pass.
+    """
+
+    def __init__(self, tokens: int, *, compiled: bool) -> None:
+        self.tokens = tokens
+        compute = loss_and_gradient
+        self.compute = torch.compile(compute) if compiled else compute
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            return _Chunked.apply(x, weight, targets, vocab_size, self)
+        pieces = zip(x.flatten(0, -2).split(self.tokens), self._split(targets), strict=True)
+        each = [summed_cross_entropy(part, weight, aims, vocab_size) for part, aims in pieces]
+        return torch.stack(each).sum()
+
+    def _split(self, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return targets.flatten().split(self.tokens)
+
+    def gradients(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(summed loss, its gradients by x [N, D] and by weight [P, D])."""
+        of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=x.device)
+        chunks = (x.split(self.tokens), self._split(targets), of_x.split(self.tokens))
+        for part, aims, of_part in zip(*chunks, strict=True):
+            loss, of_logits = self.compute(F.linear(part, weight), aims, vocab_size)
+            total += loss
+            torch.mm(of_logits, weight, out=of_part)
+            of_weight += of_logits.t() @ part
+        return total, of_x, of_weight.to(weight.dtype)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, loss):  # type: ignore[no-untyped-def]
+        total, *gradients = loss.gradients(x.flatten(0, -2), weight, targets, vocab_size)
+        ctx.save_for_backward(gradients[0].view_as(x), gradients[1])
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):  # type: ignore[no-untyped-def]
+        of_x, of_weight = ctx.saved_tensors
+        return of_x * scale, of_weight * scale, None, None, None
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [N, P], targets [N] -> (summed loss, fp32 scalar; its gradient, like the logits)."""
+    z = mask_padding(logits.float(), vocab_size)
+    normaliser = torch.logsumexp(z, -1, keepdim=True)
+    counts = (targets != IGNORE_INDEX)[:, None]
+    right = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+    of_target = torch.where(right, z, 0.0).sum(-1, keepdim=True)
+    loss = torch.where(counts, normaliser - of_target, 0.0).sum()
+    gradient = torch.where(counts, torch.exp(z - normaliser) - right.float(), 0.0)
+    return loss, gradient.to(logits.dtype)

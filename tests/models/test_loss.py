@@ -1,0 +1,56 @@
+"""The loss in chunks against the loss of all tokens at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_training.models.loss import IGNORE_INDEX, ChunkedCrossEntropy, summed_cross_entropy
+
+BATCH, TOKENS, HIDDEN, ROWS, VOCABULARY = 3, 20, 8, 128, 100
+
+
+def values():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, TOKENS, HIDDEN, generator=generator, requires_grad=True)
+    weight = torch.randn(ROWS, HIDDEN, generator=generator, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
+    targets[0, :7] = targets[2] = IGNORE_INDEX
+    return x, weight, targets
+
+
+def result(loss, x, weight, targets):
+    """Loss and gradients of twice the loss."""
+    total = loss(x, weight, targets, VOCABULARY)
+    gradients = torch.autograd.grad(2 * total, (x, weight))
+    return total.detach(), *gradients
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 20, 60, 1000])
+def test_loss_and_gradients_are_those_of_all_tokens_at_once(tokens):
+    expected = result(summed_cross_entropy, *values())
+    found = result(ChunkedCrossEntropy(tokens, compiled=False), *values())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not found[2][VOCABULARY:].any(), "padding has no gradient"
+    assert not found[1][2].any(), "nor what is before a target that does not count"
+
+
+def test_without_gradients_the_loss_is_the_same():
+    expected = summed_cross_entropy(*values(), VOCABULARY)
+    with torch.no_grad():
+        found = ChunkedCrossEntropy(7, compiled=False)(*values(), VOCABULARY)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_nothing_as_large_as_the_logits_is_kept():
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ChunkedCrossEntropy(7, compiled=False)(*values(), VOCABULARY)
+    assert sorted(kept) == sorted([BATCH * TOKENS * HIDDEN, ROWS * HIDDEN])
