@@ -117,7 +117,7 @@ class NativeEngine(base.Engine):
         apply_checkpointing(part, config.activation_checkpointing)
         apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
-            apply_compile(part, ends=topology.tp == 1)
+            apply_compile(part, ends=topology.tp == 1, whole=config.compile == "whole")
         if self.copies_only and topology.world_size > 1:
             return self._replicate(part)
         if topology.dp_size > 1:

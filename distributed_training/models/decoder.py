@@ -75,11 +75,15 @@ class Decoder(nn.Module):
         input_ids[:, t]. Stages but the first take hidden states [B, T, D], and stages but the last
         return them.
         """
-        if self.is_first:
-            x = self.enter(x)
+        x = self.hidden(x)
+        return self.leave(x, targets) if self.is_last else x
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """Token ids, or hidden states, of a stage -> what its last block returns, [B, T, D]."""
+        x = self.enter(x) if self.is_first else x
         for block in self.blocks.values():
             x = block(x)
-        return self.leave(x, targets) if self.is_last else x
+        return x
 
     def enter(self, ids: torch.Tensor) -> torch.Tensor:
         """What precedes the blocks, [B, T] -> [B, T, D]."""

@@ -36,15 +36,19 @@ def apply_chunked_loss(model: Decoder, tokens: int, *, compiled: bool) -> None:
         model.loss = ChunkedCrossEntropy(tokens, compiled=compiled)
 
 
-def apply_compile(model: Decoder, *, ends: bool) -> None:
+def apply_compile(model: Decoder, *, ends: bool, whole: bool = False) -> None:
     """Compile every block's forward, all of which share one graph, and what follows the last norm,
     in place. With `ends`, what precedes and follows the blocks, too: not where ZeRO-3's hooks
-    run around embedding and last norm. A loss in chunks has compiled its own part."""
-    for block in model.blocks.values():
-        block.forward = torch.compile(block.forward)
+    run around embedding and last norm. With `whole`, all up to the last norm as one graph, which
+    fuses what lies between blocks. A loss in chunks has compiled its own part."""
     chunked = isinstance(model.loss, ChunkedCrossEntropy)
-    if ends:
-        model.enter = torch.compile(model.enter)
+    if whole:
+        model.hidden = torch.compile(model.hidden)  # type: ignore[method-assign]
+    else:
+        for block in model.blocks.values():
+            block.forward = torch.compile(block.forward)
+        if ends:
+            model.enter = torch.compile(model.enter)
     if ends and not chunked:
         model.leave = torch.compile(model.leave)
     elif ends and model.is_last:

@@ -5,6 +5,7 @@ No torch import.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from distributed_training.models import ModelSize, find_model
@@ -123,18 +124,26 @@ def _choose_compile(
     strategy: Strategy,
     mesh: Mapping[str, int],
     notes: list[str],
-) -> bool:
+) -> bool | str:
     obstacle = ""
     # Where compiled blocks would be wrong or fail.
     if strategy.offload_device("param") != "none":
         obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
     elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
         obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"
-    if config.compile is True and obstacle:
-        what = f"compile=True does not work with {obstacle}"
+    if config.compile == "whole" and not obstacle:
+        count = math.prod(mesh.values())
+        if count > 1:
+            obstacle = f"{count} processes, whose exchanges begin with each block"
+        elif strategy.traits.takes_deepspeed_json:
+            obstacle = f"strategy={config.strategy!r}: DeepSpeed's hooks are between blocks"
+        elif config.activation_checkpointing != "none":
+            obstacle = f"activation_checkpointing={config.activation_checkpointing!r}"
+    if config.compile in (True, "whole") and obstacle:
+        what = f"compile={config.compile!r} does not work with {obstacle}"
         raise UserError(what, fix="set compile to auto or False")
     if config.compile != AUTO:
-        return bool(config.compile)
+        return config.compile
     able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
     if able and obstacle:
         notes.append(f"not compiled: {obstacle}")

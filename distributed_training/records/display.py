@@ -143,7 +143,7 @@ def _precision(dtypes: dict[str, str], config: dict[str, Any]) -> str:
     kinds = {dtypes.get(what) for what in ("arithmetic", "parameters", "gradients", "reduction")}
     text = "{arithmetic} arithmetic; parameters {parameters}; gradients {gradients}"
     text = "fp32" if kinds == {"fp32"} else text.format(**dtypes)
-    text += "; compiled (the first step takes a while)" * config["compile"]
+    text += "; compiled (the first step takes a while)" * bool(config["compile"])
     return text + "; one CUDA graph a step" * config.get("cuda_graphs", False)
 
 

@@ -118,8 +118,9 @@ class RunConfig(Options):
         help="what is computed again for the backward pass instead of kept")
     loss_chunk_tokens: CountOrZero = spread(0,
         help="tokens whose logits are in memory at a time; 0: a micro-batch's")
-    compile: bool | Auto = spread(AUTO,
-        help="torch.compile; auto: on GPUs of compute capability 7.0 and more")
+    compile: bool | Literal["auto", "whole"] = spread(AUTO,
+        help="torch.compile, once for all blocks; whole: all of the model, on one process; "
+        "auto: on GPUs of compute capability 7.0 and more")
     cuda_graphs: bool | Auto = spread(AUTO,
         help="launch a training step as one CUDA graph; auto: wherever that is correct")
     eval_every: CountOrZero = kept(0, aliases=("eval_steps",),

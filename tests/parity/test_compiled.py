@@ -23,6 +23,9 @@ CASES = {
         },
         "pp2-zb-h1": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-h1"},
     },
+    (1, "train"): {
+        "whole": {"strategy": "dp", **cut(1), "compile": "whole", "loss_chunk_tokens": 100},
+    },
     # Code that Inductor generates is run in those above, in fp32; how it is called, in these.
     (2, "train_without_code"): {
         "zero3": {"strategy": "zero3", **cut(1)},

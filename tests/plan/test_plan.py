@@ -244,7 +244,7 @@ OPTIONS = {
     "fsdp_prefetch": st.integers(0, 3),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
     "loss_chunk_tokens": st.sampled_from([0, 0, 0, 64]),
-    "compile": st.sampled_from(["auto", True, False]),
+    "compile": st.sampled_from(["auto", True, False, "whole"]),
     "cuda_graphs": st.sampled_from(["auto", True, False]),
     "async_tp": st.sampled_from(["auto", True, False]),
     "shared_disk": st.booleans(),

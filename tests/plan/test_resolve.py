@@ -188,6 +188,20 @@ def test_layouts_that_cannot_be_compiled(values, words):
 
 
 @pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "dp", "world_size": 2}, "2 processes, whose exchanges begin with each block"),
+        ({"strategy": "zero1"}, "strategy='zero1': DeepSpeed's hooks"),
+        ({"strategy": "dp", "activation_checkpointing": "full"}, "activation_checkpointing='full'"),
+    ],
+)
+def test_where_the_model_cannot_be_compiled_as_a_whole(values, words):
+    with refused(f"compile='whole' does not work with {words}", "auto or False"):
+        decide(gpu(), compile="whole", **values)
+    assert decide(gpu(), strategy="fsdp", compile="whole")[0].config.compile == "whole"
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"strategy": "pp", "pipeline_schedule": "interleaved"},
