@@ -66,12 +66,12 @@ def test_a_plan_of_results_is_input(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     assert compare(monkeypatch, *words, "--seeds", "2") == 0
     first, *runs = capsys.readouterr().out.splitlines()
-    assert first.startswith("10 runs with 4 processes each")
-    assert [line.split("strategy=")[1].split()[0] for line in runs] == [
-        "dp", "zero2", "zero1", "zero3", "fsdp"
-    ] * 2  # fmt: skip
+    names = [run["strategy"] for run in json.loads((ROOT / words[0]).read_text())["runs"]]
+    assert first.startswith(f"{2 * len(names)} runs with 4 processes each")
+    assert [line.split("strategy=")[1].split()[0] for line in runs] == names * 2
     assert all("learning_rate=0.5 " in line for line in runs)
-    assert [line.endswith("seed=43") for line in runs] == [False] * 5 + [True] * 5
+    count = len(names)
+    assert [line.endswith("seed=43") for line in runs] == [False] * count + [True] * count
 
 
 @pytest.mark.parametrize(
