@@ -34,8 +34,7 @@ class ChunkedCrossEntropy:
 
     Their gradient is computed in the forward pass, with that of hidden states and output rows, as
     they would have to be computed again for it. So nothing but those two is kept: [B, T, D] and
-    [P, D]. Compiled, softmax and gradient are one kernel; what calls it must not be compiled, or
-    the gradient would go back to the backward pass.
+    [P, D]. What calls it must not be compiled, or the gradient would go back to the backward pass.
     """
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:

@@ -114,33 +114,38 @@ class HostMemory:
     """Memory for copies of parts, which training goes on beside: found and page-locked in a thread,
     as this takes seconds, and kept from one copy to the next."""
 
-    def __init__(self, num_bytes: int, *, page_lock: bool) -> None:
-        """Page-locked, where the driver does that, copies from GPUs go at the link's speed."""
+    def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
+        """Page-locked for a GPU, where the driver does that: copies go at the link's speed."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self.page_lock = page_lock
-        self._finding = threading.Thread(target=self._find, daemon=True)
+        self.page_locked = False
+        self._finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
         self._finding.start()
 
-    def _find(self) -> None:
-        if not self.page_lock:
+    def _find(self, gpu: torch.device | None) -> None:
+        if gpu is None:
             return
+        torch.cuda.set_device(gpu)  # a thread's own choice; else the driver would open the first
         self.memory.zero_()  # the kernel hands out pages as they are first written to
         address, runtime = self.memory.data_ptr(), torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
-        self.page_lock = code == runtime.cudaError.success
-        if self.page_lock:
+        self.page_locked = code == runtime.cudaError.success
+        if self.page_locked:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+
+    def wait(self) -> None:
+        """Until the memory has been found."""
+        self._finding.join()
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
         """The parts as they are now, in place of those that were copied here before."""
-        self._finding.join()
+        self.wait()
         copies: list[Part] = []
         first = 0
         with _stream_of_its_own():
             for part in parts:
                 after = first + _bytes_held(part)
                 here = self.memory[first : first + _bytes_of(part)].view(part.dtype).view(part.size)
-                here.copy_(part.get().detach(), non_blocking=self.page_lock)
+                here.copy_(part.get().detach(), non_blocking=self.page_locked)
                 copies.append(replace(part, get=functools.partial(lambda held: held, here)))
                 first = after
         return copies

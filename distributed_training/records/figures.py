@@ -236,7 +236,7 @@ def _medium(records: Path) -> dict[str, Record]:
 
 
 def _xl(records: Path) -> list[Record]:
-    """Pipelines of gpt2-xl's size over four GPUs, launched op by op."""
+    """gpt2-xl's size on four GPUs, most of it over pipelines, launched op by op."""
     return _read(records / "h200-x4-layouts")
 
 

@@ -19,7 +19,7 @@ _START: dict[str, Callable[[Record], str]] = {
     "processes": lambda r: str(r.world_size),
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
-    "compile": lambda r: "yes" if r.config["compile"] else "no",
+    "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
     "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
     "compression": lambda r: r.config.get("gradient_compression", "none"),
     "steps": lambda r: f"{r.step} of {r.num_steps}",

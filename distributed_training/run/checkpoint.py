@@ -9,7 +9,6 @@ until they are written.
                                 but ranks of other nodes write
 
 Without a shared disk each node has the files of its own ranks, and meta.json.
-
 The sampler needs no file: its position is the step. plan/resume.py finds and checks checkpoints.
 """
 
@@ -59,13 +58,14 @@ class Saver:
         self.plan, self.topology, self.saved = plan, topology, saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
         self._memory: HostMemory | None = None
+        # Where the state itself is in host memory, that may grow scarce.
+        self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
-        """On GPUs, begin to find memory for copies of the state, which is all there after the first
-        step: the first save need not wait for it. Collective."""
-        if self.topology.device_type == "cuda" and self.plan.config.checkpoint_every != 0:
+        """Begin to find memory, once all of the state is there, for the first save. Collective."""
+        if self._keeps and self.plan.config.checkpoint_every != 0:
             self._find_memory(_parts_to_write(engine, self.plan, self.topology))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
@@ -81,8 +81,8 @@ class Saver:
         if self._memory is not None:
             parts = self._memory.copy(parts)
         meta = _describe(engine, self.plan, step, data_fingerprint)
-        page_locked = self._memory is not None and self._memory.page_lock
-        self._row = {"step": step, "copied": self._memory is not None, "page_locked": page_locked}
+        self._row = {"step": step, "copied": (memory := self._memory) is not None}
+        self._row["page_locked"] = bool(memory and memory.page_locked)
         ending = self._ending = Future()
         arguments = (parts, writing, meta, self.plan, self.topology, self._group)
         if self._memory is not None:
@@ -96,10 +96,11 @@ class Saver:
         needed, held = bytes_to_copy(parts), self._memory
         if all(assemble.gather(held is not None and len(held.memory) >= needed)):
             return
-        self._memory = held = None  # freed before more is asked for
+        if held is not None:  # freed before more is asked for
+            held.wait()
+        self._memory = held = None
         if all(assemble.gather(_has_room(needed, self.plan))):
-            on_gpu = self.topology.device_type == "cuda"
-            self._memory = HostMemory(needed, page_lock=on_gpu)
+            self._memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
     def under_way(self) -> bool:
         """Whether `finish` has something to do."""
@@ -117,7 +118,7 @@ class Saver:
         try:
             folder = ending.result()
         finally:
-            if self.topology.device_type == "cpu":  # the state's own memory, which may grow scarce
+            if not self._keeps:
                 self._memory = None
         self._row["stall_s"] += time.monotonic() - began
         self.saved(folder, self._row)

@@ -28,7 +28,7 @@ SIGNS_OF_LOSS = (
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, none of one's quota, of one's limit
 # What torch.save says instead.
 SIGNS_OF_A_FULL_DISK = ("file write failed", "PytorchStreamWriter failed", "unexpected pos")
-CHUNK = 4096  # tokens of a loss that are enough to keep a GPU busy
+CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/variants.json)
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
@@ -107,9 +107,9 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     fixes = {
         f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
+        f"max_length={config.max_length // 2}": config.max_length > 128,
         f"loss_chunk_tokens={CHUNK}": micro * config.max_length > CHUNK
             and not config.loss_chunk_tokens and topology.tp == 1 and config.precision != "fp16",
-        f"max_length={config.max_length // 2}": config.max_length > 128,
         "strategy=zero3 or fsdp (they divide the state; activations stay)":
             not plan.strategy.divides_parameters and topology.world_size > 1,
         "strategy=offload": not plan.strategy.steps_on_host,

@@ -10,6 +10,7 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
+from distributed_training.models.loss import ChunkedCrossEntropy
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from tests.support import cpu_topology, small_plan
 
@@ -48,3 +49,18 @@ def test_resuming_restores_adams_moments(plan, tmp_path):
     train(resumed, 2)
     for ours, theirs in zip(engine.parameters, resumed.parameters, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [0, 8])
+@pytest.mark.parametrize("compiled", [False, True, "whole"])
+def test_what_is_compiled_and_which_loss_is_used(tokens, compiled, tmp_path, monkeypatch):
+    """Methods that are replaced lie in the modules' own dictionaries."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    plan = small_plan(tmp_path, compile=compiled, loss_chunk_tokens=tokens)
+    (part,) = build_engine(plan).parts.values()
+    blocks = ["forward" in vars(block) for block in part.blocks.values()]
+    assert blocks == [compiled is True] * len(blocks)
+    assert ("hidden" in vars(part)) == (compiled == "whole")
+    assert ("leave" in vars(part)) == (compiled is not False and not tokens)
+    assert ("forward" in vars(part.norm_out)) == (compiled is not False and tokens > 0)
+    assert isinstance(part.loss, ChunkedCrossEntropy) == (tokens > 0)

@@ -10,7 +10,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from distributed_training.parallel.tensor_files import TensorFiles, part_of, write_parts
+from distributed_training.parallel.tensor_files import (
+    HostMemory,
+    TensorFiles,
+    bytes_to_copy,
+    part_of,
+    write_parts,
+)
 
 SHAPE = (11, 6)
 WHOLE = torch.arange(66.0).view(SHAPE)
@@ -89,3 +95,39 @@ def test_missing_and_foreign_tensors_are_not_read(tmp_path):
         saved.read(part_of("other", WHOLE, SHAPE, (0, 0)))
     with pytest.raises(ValueError, match=r"\[11, 6\] instead of \[6, 11\]"):
         saved.read(part_of("w", WHOLE.t(), SHAPE[::-1], (0, 0)))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_memory_for_copies_is_page_locked_where_the_driver_does_that(locks, monkeypatch):
+    calls = []
+
+    class Runtime:
+        class cudaError:
+            success = 0
+
+        def cudaHostRegister(self, *arguments):
+            calls.append(arguments)
+            return 0 if locks else 1
+
+        def cudaHostUnregister(self, address):
+            calls.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    tensors = [torch.arange(5.0), torch.arange(3, dtype=torch.uint8), torch.tensor(7.0)]
+    parts = [
+        part_of(f"{i}", tensor, tensor.shape, (0,) * tensor.dim())
+        for i, tensor in enumerate(tensors)
+    ]
+    memory = HostMemory(bytes_to_copy(parts), torch.device("cuda", 3))
+    first = memory.copy(parts)
+    tensors[0].zero_()
+    assert [part.get().tolist() for part in first] == [[0, 1, 2, 3, 4], [0, 1, 2], 7]
+    (again, *_) = memory.copy(parts)
+    assert again.get().tolist() == [0] * 5
+    address = memory.memory.data_ptr()
+    assert all(address <= part.get().data_ptr() < address + 3 * 64 for part in first)
+    assert memory.page_locked == locks
+    del memory
+    locked = [torch.device("cuda", 3), (address, 3 * 64, 0)]
+    assert calls == locked + [address] * locks

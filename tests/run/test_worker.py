@@ -83,17 +83,17 @@ def test_dividing_is_advised_where_it_would_help(
 @pytest.mark.parametrize(
     ("values", "advised"),
     [
-        ({"batch_size": 64, "max_length": 128}, True),
-        ({"batch_size": 32, "max_length": 128}, False),
-        ({"batch_size": 64, "max_length": 128, "loss_chunk_tokens": 4096}, False),
-        ({"batch_size": 64, "max_length": 128, "strategy": "tp"}, False),
+        ({"batch_size": 128, "max_length": 128}, True),
+        ({"batch_size": 64, "max_length": 128}, False),
+        ({"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 4096}, False),
+        ({"batch_size": 128, "max_length": 128, "strategy": "tp"}, False),
     ],
 )
 def test_a_loss_in_chunks_is_advised_where_it_is_long(values, advised, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
     plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=2, **values)
     text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
-    assert ("; --set loss_chunk_tokens=4096; " in text) == advised
+    assert ("; --set loss_chunk_tokens=8192; " in text) == advised
 
 
 PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
