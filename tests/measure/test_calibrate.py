@@ -12,7 +12,13 @@ import torch
 
 from distributed_training.measure import calibrate, harness
 from distributed_training.measure import clock as clock_module
-from distributed_training.plan.rates import HostCosts, cpu_rates, from_calibration, tiled
+from distributed_training.plan.rates import (
+    COMPILED_BLOCK_S,
+    HostCosts,
+    cpu_rates,
+    from_calibration,
+    tiled,
+)
 from distributed_training.plan.speed import estimate_step
 from tests.conftest import heavy_pool
 from tests.plan.helpers import CPU_CALIBRATION, plan_for
@@ -112,7 +118,7 @@ def test_rates_are_those_that_the_measured_times_mean():
         "matrix_products": products,
         "memory_bytes_per_s": {"add": 9.0, "gelu": 1e12, "adamw": 1e12},
         "attention": attention,
-        "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * 1.36e-3},
+        "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * COMPILED_BLOCK_S},
         "collectives": between,
     }
     base = dataclasses.replace(cpu_rates(2, 1), num_sms=100, host=HostCosts(), on_host=False)

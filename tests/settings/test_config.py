@@ -249,7 +249,8 @@ def test_bad_value_is_refused_with_key_value_and_rule(name, value, tmp_path):
         ("num_samples", 0, ">= 1 or -1"),
         ("max_grad_norm", "x", "or None"),
         ("num_microbatches", 0, 'a whole number >= 1 or "auto"'),
-        ("compile", 3, 'True or False or "auto"'),
+        ("cuda_graphs", 3, 'True or False or "auto"'),
+        ("compile", 3, "True or False or one of auto, whole"),
     ],
 )
 def test_rule_says_what_to_type(name, value, rule):
