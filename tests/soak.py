@@ -43,6 +43,7 @@ WORKER = ROOT / "tests" / "soak_worker.py"
 NUM_STEPS, SAVED_EVERY, HANG_S = 40, 8, 40
 FAULTS_A_MISSION = 3
 LIMIT_S, RESERVE_S = 200.0, 110.0  # of one start; before the end no fault begins any more
+WEEK_S = 7 * 86400.0  # subprocess takes no infinite limit
 TOLERANCE = 1e-4  # of a weight's 2-norm
 TWO_STAGES = {"grad_accum_steps": 2, "batch_size": 2}
 # Strategy -> (processes, CONFIG).
@@ -465,7 +466,7 @@ def read_weights(runs: Path) -> dict[str, Any]:
 def soak(
     seed: int,
     num_faults: int,
-    seconds: float = float("inf"),
+    seconds: float = WEEK_S,
     *,
     jobs: int = 1,
     strategies: Sequence[str] = tuple(STRATEGIES),
@@ -500,7 +501,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--faults", type=int, default=10**6, help="end after so many")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seconds", type=float, default=WEEK_S)
     parser.add_argument("--jobs", type=int, default=1, help="missions at a time")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS)
