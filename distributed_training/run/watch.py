@@ -41,6 +41,7 @@ _WAITING = (
     "torch.distributed.", "torch.autograd.", "torch.nn.parallel.", "torch._ops",
     "deepspeed.comm.", "deepspeed.runtime.zero.", "deepspeed.runtime.pipe.",
 )  # fmt: skip
+_WRAPPER = "deepspeed.utils.nvtx"  # of DeepSpeed's functions, those that wait among them
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # set by torchrun, by deepspeed
 
 
@@ -116,8 +117,9 @@ class Watch:
         frame, waits, where = sys._current_frames().get(self.main), None, ""
         while frame is not None:
             file = frame.f_code.co_filename
-            if waits is None:  # the innermost one
-                waits = str(frame.f_globals.get("__name__")).startswith(_WAITING)
+            module = str(frame.f_globals.get("__name__"))
+            if waits is None and module != _WRAPPER:  # the innermost one
+                waits = module.startswith(_WAITING)
             if "distributed_training/" in file:
                 where = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 break

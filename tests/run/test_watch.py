@@ -28,16 +28,25 @@ def watch():
         ("deepspeed.comm.torch", True),
         ("deepspeed.ops.adam.cpu_adam", False),
         ("deepspeed.runtime.swap_tensor.async_swapper", False),
+        # What DeepSpeed wraps its functions in says nothing about them.
+        ("deepspeed.runtime.zero.partition_parameters > deepspeed.utils.nvtx", True),
+        ("deepspeed.ops.adam.cpu_adam > deepspeed.utils.nvtx", False),
         ("distributed_training.engines.deepspeed", False),
         ("__main__", False),
     ],
 )
 def test_whether_it_waits_for_others(watch, module, waits):
-    gate, there = threading.Lock(), {"__name__": module}
-    there["gate"] = gate
+    *callers, inner = module.split(" > ")
+    gate = threading.Lock()
+    there = {"__name__": inner, "gate": gate}
     exec("def inside():\n    gate.acquire()", there)
+    target = there["inside"]
+    for caller in callers:
+        above = {"__name__": caller, "target": target}
+        exec("def outside():\n    target()", above)
+        target = above["outside"]
     with gate:
-        thread = threading.Thread(target=there["inside"], daemon=True)
+        thread = threading.Thread(target=target, daemon=True)
         thread.start()
         while sys._current_frames()[thread.ident].f_code.co_name != "inside":
             time.sleep(0.001)
