@@ -94,10 +94,7 @@ class Trainer:
         if self.step + 1 == self._passed_over:
             self._pass_over()
         else:
-            first = not self._warm
             self._update()
-            if first:
-                self.saver.prepare(self.engine)
         stop, flush = self._agree()
         last = self.step == self.num_steps
         epoch_ends = last or self.step % steps_per_epoch == 0
@@ -129,6 +126,8 @@ class Trainer:
         self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
         self.step_ended()
+        if not self._warm:
+            self.saver.prepare(self.engine)
         self._warm = True
         self.history.step += 1
 
@@ -153,14 +152,12 @@ class Trainer:
         ):
             row |= {
                 "num_targets": result.num_targets,
-                "skipped": result.skipped,
+                "skipped": result.skipped or bool(fault and config.on_nonfinite == "skip"),
                 "loss": loss_sum / result.num_targets,
                 "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
                 "step_time_s": seconds,
                 "tokens_per_s": row["num_tokens"] / seconds,
             }
-            if fault and config.on_nonfinite == "skip":
-                row["skipped"] = True
             if row["skipped"]:
                 self.history.skipped_steps.append(row["step"])
             if fault or not math.isfinite(loss_sum):
