@@ -57,7 +57,7 @@ CONFIG = {
     "fsdp_prefetch": 1,  # with fsdp: blocks whose parameters are gathered ahead of their use
     "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
     "loss_chunk_tokens": 0,  # whose logits are in memory at a time; 0: a micro-batch's
-    "compile": "auto",  # torch.compile; auto: on GPUs; whole: the model as one graph, on one process
+    "compile": "auto",  # torch.compile; auto: on GPUs; whole: as one graph, on one process
     "cuda_graphs": "auto",  # a training step as one launch; auto: where that is correct
     # What is looked at and kept.
     "eval_every": 0,  # steps between evaluations; 0: at each epoch's end only
