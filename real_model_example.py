@@ -51,7 +51,7 @@ CONFIG = {
     "pp": None,  # processes that the layers are dealt out to
     "sequence_parallel": True,  # with tp: split what lies between the split layers, too
     "async_tp": "auto",  # with tp, compiled: exchange while a product computes
-    "pipeline_schedule": "auto",  # gpipe, 1f1b, interleaved, zb-h1, zb-v: with pp
+    "pipeline_schedule": "auto",  # gpipe, 1f1b, interleaved, zb-h1, zb-v, zb-auto: with pp
     "pipeline_cut": None,  # blocks of each stage, "7,7,7,3"; None: equal estimated cost
     "bucket_cap_mb": None,  # with dp: MiB of gradients averaged together; None: PyTorch's, 25
     "fsdp_prefetch": 1,  # with fsdp: blocks whose parameters are gathered ahead of their use

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distributed_training.plan.cost import SCHEDULES
-from distributed_training.plan.orders import build_orders, simulate
+from distributed_training.plan.orders import Order, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -28,13 +28,16 @@ def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def explain(
-    idle: dict[str, Any], pipeline: dict[str, Any], stage_ranks: Sequence[int]
+    idle: dict[str, Any],
+    pipeline: dict[str, Any],
+    orders: Sequence[Order],
+    stage_ranks: Sequence[int],
 ) -> dict[str, float]:
     """Shares of the phase whose sum is the idle share: of the schedule's formula; of operations
     that take longer than others (an exact simulation with each stage's median times, in which
     messages take none); of messages and waiting (what is idle between operations beyond that); of
-    gaps within operations. `stage_ranks`: the rank of each stage."""
-    schedule, m = pipeline["schedule"], pipeline["num_microbatches"]
+    gaps within operations. `orders`: of each rank; `stage_ranks`: the rank of each stage."""
+    schedule = pipeline["schedule"]
     between, formula = idle["between_operations"], pipeline["ideal_bubble"] or 0.0
     seconds = {}
     for name, took in between["operations_s"].items():
@@ -42,7 +45,6 @@ def explain(
         if kind == "B" and SCHEDULES[schedule].splits_backward:
             kind = "I"
         seconds[kind, int(stage)] = took
-    orders = build_orders(schedule, max(stage_ranks) + 1, m)
     length, busy = simulate(orders, seconds, stage_ranks, message_s=0.0)
     simulated = 1 - sum(busy) / len(busy) / length
     return {

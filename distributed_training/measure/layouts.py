@@ -37,6 +37,7 @@ from distributed_training.measure.bubble import bubble, explain
 from distributed_training.measure.runs import Measured, Runs, collect, read_plan
 from distributed_training.measure.spans import length, union
 from distributed_training.parallel.pipeline import Pipeline
+from distributed_training.plan.stages import find_orders
 from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
@@ -194,7 +195,7 @@ def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
     if topology.rank == 0:
         start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data)
         found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
-        found["stage_ranks"] = run.plan.layout.ranks
+        found["order"] = find_orders(run.plan), run.plan.layout.ranks
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(
             timer.durations_s(),
@@ -219,12 +220,12 @@ def build_record(
 ) -> dict[str, Any]:
     """The record of a run from what its ranks measured and what was left in their memory before and
     after it."""
-    start, performance, stage_ranks = map(ranks[0].pop, ("start", "performance", "stage_ranks"))
+    start, performance, order = map(ranks[0].pop, ("start", "performance", "order"))
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
     leave_out_left_over(memory, before, after)
     idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
     if idle is not None and "between_operations" in idle:
-        idle["parts"] = explain(idle, start["pipeline"], stage_ranks)
+        idle["parts"] = explain(idle, start["pipeline"], *order)
     ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
     record.update(**ended, performance=performance, memory=memory, bubble=idle)

@@ -16,10 +16,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.private import TwoWayStage, foreach_copy_
+from distributed_training.parallel.private import GivenOrder, TwoWayStage, foreach_copy_
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan import cost
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.stages import expect_spans, find_orders
 from distributed_training.plan.topology import Topology
 
 SCHEDULES: dict[str, Any] = {
@@ -28,6 +29,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": get_schedule_class("Interleaved1F1B"),
     "zb-h1": get_schedule_class("InterleavedZeroBubble"),  # with one stage a rank
     "zb-v": get_schedule_class("ZBVZeroBubble"),
+    "zb-auto": GivenOrder,
 }
 
 
@@ -65,12 +67,15 @@ class Pipeline:
             shape: Any = (stage, index, len(ranks), device, given, made)
             wrapped.append(TwoWayStage(*shape, group=group, dw_builder=later))
             wrapped[-1].other = other
-        kind = SCHEDULES[config.pipeline_schedule]
+        kind, order = SCHEDULES[config.pipeline_schedule], dict[str, Any]()
+        if issubclass(kind, GivenOrder):
+            order = {"orders": find_orders(plan), "spans": expect_spans(plan)}
         self.schedule = kind(
             wrapped[0] if issubclass(kind, PipelineScheduleSingle) else wrapped,
             n_microbatches=plan.batch.num_microbatches,
             loss_fn=lambda output, _target: output * self._scale,
             scale_grads=False,
+            **order,
         )
 
     def forward_backward(

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble, _Action, _ComputationType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from distributed_training.plan.orders import Operation, Order
 
 # Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
 foreach_copy_ = torch._foreach_copy_
@@ -78,6 +81,65 @@ class TwoWayStage(PipelineStage):
         """Nothing with ourselves (where a V turns): torch 2.11 sends it, and gloo fails."""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.peer != dist.get_rank()]
+
+
+class GivenOrder(ScheduleZBVZeroBubble):
+    """Two stages a process in a V, whose processes work in given orders.
+
+    Messages are sent and awaited in the order in which they are made by `spans`. torch's own order
+    takes all operations for equally long: a receive that comes too early holds up what is ready.
+    """
+
+    def __init__(
+        self,
+        stages: list[Any],
+        orders: Sequence[Order],
+        spans: Mapping[Operation, tuple[float, float]],
+        **options: Any,
+    ) -> None:
+        self.orders = orders
+        super().__init__(stages, **options)
+        self.pipeline_order_with_comms = {
+            rank: _in_order_of_messages(actions, spans)
+            for rank, actions in self.pipeline_order_with_comms.items()
+        }
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
+        return [
+            _Action(stage, _COMPUTING[kind], number) for kind, stage, number in self.orders[rank]
+        ]
+
+
+_Type = _ComputationType
+_COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
+_KINDS = {kind: name for name, kind in _COMPUTING.items()}
+# (what makes a message, by how many stages before the one that the action names)
+_MESSAGES = {
+    _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
+}  # fmt: skip
+
+
+def _in_order_of_messages(
+    actions: list[_Action], spans: Mapping[Operation, tuple[float, float]]
+) -> list[_Action]:
+    """Each message before what its process does when it is made, and after what makes it."""
+    messages = []
+    for action in actions:
+        if action.computation_type in _MESSAGES:
+            kind, before = _MESSAGES[action.computation_type]
+            maker = (kind, action.stage_index - before, action.microbatch_index)
+            messages.append((spans[maker][1], maker, action))
+    messages.sort(key=lambda message: message[:2], reverse=True)
+    found = []
+    for action in actions:
+        if action.computation_type in _KINDS:
+            doing = _KINDS[action.computation_type], action.stage_index, action.microbatch_index
+            begin, end = spans[doing]
+            while messages and (messages[-1][0] < end or messages[-1][0] <= begin):
+                found.append(messages.pop()[2])
+        if action.computation_type not in _MESSAGES:
+            found.append(action)
+    return found + [message[2] for message in reversed(messages)]
 
 
 class CutWhereTold:

@@ -99,6 +99,7 @@ class Schedule:
     stages_per_rank: int = 1
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
+    searched: bool = False  # an order for what this model's operations take (plan/search.py)
     minimum: Callable[[int], int] = lambda p: 1  # p -> fewest micro-batches
     equal_rounds: bool = False  # m micro-batches make max(1, m // p) rounds of equal length
 
@@ -144,6 +145,14 @@ SCHEDULES: dict[str, Schedule] = {
         stages_per_rank=2,
         v_shaped=True,
         splits_backward=True,
+    ),
+    "zb-auto": Schedule(  # where operations take equally long, no order is shorter than zb-v's
+        bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
+        kept=lambda p, m: min(p + 1, m),
+        stages_per_rank=2,
+        v_shaped=True,
+        splits_backward=True,
+        searched=True,
     ),
 }
 # Without a pipeline micro-batches follow each other.

@@ -20,9 +20,13 @@ BACKWARD_ATTENTION = 2.5  # FLOPs of its backward pass by those of the forward o
 FORWARD_VALUES, BACKWARD_VALUES = (10, 10), (14, 25)
 EAGER = 1.95  # times as many without torch.compile (pp4 1f1b m16 of gpt2-medium, both ways)
 KERNELS = {"F": 9, "B": 22}  # of a compiled block
-LOGIT_BYTES = {"compiled": 16, "eager": 50, "split": 30}  # read and written, a logit
+LOGIT_BYTES = {"compiled": 11, "eager": 50, "split": 30}  # read and written, a logit
+IN_FORWARD = 0.55  # of that
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
 OVERLAPPED = 0.3  # share of exchanges along tp that async_tp hides (h200-x4)
+# A receive holds its multiprocessors while it waits, and products that would fill all of a GPU take
+# up to 1.7 times as long: so NCCL gets few (pp4 zb-v m8 of gpt2-medium: W of two stages).
+P2P_CHANNELS, CHANNEL_BYTES = 4, 28e9  # a second and channel
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 
@@ -63,6 +67,22 @@ class Work:
         self.tokens = plan.batch.micro_batch_size * plan.config.max_length
         self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
         self.eager = 1.0 if plan.config.compile else EAGER
+
+    def operations(self) -> dict[tuple[str, int], Cost]:
+        """Of each kind of operation of each stage, for one micro-batch."""
+        forward, backward, weights = self.block()
+        head, blocks = self.head(), self.plan.layout.blocks_per_stage
+        found = {}
+        for stage, number in enumerate(blocks):
+            last = stage == len(blocks) - 1
+            found["F", stage] = forward.times(number) + head[0].times(last)
+            found["I", stage] = backward.times(number) + (head[1] + head[2]).times(last)
+            found["W", stage] = weights.times(number)  # of the blocks' matrices alone
+            if stage == 0 and not self.plan.config.compile:  # without inputs W does all
+                found["W", 0] += found["I", 0]
+                found["I", 0] = Cost()
+            found["B", stage] = found["I", stage] + found["W", stage]
+        return found
 
     def block(self) -> tuple[Cost, Cost, Cost]:
         """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
@@ -108,7 +128,11 @@ class Work:
             self._gemm(self.tokens, vocabulary, d),
             self._gemm(d, self.tokens, vocabulary),
         )
-        return products[0] + traffic.times(0.4), products[1] + traffic.times(0.6), products[2]
+        return (
+            products[0] + traffic.times(IN_FORWARD),
+            products[1] + traffic.times(1 - IN_FORWARD),
+            products[2],
+        )
 
     def update(self, process: Formulas) -> float:
         """Clipping and optimizer of a process."""
@@ -127,6 +151,8 @@ class Work:
         apart = self.plan.num_processes // self.pp
         inside = apart < self.node_size
         rate = self.rates.link_bytes if inside else self.rates.network_bytes
+        if not self.rates.on_host:
+            rate = min(rate, P2P_CHANNELS * CHANNEL_BYTES)
         return self.rates.link_latency_s * (1 if inside else 2) + moved / rate
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:

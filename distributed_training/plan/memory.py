@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distributed_training.plan.cost import lost_bytes
-from distributed_training.plan.orders import Order, build_orders
+from distributed_training.plan.orders import Order
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.stages import find_orders
 from distributed_training.plan.topology import Topology
 from distributed_training.plan.traffic import Formulas
 
@@ -131,9 +132,7 @@ class _Process:
         self.parameters = self.formulas.in_blocks + self.formulas.around
         self.width = self.formulas.width
         self.tokens, self.tp, self.shards = self.formulas.tokens, mesh["tp"], mesh["dp_shard"]
-        self.order: Order = build_orders(
-            self.config.pipeline_schedule, mesh["pp"], plan.batch.num_microbatches
-        )[place]
+        self.order: Order = find_orders(plan)[place]
 
     def peak(self) -> dict[str, int]:
         """The fuller of two moments: inside forward and backward, and in the optimizer step."""

@@ -88,8 +88,21 @@ def simulate(
     message_s: float,
     launching: Mapping[tuple[str, int], float] | None = None,
 ) -> tuple[float, list[float]]:
-    """(length of the phase, busy seconds of each process) where an operation of a stage takes
-    `seconds[kind, stage]` and what it makes is there `message_s` later on another process.
+    """(length of the phase, busy seconds of each process); arguments as for `timeline`."""
+    spans = timeline(orders, seconds, ranks, message_s, launching)
+    busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
+    return max(end for _, end in spans.values()), busy
+
+
+def timeline(
+    orders: Sequence[Order],
+    seconds: Mapping[tuple[str, int], float],
+    ranks: Sequence[int],
+    message_s: float,
+    launching: Mapping[tuple[str, int], float] | None = None,
+) -> dict[Operation, tuple[float, float]]:
+    """Begin and end of each operation, where one of a stage takes `seconds[kind, stage]` and what
+    it makes is there `message_s` later on another process. `ranks`: the process of each stage.
 
     `launching`: seconds for which the host of a process launches an operation, one after the other
     and ahead of the GPU, which cannot end before.
@@ -97,7 +110,8 @@ def simulate(
     hosts = [0.0] * len(orders)
     last = len(ranks) - 1
     finished: dict[Operation, float] = {}
-    clock, place, busy = [0.0] * len(orders), [0] * len(orders), [0.0] * len(orders)
+    spans: dict[Operation, tuple[float, float]] = {}
+    clock, place = [0.0] * len(orders), [0] * len(orders)
     remaining = sum(map(len, orders))
     while remaining:
         before = remaining
@@ -115,10 +129,11 @@ def simulate(
                     ready = finished[source] + message_s * (ranks[after] != rank)
                 took = seconds[kind, stage]
                 hosts[rank] += launching[kind, stage] if launching else 0.0
-                clock[rank] = max(max(clock[rank], ready) + took, hosts[rank])
-                busy[rank] += took
+                begin = max(clock[rank], ready)
+                clock[rank] = max(begin + took, hosts[rank])
+                spans[kind, stage, number] = begin, clock[rank]
                 finished["B" if kind == "I" else kind, stage, number] = clock[rank]
                 place[rank] += 1
                 remaining -= 1
         assert remaining < before, "an order that waits for itself"
-    return max(clock), busy
+    return spans

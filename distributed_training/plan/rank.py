@@ -12,7 +12,7 @@ from typing import Any
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model, choose_settings
 from distributed_training.plan.cluster import Cluster, machine_rates
-from distributed_training.plan.cost import schedule_of
+from distributed_training.plan.cost import SCHEDULES, schedule_of
 from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.memory import estimate_memory
@@ -88,7 +88,8 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
-            schedules = list(strategy.traits.schedules)
+            # Searching for orders takes a second for each cut of the batch.
+            schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         for schedule in schedules:
             with contextlib.suppress(UserError):
                 own = config

@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distributed_training.plan.kernels import Cost, Work
-from distributed_training.plan.orders import build_orders, simulate
+from distributed_training.plan.orders import simulate
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import Rates
+from distributed_training.plan.stages import find_orders
 from distributed_training.plan.topology import Topology
 from distributed_training.plan.traffic import Formulas
 
 INTERFERENCE = 0.5  # share of a collective's time that computing beside it loses
 DISK_BYTES = 40  # a parameter and step: what infinity reads and writes (h200-x1-to-host-and-disk)
+HOST_SHARES = {"F": 0.35, "B": 0.65, "I": 0.35, "W": 0.3}  # of launching a block
 BOUNDS = {
     "arithmetic": "arithmetic", "memory": "memory", "network": "network",
     "bubble": "bubble", "host": "host", "offload": "host RAM", "disk": "disk",
@@ -57,25 +59,14 @@ class _Step:
         return Formulas(self.plan, topology)
 
     def estimate(self) -> StepTime:
-        forward, backward, weights = self.work.block()
-        head = self.work.head()
-        costs, host = {}, {}
-        blocks = self.plan.layout.blocks_per_stage
-        for stage, number in enumerate(blocks):
-            last = stage == len(blocks) - 1
-            inputs, rest = backward.times(number), weights.times(number)
-            costs["F", stage] = forward.times(number) + head[0].times(last)
-            costs["I", stage] = inputs + head[1].times(last)
-            costs["W", stage] = rest + head[2].times(last)
-            if stage == 0 and not self.plan.config.compile:  # without inputs W does all
-                costs["W", 0] += costs["I", 0]
-                costs["I", 0] = Cost()
-            costs["B", stage] = costs["I", stage] + costs["W", stage]
-            each = self._host_block() * number
-            shares = {"F": 0.35, "B": 0.65, "I": 0.35, "W": 0.3}
-            for kind, share in shares.items():
-                host[kind, stage] = each * share + self.rates.host.operation * (self.pp > 1)
-        orders = build_orders(self.plan.config.pipeline_schedule, self.pp, self.count)
+        costs = self.work.operations()
+        host = {
+            (kind, stage): self._host_block() * number * share
+            + self.rates.host.operation * (self.pp > 1)
+            for stage, number in enumerate(self.plan.layout.blocks_per_stage)
+            for kind, share in HOST_SHARES.items()
+        }
+        orders = find_orders(self.plan)
         ranks = self.plan.layout.ranks
         seconds = {key: cost.total for key, cost in costs.items()}
         message = self.work.message() if self.pp > 1 else 0.0

@@ -29,7 +29,7 @@ COLOURS = {
 }  # fmt: skip
 SCHEDULES = {
     "gpipe": "#999999", "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00",
-    "zb-v": "#d55e00",
+    "zb-v": "#d55e00", "zb-auto": "#cc79a7",
 }  # fmt: skip
 MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step"
 

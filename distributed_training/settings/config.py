@@ -18,7 +18,7 @@ from distributed_training.settings.keys import Key, Options, by_key, key, read_k
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # until whoever has not come counts as missing
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")
 PRESETS_DIR = ROOT / "configs" / "presets"
 work = functools.partial(key, work=True, group="The work")
 spread = functools.partial(key, work=False, group="How it is spread")
@@ -106,8 +106,9 @@ class RunConfig(Options):
         help="with tp: split what lies between the split layers, too")
     async_tp: bool | Auto = spread(AUTO,
         help="with tp, compiled: exchange in parts while a product computes; auto: on H100, H200")
-    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = spread(
-        AUTO, help="with pp: order of the micro-batches; auto: 1f1b")
+    pipeline_schedule: Literal[
+        "auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto"
+    ] = spread(AUTO, help="with pp: order of the micro-batches; auto: 1f1b")
     pipeline_cut: Text | None = spread(None,
         help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
     bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = spread(None,

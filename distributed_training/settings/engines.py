@@ -57,7 +57,7 @@ _DEEPSPEED = Traits(
 ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
-        schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
+        schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"),
         leaves_out_updates=True,
         replays_steps=True,
         uses_ddp_and_fsdp=True,

@@ -5,6 +5,7 @@ import pytest
 
 from distributed_training.measure.bubble import bubble, explain
 from distributed_training.measure.layouts import LeftOver, busy_seconds, leave_out_left_over
+from distributed_training.plan.orders import build_orders
 from tests.conftest import SMALL, assert_ok, heavy_pool
 
 
@@ -53,12 +54,13 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
     pipeline = {"schedule": "1f1b", "num_microbatches": 2, "ideal_bubble": 1 / 3}
     equal = {"F 0": 1.0, "F 1": 1.0, "B 0": 2.0, "B 1": 2.0}
     idle = {"idle_share": 0.5, "between_operations": {"idle_share": 0.4, "operations_s": equal}}
-    parts = explain(idle, pipeline, (0, 1))
+    orders = build_orders("1f1b", 2, 2)
+    parts = explain(idle, pipeline, orders, (0, 1))
     expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
     assert parts == pytest.approx(expected)
     # Stage 1 sets the pace: 1 + 2 x (2 + 4) + 2 long, while stage 0 works for 6 of it.
     idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
-    parts = explain(idle, pipeline, (0, 1))
+    parts = explain(idle, pipeline, orders, (0, 1))
     assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
     assert sum(parts.values()) == pytest.approx(0.5)
 

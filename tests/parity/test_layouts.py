@@ -78,13 +78,13 @@ EIGHT = {"model": "eight-layers"}
 OTHERS = {
     2: {
         f"odd/pp2-{schedule}-3": {**split(pp=2), **ODD, "pipeline_schedule": schedule}
-        for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+        for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")
     },
     4: {
         f"eight/pp4-{schedule}": {
             **EIGHT, **split(pp=4), **cut(8), "pipeline_schedule": schedule,
         }
-        for schedule in ("interleaved", "zb-v")
+        for schedule in ("interleaved", "zb-v", "zb-auto")
     },
 }  # fmt: skip
 ALL = {count: {**cases, **OTHERS.get(count, {})} for count, cases in CASES.items()}

@@ -54,7 +54,7 @@ def test_state_where_the_model_is_cut():
     assert (blocks, samples) == (["48/4"] * 4, ["all"] * 4)
     found, blocks, samples = rows("pp")
     assert [bars for _, bars in found.values()] == [QUARTERS] * 3
-    assert (blocks, samples) == (["13", "13", "13", "9"], ["all"] * 4)
+    assert (blocks, samples) == (["13", "13", "12", "10"], ["all"] * 4)
     found, blocks, samples = rows("3d")
     assert [bars for _, bars in found.values()] == [QUARTERS] * 3
     assert (blocks, samples) == (["25/2", "25/2", "23/2", "23/2"], ["all"] * 4)

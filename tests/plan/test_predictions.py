@@ -114,7 +114,10 @@ def test_the_first_choice_is_close_to_the_best_of_each_page():
     assert max(behind.values()) < 0.05, behind
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
+
+
+@pytest.mark.parametrize("schedule", FIXED)
 def test_orders_idle_as_the_closed_forms_say(schedule):
     """All stages alike, a backward pass twice a forward one, in equal halves."""
     known = SCHEDULES[schedule]
@@ -133,7 +136,7 @@ def test_orders_idle_as_the_closed_forms_say(schedule):
     assert compared > 5
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FIXED)
 def test_every_stage_does_every_micro_batch_once(schedule):
     known = SCHEDULES[schedule]
     for p, m in itertools.product((1, 2, 4), (4, 8)):
