@@ -105,6 +105,7 @@ REPLAYED = {
         "fsdp chunked": {"strategy": "fsdp", **cut(1), "loss_chunk_tokens": 100},
         "tp2": {**split(tp=2), **cut(2)},
         "pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
+        "pp2-zb-auto": {**split(pp=2), **cut(8), "pipeline_schedule": "zb-auto"},
     },
     4: {
         "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
