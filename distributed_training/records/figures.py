@@ -77,9 +77,9 @@ def tradeoff(records: Path) -> Figure:
     chosen = {
         "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-24, -14), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
-        "3d pp2 tp2 zb-v-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (-46, -15),
+        "3d pp2 tp2 zb-auto-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (8, -7),
         "pp pp4 1f1b-m8": (8, -8), "pp pp4 zb-h1-m8": (-68, -4), "pp pp4 interleaved-m8": (8, -3),
-        "pp pp4 zb-v-m8": (8, -3), "pp pp4 zb-v-m16": (-36, 9),
+        "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-36, 9), "pp pp4 zb-auto-m8": (8, -3),
     }  # fmt: skip
     figure, axes = _figure("Where state fits, copies are fastest; pipelines need least memory", 4.4)
     axes.set_title(MEDIUM, fontsize=9, loc="left")
@@ -93,7 +93,8 @@ def tradeoff(records: Path) -> Figure:
         axes.annotate(words, point, fontsize=8.5, color=COLOURS[_divides(record)], **offset)
     for kind, colour in COLOURS.items():
         axes.plot([], [], "o", color=colour, label=kind)
-    axes.legend(title="divides", frameon=False, fontsize=8.5, loc="lower center", ncols=1)
+    axes.legend(title="divides", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
+                bbox_to_anchor=(0.66, 0))  # fmt: skip
     axes.set(xlabel="GiB on the fullest GPU", ylabel="tokens a second", xlim=(0, 100))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(400_000, 850_000)
@@ -127,7 +128,7 @@ def bubbles(records: Path) -> Figure:
         for name, r in _medium(records).items()
         if name.startswith("pp ") and name.endswith("-m8") and r.pipeline
     }
-    for place, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v")):
+    for place, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")):
         share, formula = _idle(runs[name])
         pair = ((-0.2, share, SCHEDULES[name]), (0.2, formula, "#dddddd"))
         for shift, height, colour in pair:
@@ -147,7 +148,7 @@ def _idle(record: Record) -> tuple[float, float]:
 def memory(records: Path) -> Figure:
     """State, and what comes on top, of the fullest GPU."""
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
-             "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
+             "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
     figure, axes = _figure("What the fullest GPU holds, GiB", 4.0)
     axes.set_title(MEDIUM, fontsize=9, loc="left")
@@ -227,7 +228,7 @@ def _read(folder: Path) -> list[Record]:
 
 def _medium(records: Path) -> dict[str, Record]:
     """gpt2-medium's layouts on four GPUs, by name."""
-    found = _read(records / "h200-x4")
+    found = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
         _name(r): r
         for r in found
