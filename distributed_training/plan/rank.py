@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tqdm import tqdm
+
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model, choose_settings
 from distributed_training.plan.cluster import Cluster, machine_rates
@@ -59,7 +61,9 @@ def rank_layouts(
     among them only where it is `asked` for.
     """
     choices: dict[object, Choice] = {}
-    for name in list_strategies():
+    bar = "{desc} {bar} {n_fmt}/{total_fmt}"  # only in a terminal, and where it takes long
+    names = list_strategies()
+    for name in tqdm(names, "strategies", bar_format=bar, leave=False, disable=None, delay=2):
         if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
             continue
         with contextlib.suppress(UserError):
@@ -88,7 +92,7 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
-            # Searching for orders takes a second for each cut of the batch.
+            # Searching for orders takes a second or two for each: only where it is asked for.
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         for schedule in schedules:
             with contextlib.suppress(UserError):
@@ -110,6 +114,8 @@ def _other_counts(config: RunConfig, first: Plan) -> list[int]:
     """More micro-batches than "auto" takes; fewer would hold more than `batch_size` sequences do
     under dp."""
     if config.micro_batch_size != AUTO or config.num_microbatches != AUTO:
+        return []
+    if first.schedule.searched:  # a second or two for each
         return []
     pp = first.mesh["pp"]
     sequences = first.batch.global_batch_size // first.batch.num_replicas

@@ -93,9 +93,11 @@ def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
 
 
 def options(plan: Plan, typed: Sequence[str]) -> list[str]:
-    """The options that give a layout, after those that the user typed."""
+    """The options that give a layout, after those others that the user typed, key by value."""
     settings = {"strategy": plan.strategy.name, **settings_of(plan)}
-    return [*typed, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+    pairs = zip(typed[::2], typed[1::2], strict=True)
+    kept = [word for pair in pairs if pair[0].removeprefix("--") not in settings for word in pair]
+    return [*kept, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
 
 
 def as_json(choices: Sequence[Choice]) -> str:

@@ -59,6 +59,9 @@ CASES = {
             **split(dp_replicate=2, pp=2), **cut(4), "pipeline_schedule": "zb-h1",
             "pipeline_cut": "2,4",
         },
+        "packed/shard2-pp2-zb-auto": {
+            **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "zb-auto",
+        },
         "packed/shard2-pp2-recomputed": {
             **split(dp_shard=2, pp=2), **cut(4), "activation_checkpointing": "full",
         },

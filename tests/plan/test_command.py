@@ -60,6 +60,23 @@ def test_a_table_three_commands_and_a_reason(monkeypatch, capsys):
     assert len(seconds) == 15
 
 
+def test_what_is_typed_is_typed_once(monkeypatch, capsys):
+    typed = "--pp", "2", "--pipeline_schedule", "zb-auto"
+    assert plan(monkeypatch, "--cluster", "2xH200", "--model", "gpt2", *typed) == 0
+    table, _, commands = capsys.readouterr().out.partition("quickest that fits")
+    assert " zb-auto m" in table
+    found = [line for line in commands.splitlines() if line.startswith("  python ")]
+    assert found
+    for line in found:
+        assert line.count("--pp 2") == line.count("--pipeline_schedule zb-auto") == 1
+
+
+def test_searched_orders_are_only_listed_where_asked_for(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "2xH200", "--json", "--model", "gpt2", "--pp", "2") == 0
+    schedules = {layout["schedule"] for layout in json.loads(capsys.readouterr().out)}
+    assert schedules == {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
+
+
 def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
     layouts = json.loads(capsys.readouterr().out)
