@@ -63,13 +63,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_group() -> Iterator[Group]:
-    """Join the process group that the launcher describes (a group of one without a launcher)."""
+def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
+    """Join the process group that the launcher describes (a group of one without a launcher);
+    `p2p_channels` as for `process_group`."""
     process = launch.current_process(os.environ) or launch.single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     store = rendezvous.meet(process, RENDEZVOUS_S)
-    with process_group(device, store, minutes=3):  # another rank may have failed
+    limits: Any = {"minutes": 3, "p2p_channels": p2p_channels}  # another rank may have failed
+    with process_group(device, store, **limits):
         folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)

@@ -87,7 +87,7 @@ class GivenOrder(ScheduleZBVZeroBubble):
     """Two stages a process in a V, whose processes work in given orders.
 
     Messages are sent and awaited in the order in which they are made by `spans`. torch's own order
-    takes all operations for equally long: a receive that comes too early holds up what is ready.
+    assumes equal durations: a receive that comes too early holds up what is ready.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import Rates, tiled
+from distributed_training.plan.topology import P2P_CHANNELS
 from distributed_training.plan.traffic import Formulas, sent_bytes
 
 BACKWARD_ATTENTION = 2.5  # FLOPs of its backward pass by those of the forward one
@@ -24,9 +25,7 @@ LOGIT_BYTES = {"compiled": 11, "eager": 50, "split": 30}  # read and written, a 
 IN_FORWARD = 0.55  # of that
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
 OVERLAPPED = 0.3  # share of exchanges along tp that async_tp hides (h200-x4)
-# A receive holds its multiprocessors while it waits, and products that would fill all of a GPU take
-# up to 1.7 times as long: so NCCL gets few (pp4 zb-v m8 of gpt2-medium: W of two stages).
-P2P_CHANNELS, CHANNEL_BYTES = 4, 28e9  # a second and channel
+CHANNEL_BYTES = 28e9  # that NCCL sends a second and channel (results/channels.json)
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 
@@ -78,9 +77,6 @@ class Work:
             found["F", stage] = forward.times(number) + head[0].times(last)
             found["I", stage] = backward.times(number) + (head[1] + head[2]).times(last)
             found["W", stage] = weights.times(number)  # of the blocks' matrices alone
-            if stage == 0 and not self.plan.config.compile:  # without inputs W does all
-                found["W", 0] += found["I", 0]
-                found["I", 0] = Cost()
             found["B", stage] = found["I", stage] + found["W", stage]
         return found
 
@@ -168,7 +164,7 @@ class Work:
         if together < members:
             rate = min(rate, self.rates.network_bytes * together)
             latency *= 2
-        return times * latency * max(1, members - 1) ** 0.5 + sent / rate
+        return times * latency * math.sqrt(max(1, members - 1)) + sent / rate
 
     def _gemm(self, m: float, k: float, n: float) -> Cost:
         rates = self.rates

@@ -79,7 +79,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
         return -(-(size.num_layers - last) // (pp - 1))
 
     choices = range(each, size.num_layers - each * (pp - 1) + 1)
-    # Of equal ones that with most blocks beside the output layer: others have less to do.
+    # On a tie, more blocks for the process with the output layer: others have less to do.
     last = min(choices, key=lambda blocks: (max(Fraction(others(blocks)), blocks + head), -blocks))
     rest = size.num_layers - last
     totals = [rest // (pp - 1) + (i < rest % (pp - 1)) for i in range(pp - 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,9 +61,7 @@ def rank_layouts(
     among them only where it is `asked` for.
     """
     choices: dict[object, Choice] = {}
-    bar = "{desc} {bar} {n_fmt}/{total_fmt}"  # only in a terminal, and where it takes long
-    names = list_strategies()
-    for name in tqdm(names, "strategies", bar_format=bar, leave=False, disable=None, delay=2):
+    for name in _with_progress(tuple(list_strategies()), "strategies"):
         if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
             continue
         with contextlib.suppress(UserError):
@@ -77,6 +75,12 @@ def rank_layouts(
                 elif len(settings_of(plan)) < len(settings_of(known.plan)):
                     choices[key] = replace(known, plan=plan)
     return sorted(choices.values(), key=lambda choice: choice.order)
+
+
+def _with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """A bar in a terminal where they take longer than two seconds."""
+    form = "{desc} {bar} {n_fmt}/{total_fmt}"
+    return tqdm(items, what, bar_format=form, leave=False, disable=None, delay=2)
 
 
 def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
@@ -281,7 +285,7 @@ def _busy_batch(
     strategy = load_strategy(config)
     mesh = fill_mesh(strategy, num_processes, config)
     own = choose_settings(config, machine, strategy, mesh, [])
-    for size in (2**power for power in range(MOST_BATCH + 1)):
+    for size in _with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
             tried = with_values(own, batch_size=size)
             plan = lay_out(tried, strategy, mesh, machine, processes_here)

@@ -2,9 +2,12 @@
 
 The stages lie in a V, as for `zb-v`, whose order idles least where all operations take equally
 long. They do not: the last stage also computes the loss, and a backward pass is not two forward
-ones. So that order is changed, one operation at a time, towards a shorter step (simulated
-annealing). A process may hold the activations of one micro-batch more than under `zb-v`. Equal
-arguments give equal orders, as every process searches for itself.
+ones. So the search starts from that order and improves it by simulated annealing, with random
+thresholds, on estimated durations. A process may hold the activations of one micro-batch more than
+under `zb-v`.
+
+Every process searches for itself, so equal arguments must give equal orders on any machine: only
+additions, products and comparisons of floats decide, and `random()`, which Python keeps as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ MORE_HELD = 1  # micro-batches, of a process's whole part of the model
 CHANGES, SIMULATED = 150, 5_000_000  # for each operation; operations in all, a second or two
 FARTHEST = 6  # places by which an operation is moved
 ALONE = 0.3  # of the changes are of one operation, the others of as many in the next periods
-HEAT = 0.05  # of a mean operation: by how much a change may make the step longer at first
+HEAT = 0.16  # of a mean operation: by how much a change may make the step longer at first
 
 Words = list[tuple[str, int]]  # kind and stage; the micro-batches of each follow each other
 
@@ -85,7 +88,7 @@ class _Search:
             if held is None or held > self.room[rank]:
                 continue
             orders[rank] = new
-            length = self.length(orders, now - heat * (1 - change / changes) * math.log(1 - draw()))
+            length = self.length(orders, now + heat * (1 - change / changes) * draw())
             if length is None:
                 orders[rank] = old
                 continue
@@ -95,8 +98,7 @@ class _Search:
         return tuple(self._numbered(words) for words in best)
 
     def length(self, orders: Sequence[Words], most: float) -> float | None:
-        """Seconds until all is done; None where that is more than `most`, or where processes wait
-        for each other in a circle."""
+        """Seconds until all is done; None where that is more than `most`, or a deadlock."""
         p, seconds, message_s = self.p, self.seconds, self.message_s
         idle = [most - self.busy[rank] for rank in range(p)]  # seconds that are left to wait
         # When each micro-batch is there for the stage: its input, the gradient of its output.

@@ -93,7 +93,7 @@ def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
 
 
 def options(plan: Plan, typed: Sequence[str]) -> list[str]:
-    """The options that give a layout, after those others that the user typed, key by value."""
+    """The options that give a layout, after what else the user typed: keys and values in turns."""
     settings = {"strategy": plan.strategy.name, **settings_of(plan)}
     pairs = zip(typed[::2], typed[1::2], strict=True)
     kept = [word for pair in pairs if pair[0].removeprefix("--") not in settings for word in pair]

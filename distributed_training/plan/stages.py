@@ -9,8 +9,8 @@ from distributed_training.plan.rates import rates_of
 from distributed_training.plan.search import search_orders
 from distributed_training.settings.gpus import known_gpu
 
-# By whose rates an order is found: on every machine by the same, calibrated or not, as processes
-# that worked in different orders would wait for each other.
+# Whose rates the search goes by, on any machine: every process searches for itself, and different
+# orders would deadlock.
 REFERENCE = "H200"
 
 

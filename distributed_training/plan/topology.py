@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# NCCL's own choice is 32. A receive occupies as many SMs while it waits, and matrix products that
+# would fill all of a GPU take up to 1.8 times as long beside it (results/channels.json).
+P2P_CHANNELS = 4
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """This process's place among all of them, with the sizes of the mesh's axes."""
@@ -91,18 +96,33 @@ def show_axes(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())
 
 
+def p2p_channels(*compressions: str) -> int | None:
+    """NCCL's channels for runs with these `gradient_compression`s: few, unless they exchange
+    gradients all to all."""
+    return None if "topk-int8" in compressions else P2P_CHANNELS
+
+
 @contextlib.contextmanager
 def process_group(
-    device: torch.device, store: dist.Store | None = None, *, minutes: float = 30
+    device: torch.device,
+    store: dist.Store | None = None,
+    *,
+    minutes: float = 30,
+    p2p_channels: int | None = None,
 ) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
     later have torch's own timeouts. Without a `store` torch makes one. The caller has dropped
     engine and model at the end.
+
+    `p2p_channels`: that NCCL may use for sends, receives and all-to-alls; None: as many as it
+    likes. NCCL_MAX_P2P_NCHANNELS in the environment counts more.
     """
     import torch
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": timedelta(minutes=minutes)}
+    if p2p_channels is not None:
+        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(p2p_channels))
     if store is not None:
         place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
         options |= {"store": store, **place}

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from distributed_training.plan.cluster import Cluster
 from distributed_training.plan.data import cut_data, peek_data
-from distributed_training.plan.kernels import P2P_CHANNELS
 from distributed_training.plan.machine import Machine, detect_machine, threads_per_process
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.memory import estimate_memory
@@ -210,7 +209,6 @@ def prepare_environment(processes_here: int) -> None:
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     for name in ("stdout", "stderr"):

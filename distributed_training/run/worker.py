@@ -23,7 +23,7 @@ from distributed_training.plan.machine import detect_machine, threads_per_proces
 from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.restart import go_on
-from distributed_training.plan.topology import Topology, process_group
+from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
@@ -49,9 +49,10 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
-    limit_s = (given.config if isinstance(given, Plan) else given).rendezvous_timeout_s
+    config = given.config if isinstance(given, Plan) else given
     device, watch = prepare(num_gpus, process), Watch()
-    with process_group(device, meet(process, limit_s)):
+    store = meet(process, config.rendezvous_timeout_s)
+    with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         if isinstance(given, RunConfig):
             given = agree_on_plan(given, process, current_agent(os.environ))
             check_disks(given, process)

@@ -130,6 +130,7 @@ def test_layout_equals_one_process(count, name):
 TO_RESUME = {
     2: {
         "zb-v": {**split(pp=2), **cut(2), "pipeline_schedule": "zb-v"},
+        "zb-auto": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-auto"},
         "1f1b in bf16": {**split(pp=2), **cut(2), "precision": "bf16"},
         "tp": {**split(tp=2), **cut(1)},
     },

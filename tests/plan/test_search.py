@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from torch.distributed.pipelining.schedules import _add_send_recv
+from torch.distributed.pipelining import schedules
 
 from distributed_training.parallel import private
 from distributed_training.plan.cost import SCHEDULES
@@ -75,13 +75,20 @@ def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
     assert begins + busy <= found < 1.03 * (begins + busy)
 
 
-def test_equal_operations_leave_zb_v():
-    """Its formula is then that of any order on a V."""
-    blocks = (1,) * 8
+def test_equal_operations_idle_as_the_formula_says():
+    """No order on a V is shorter: the last process waits for p - 1 forward passes."""
     seconds = ((1.0, 1.0, 1.0),) * 8
     for m in (7, 10):
-        found = search_orders(seconds, blocks, m, 0.0)
-        assert length(found, seconds, 0.0) == length(build_orders("zb-v", 4, m), seconds, 0.0)
+        found = length(search_orders(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
+        assert 1 - 6 * m / found == pytest.approx(SCHEDULES["zb-auto"].bubble(4, m))
+
+
+def test_long_pipelines_get_shorter_too():
+    """Eight processes of a deeper model, 16 micro-batches."""
+    blocks = (1, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
+    seconds = durations(blocks)
+    found = length(search_orders(seconds, blocks, 16, MESSAGE), seconds)
+    assert found < 0.98 * length(build_orders("zb-v", 8, 16), seconds)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -108,60 +115,123 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
     assert found == pytest.approx(best)
 
 
-def medium(tmp_path, machine=GPU_MACHINE):
-    words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto"}
+def plan_of(tmp_path, machine=GPU_MACHINE, **more):
+    words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     return plan_for(tmp_path, machine, 4, checked=False, batch_size=8, **words)
 
 
 def test_every_machine_finds_the_same_orders(tmp_path):
     """Processes search on their own: in different orders they would wait for each other."""
-    plan = medium(tmp_path)
-    other = medium(tmp_path, dataclasses.replace(GPU_MACHINE, gpu_name="NVIDIA A100", num_cpus=4))
+    plan = plan_of(tmp_path)
+    other = plan_of(tmp_path, dataclasses.replace(GPU_MACHINE, gpu_name="NVIDIA A100", num_cpus=4))
     found = find_orders(plan)
     search_orders.cache_clear()
     assert find_orders(other) == found
     assert expect_spans(plan) == expect_spans(other)
 
 
-def test_messages_keep_the_order_in_which_they_are_made(tmp_path):
-    """Both ends of every edge have them in one order, and none waits for what comes later."""
-    plan = medium(tmp_path)
-    ranks, spans, last = plan.layout.ranks, expect_spans(plan), len(plan.layout.ranks) - 1
+def lowered(plan):
+    """Each process's actions as torch orders them, with those that FSDP needs."""
     computing = {
-        rank: [private._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
+        rank: schedules._add_reduce_grad(
+            schedules._add_unshard_reshard(
+                [private._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
+            ),
+            plan.batch.num_microbatches,
+        )
         for rank, order in enumerate(find_orders(plan))
     }
-    lowered = _add_send_recv(computing, lambda stage: ranks[stage], last + 1)
-    found = {
-        rank: private._in_order_of_messages(actions, spans) for rank, actions in lowered.items()
-    }
-    for rank, actions in lowered.items():
-        assert sorted(map(str, actions)) == sorted(map(str, found[rank]))
-        assert [a for a in actions if a.is_compute_op] == [
-            a for a in found[rank] if a.is_compute_op
-        ]
-    # Step by step, with messages that block both ends: what a real run does at worst.
-    place, done = dict.fromkeys(found, 0), set()
-    opposite = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1),
-                "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}  # fmt: skip
+    ranks = plan.layout.ranks
+    return schedules._add_send_recv(computing, lambda stage: ranks[stage], len(ranks))
+
+
+PEERS = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1),
+         "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}  # fmt: skip
+MADE = {"SEND_F": ("FORWARD", 0), "SEND_B": ("BACKWARD_INPUT", 0)}
+
+
+def run_blocking(found, ranks):
+    """Run processes whose messages block both ends: how many messages met; None for a deadlock.
+    Asserts that what is sent was made and what is used was received."""
+    place, met = dict.fromkeys(found, 0), 0
+    done = {rank: set() for rank in found}
+
+    def at(rank):
+        actions = found[rank]
+        action = actions[place[rank]] if place[rank] < len(actions) else None
+        return action and (action.computation_type.name, action.stage_index, action[2])
+
     moved = True
     while moved:
         moved = False
-        for rank, actions in found.items():
-            while place[rank] < len(actions):
-                action = actions[place[rank]]
-                kind, stage, number = action.computation_type.name, action.stage_index, action[2]
-                if kind in opposite:
-                    other, by = opposite[kind]
+        for rank in found:
+            while (step := at(rank)) is not None:
+                kind, stage, number = step
+                if kind in PEERS:
+                    other, by = PEERS[kind]
                     peer = ranks[stage + by]
-                    there = found[peer][place[peer]] if place[peer] < len(found[peer]) else None
-                    meets = there and (there.computation_type.name, there.stage_index, there[2])
-                    if meets != (other, stage + by, number):
+                    if at(peer) != (other, stage + by, number):
                         break
+                    for end, name, s in ((rank, kind, stage), (peer, other, stage + by)):
+                        if name in MADE:
+                            assert (MADE[name][0], s, number) in done[end], (end, name, s, number)
                     place[peer] += 1
-                    done.add((min(stage, stage + by), "F" in kind, number))
+                    done[peer].add((other, stage + by, number))
+                    met += kind.startswith("SEND") or other.startswith("SEND")
+                needed = {"FORWARD": ("RECV_F", -1), "BACKWARD_INPUT": ("RECV_B", 1)}.get(kind)
+                if needed and 0 <= stage + needed[1] < len(ranks):
+                    apart = ranks[stage + needed[1]] != rank
+                    assert not apart or (needed[0], stage, number) in done[rank], (rank, step)
                 place[rank] += 1
+                done[rank].add(step)
                 moved = True
-    assert all(place[rank] == len(actions) for rank, actions in found.items())
-    edges = sum(ranks[stage] != ranks[stage + 1] for stage in range(last))
-    assert len(done) == 2 * edges * plan.batch.num_microbatches
+    return met if all(at(rank) is None for rank in found) else None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_microbatches": 2, "compile": False, "precision": "fp32"},
+        {"strategy": "3d", "pp": 2, "dp_shard": 2, "tp": 1},
+        {"strategy": "3d", "pp": 2, "tp": 2},
+    ],
+)
+def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
+    """Both ends of every edge have them in one order, and none waits for what comes later."""
+    plan = plan_of(tmp_path, **more)
+    ranks, spans = plan.layout.ranks, expect_spans(plan)
+    before = lowered(plan)
+    found = {
+        rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()
+    }
+    for rank, actions in before.items():
+        messages = [action.computation_type.name in PEERS for action in actions]
+        rest = [action for action, is_one in zip(actions, messages, strict=True) if not is_one]
+        assert [a for a in found[rank] if a.computation_type.name not in PEERS] == rest
+        assert sorted(map(str, found[rank])) == sorted(map(str, actions))
+    assert found != before
+    edges = sum(a != b for a, b in itertools.pairwise(ranks))
+    assert run_blocking(found, ranks) == 2 * edges * plan.batch.num_microbatches
+    # A receive is posted while what it receives is being made, or the process has nothing to do.
+    for rank, actions in found.items():
+        for place, action in enumerate(actions):
+            if action.computation_type.name in ("RECV_F", "RECV_B"):
+                forward = action.computation_type.name == "RECV_F"
+                maker = ("F" if forward else "I", action.stage_index + (-1 if forward else 1))
+                made = spans[(*maker, action[2])][1]
+                earlier = [a for a in actions[:place] if a.computation_type in private._KINDS]
+                if earlier:
+                    last = earlier[-1]
+                    name = private._KINDS[last.computation_type], last.stage_index, last[2]
+                    assert spans[name][1] <= made, (rank, action)
+
+
+def test_the_check_above_sees_a_message_in_another_order(tmp_path):
+    plan = plan_of(tmp_path)
+    found = lowered(plan)
+    assert run_blocking(found, plan.layout.ranks)
+    sends = [i for i, action in enumerate(found[0]) if action.computation_type.name == "SEND_F"]
+    found[0][sends[0]], found[0][sends[1]] = found[0][sends[1]], found[0][sends[0]]
+    with pytest.raises(AssertionError):
+        assert run_blocking(found, plan.layout.ranks)
