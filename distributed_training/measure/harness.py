@@ -31,7 +31,7 @@ from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology, process_group
+from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.run import assemble, launch, rendezvous, worker
 from distributed_training.settings.config import RENDEZVOUS_S, build_config
 from distributed_training.settings.errors import UserError
@@ -63,15 +63,17 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
-    """Join the process group that the launcher describes (a group of one without a launcher);
-    `p2p_channels` as for `process_group`."""
+def open_group(runs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Group]:
+    """Join the process group that the launcher describes (a group of one without a launcher), with
+    as many of NCCL's channels for messages as trainings of `runs` have, or as it likes."""
     process = launch.current_process(os.environ) or launch.single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     store = rendezvous.meet(process, RENDEZVOUS_S)
-    limits: Any = {"minutes": 3, "p2p_channels": p2p_channels}  # another rank may have failed
-    with process_group(device, store, **limits):
+    compressions = [run.get("gradient_compression", "none") for run in (runs or {}).values()]
+    channels = p2p_channels(*compressions) if runs else None
+    # Three minutes: another rank may have failed.
+    with process_group(device, store, minutes=3, p2p_channels=channels):
         folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)

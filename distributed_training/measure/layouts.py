@@ -38,7 +38,7 @@ from distributed_training.measure.runs import Measured, Runs, collect, read_plan
 from distributed_training.measure.spans import length, union
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.stages import find_orders
-from distributed_training.plan.topology import Topology, p2p_channels
+from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.assemble import describe_run, gather
@@ -276,8 +276,7 @@ def _left_over() -> list[LeftOver]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
     harness.share_between_runs()
-    compressions = [run.get("gradient_compression", "none") for run in runs.values()]
-    with harness.open_group(p2p_channels(*compressions)) as group:
+    with harness.open_group(runs) as group:
         measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
             collect(arguments, runs, measured, COLUMNS)

@@ -30,7 +30,6 @@ from distributed_training.measure.clock import Clock
 from distributed_training.measure.overlap import STEP, Rank, read_trace
 from distributed_training.measure.runs import read_plan
 from distributed_training.measure.spans import Spans, clip, union
-from distributed_training.plan.topology import p2p_channels
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.assemble import from_rank_0, gather
@@ -192,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file, began = arguments.out / "overlap.json", time.monotonic()
     done = runs_so_far(file, plan)  # before the processes meet: rank 0 has not written since
     harness.share_between_runs()
-    compressions = [run.get("gradient_compression", "none") for run in runs.values()]
-    with harness.open_group(p2p_channels(*compressions)) as group:
+    with harness.open_group(runs) as group:
         first = group.process.rank == 0
         say = functools.partial(print, flush=True) if first else lambda text: None
 

@@ -25,7 +25,7 @@ LOGIT_BYTES = {"compiled": 11, "eager": 50, "split": 30}  # read and written, a 
 IN_FORWARD = 0.55  # of that
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
 OVERLAPPED = 0.3  # share of exchanges along tp that async_tp hides (h200-x4)
-CHANNEL_BYTES = 28e9  # that NCCL sends a second and channel (results/channels.json)
+CHANNEL_BYTES = 28e9  # bytes/s of one of NCCL's channels (h200-x4-links/four-channels.json: 30)
 UPDATE_BYTES, ROUNDED_UPDATE_BYTES = 40, 60  # a parameter: AdamW, clipping; and copies
 ACCUMULATED_BYTES, CAST_BYTES = 10, 6  # a parameter and micro-batch
 
@@ -147,8 +147,7 @@ class Work:
         apart = self.plan.num_processes // self.pp
         inside = apart < self.node_size
         rate = self.rates.link_bytes if inside else self.rates.network_bytes
-        if not self.rates.on_host:
-            rate = min(rate, P2P_CHANNELS * CHANNEL_BYTES)
+        rate = min(rate, P2P_CHANNELS * CHANNEL_BYTES)
         return self.rates.link_latency_s * (1 if inside else 2) + moved / rate
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:

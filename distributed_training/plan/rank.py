@@ -61,7 +61,7 @@ def rank_layouts(
     among them only where it is `asked` for.
     """
     choices: dict[object, Choice] = {}
-    for name in _with_progress(tuple(list_strategies()), "strategies"):
+    for name in with_progress(tuple(list_strategies()), "strategies"):
         if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
             continue
         with contextlib.suppress(UserError):
@@ -77,7 +77,7 @@ def rank_layouts(
     return sorted(choices.values(), key=lambda choice: choice.order)
 
 
-def _with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     """A bar in a terminal where they take longer than two seconds."""
     form = "{desc} {bar} {n_fmt}/{total_fmt}"
     return tqdm(items, what, bar_format=form, leave=False, disable=None, delay=2)
@@ -285,7 +285,7 @@ def _busy_batch(
     strategy = load_strategy(config)
     mesh = fill_mesh(strategy, num_processes, config)
     own = choose_settings(config, machine, strategy, mesh, [])
-    for size in _with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
+    for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
             tried = with_values(own, batch_size=size)
             plan = lay_out(tried, strategy, mesh, machine, processes_here)

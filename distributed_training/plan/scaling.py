@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
-from tqdm import tqdm
 
 from distributed_training.models import find_model
 from distributed_training.plan.cluster import Cluster, parse_cluster
-from distributed_training.plan.rank import Choice, choose_spread, rank_layouts
+from distributed_training.plan.rank import Choice, choose_spread, rank_layouts, with_progress
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -157,8 +156,7 @@ def speeds(
         what = f"how fast {cluster.name} is, is not known"
         raise UserError(what, fix="describe it with --gpu")
     places, found = (cluster.machine, cluster.num_processes, cluster.processes_a_node), []
-    form = "{desc} {bar} {n_fmt}/{total_fmt}"  # only in a terminal
-    for model in tqdm(MODELS, "layouts of each model", bar_format=form, leave=False, disable=None):
+    for model in with_progress(MODELS, "layouts of each model"):
         with contextlib.suppress(UserError):  # a model that fits nowhere
             config = replace(build(None), model=model)
             if open_batch:

@@ -25,7 +25,8 @@ FARTHEST = 6  # places by which an operation is moved
 ALONE = 0.3  # of the changes are of one operation, the others of as many in the next periods
 HEAT = 0.16  # of a mean operation: by how much a change may make the step longer at first
 
-Words = list[tuple[str, int]]  # kind and stage; the micro-batches of each follow each other
+Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
+Words = list[Step]
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,8 +47,7 @@ class _Search:
     def __init__(
         self, seconds: Sequence[Sequence[float]], blocks: Sequence[int], m: int, message_s: float
     ) -> None:
-        self.blocks, self.last, self.p = blocks, len(seconds) - 1, len(seconds) // 2
-        self.m, self.message_s = m, message_s
+        self.blocks, self.last, self.p, self.m = blocks, len(seconds) - 1, len(seconds) // 2, m
         self.seconds = {
             (kind, stage): took
             for stage, each in enumerate(seconds)
@@ -60,6 +60,14 @@ class _Search:
             [(kind, stage) for kind, stage, _ in order if (kind, stage) != self.at_once]
             for order in build_orders("zb-v", self.p, m)
         ]
+        # What an operation's result is for, and how much later it is there: where the V turns it
+        # stays in the process.
+        self.gives: dict[Step, tuple[Step, float]] = {}
+        for stage in range(self.last):
+            apart = message_s * (stage != self.p - 1)
+            self.gives["F", stage] = ("F", stage + 1), apart
+            self.gives["I", stage + 1] = ("I", stage), apart
+        self.gives["F", self.last] = self.gives.pop(self.at_once)
         self.busy = [sum(self.seconds[step] for step in words) for words in self.start]
         kept = min(self.p + MORE_HELD, m)
         self.room = [
@@ -99,37 +107,20 @@ class _Search:
 
     def length(self, orders: Sequence[Words], most: float) -> float | None:
         """Seconds until all is done; None where that is more than `most`, or a deadlock."""
-        p, seconds, message_s = self.p, self.seconds, self.message_s
-        idle = [most - self.busy[rank] for rank in range(p)]  # seconds that are left to wait
-        # When each micro-batch is there for the stage: its input, the gradient of its output.
-        inputs: list[list[float]] = [[] for _ in range(self.last + 2)]
-        gradients: list[list[float]] = [[] for _ in range(self.last + 2)]
-        taken = {place: 0 for words in orders for place in words}
+        p, seconds, gives = self.p, self.seconds, self.gives
+        idle = [most - busy for busy in self.busy]  # seconds that are left to wait
+        # When each micro-batch's input, or the gradient of its output, is there.
+        ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
+        taken = dict.fromkeys(ready, 0)
         clock, at, waiting = [0.0] * p, [0] * p, list(range(p))
         while waiting:
             before, still = sum(at), []
             for rank in waiting:
                 words, now, place = orders[rank], clock[rank], at[rank]
                 while place < len(words):
-                    step = kind, stage = words[place]
-                    if kind == "F":
-                        if stage:
-                            number, there = taken[step], inputs[stage]
-                            if number == len(there):
-                                break
-                            if there[number] > now:
-                                idle[rank] -= there[number] - now
-                                if idle[rank] < 0:
-                                    return None
-                                now = there[number]
-                            taken[step] = number + 1
-                        now += seconds[step]
-                        if stage == self.last:
-                            gradients[stage - 1].append(now + message_s)
-                        else:
-                            inputs[stage + 1].append(now + message_s * (stage != p - 1))
-                    elif kind == "I":
-                        number, there = taken[step], gradients[stage]
+                    step = words[place]
+                    if step in ready:
+                        there, number = ready[step], taken[step]
                         if number == len(there):
                             break
                         if there[number] > now:
@@ -138,10 +129,10 @@ class _Search:
                                 return None
                             now = there[number]
                         taken[step] = number + 1
-                        now += seconds[step]
-                        gradients[stage - 1].append(now + message_s * (stage != p))
-                    else:
-                        now += seconds[step]
+                    now += seconds[step]
+                    if step in gives:
+                        to, message_s = gives[step]
+                        ready[to].append(now + message_s)
                     place += 1
                 clock[rank], at[rank] = now, place
                 if place < len(words):

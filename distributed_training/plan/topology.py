@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# NCCL's own choice is 32. A receive occupies as many SMs while it waits, and matrix products that
-# would fill all of a GPU take up to 1.8 times as long beside it (results/channels.json).
+# A receive occupies as many SMs while it waits. With NCCL's own choice matrix products that would
+# fill all of a GPU take up to 1.8 times as long beside it (results/channels.json).
 P2P_CHANNELS = 4
 
 
