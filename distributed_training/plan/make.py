@@ -32,6 +32,7 @@ from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.predict import predict
 from distributed_training.plan.rank import choose_spread
 from distributed_training.plan.resume import describe_change, find_resume, identity, read_meta
+from distributed_training.plan.stages import with_orders
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
@@ -71,7 +72,7 @@ def make_plan(
         plan = fit_to_data(plan, data)
         if plan.cache in there:
             plan = with_prediction(plan, tokenised=True)
-    return _with_deepspeed_json(_at_checkpoint(plan))
+    return _with_deepspeed_json(_at_checkpoint(with_orders(plan)))
 
 
 def _at_checkpoint(plan: Plan) -> Plan:

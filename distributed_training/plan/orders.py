@@ -25,6 +25,21 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     return tuple(tuple(_one_f_one_b(schedule, p, m, rank)) for rank in range(p))
 
 
+def write_order(order: Order) -> str:
+    """Such as "F0 F0 I7 W7": kinds and stages; the micro-batches of each follow each other."""
+    return " ".join(f"{kind}{stage}" for kind, stage, _ in order)
+
+
+def read_order(text: str) -> Order:
+    """What `write_order` wrote."""
+    done: dict[str, int] = {}
+    order: list[Operation] = []
+    for word in text.split():
+        number = done[word] = done.get(word, -1) + 1
+        order.append((word[0], int(word[1:]), number))
+    return tuple(order)
+
+
 def _gpipe(p: int, m: int, rank: int) -> list[Operation]:
     return [("F", rank, i) for i in range(m)] + [("B", rank, i) for i in range(m)]
 

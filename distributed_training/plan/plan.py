@@ -53,6 +53,8 @@ class Plan:
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes: what one of them starts again goes on.
     launchers: list[str] = field(default_factory=list)
+    # What each process along pp does, where a search found it (plan/stages.py); None in a draft
+    orders: list[str] | None = None
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property

@@ -173,7 +173,7 @@ def what_fits(plan: Plan) -> list[str]:
     sequences = plan.batch.global_batch_size // plan.batch.num_replicas
     for count in plan.schedule.counts(pp, sequences):
         cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
-        smaller = replace(plan, batch=plan.batch.model_copy(update=cut))
+        smaller = replace(plan, batch=plan.batch.model_copy(update=cut), orders=None)
         if count > plan.batch.num_microbatches and fits(plan, estimate_memory(smaller)):
             found.append(f"set num_microbatches={count}")
             break

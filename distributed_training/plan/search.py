@@ -6,8 +6,8 @@ ones. So the search starts from that order and improves it by simulated annealin
 thresholds, on estimated durations. A process may hold the activations of one micro-batch more than
 under `zb-v`.
 
-Every process searches for itself, so equal arguments must give equal orders on any machine: only
-additions, products and comparisons of floats decide, and `random()`, which Python keeps as it is.
+Equal arguments give equal orders on any machine: only additions, products and comparisons of floats
+decide, and `random()`, which Python keeps as it is.
 """
 
 from __future__ import annotations

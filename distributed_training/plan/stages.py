@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distributed_training.plan.kernels import Work
-from distributed_training.plan.orders import Operation, Order, build_orders, timeline
+from distributed_training.plan.orders import (
+    Operation,
+    Order,
+    build_orders,
+    read_order,
+    timeline,
+    write_order,
+)
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.rates import rates_of
 from distributed_training.plan.search import search_orders
 from distributed_training.settings.gpus import known_gpu
 
-# Whose rates the search goes by, on any machine: every process searches for itself, and different
-# orders would deadlock.
+# Whose rates the search goes by, and the order of messages: the same in every process, as different
+# ones would deadlock.
 REFERENCE = "H200"
 
 
@@ -19,6 +28,8 @@ def find_orders(plan: Plan) -> tuple[Order, ...]:
     m, pp = plan.batch.num_microbatches, plan.mesh["pp"]
     if not plan.schedule.searched:
         return build_orders(plan.config.pipeline_schedule, pp, m)
+    if plan.orders is not None:
+        return tuple(map(read_order, plan.orders))
     work = _reference(plan)
     costs, blocks = work.operations(), plan.layout.blocks_per_stage
     seconds = tuple(
@@ -26,6 +37,13 @@ def find_orders(plan: Plan) -> tuple[Order, ...]:
         for stage in range(len(blocks))
     )
     return search_orders(seconds, blocks, m, work.message())
+
+
+def with_orders(plan: Plan) -> Plan:
+    """The plan with what a search found for it."""
+    if not plan.schedule.searched:
+        return plan
+    return replace(plan, orders=[write_order(order) for order in find_orders(plan)])
 
 
 def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:

@@ -10,12 +10,14 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from distributed_training.parallel import private
+from distributed_training.plan import stages
 from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.orders import build_orders, simulate
+from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.search import search_orders
 from distributed_training.plan.stages import expect_spans, find_orders
 from tests.plan.helpers import plan_for
-from tests.support import GPU_MACHINE
+from tests.support import CPU_MACHINE, GPU_MACHINE
 
 ZB_V = SCHEDULES["zb-v"]
 # Of six gpt2-medium blocks and the loss on an H200, 32 x 1024 tokens, in ms.
@@ -120,8 +122,18 @@ def plan_of(tmp_path, machine=GPU_MACHINE, **more):
     return plan_for(tmp_path, machine, 4, checked=False, batch_size=8, **words)
 
 
+def test_orders_are_searched_for_once(tmp_path, monkeypatch):
+    """By the process that plans; the others read them in plan.json."""
+    words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
+    plan = plan_for(tmp_path, CPU_MACHINE, 2, tokenizer="embedded", weights="random", **words)
+    expected = find_orders(dataclasses.replace(plan, orders=None))
+    monkeypatch.setattr(stages, "search_orders", None)
+    read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
+    assert find_orders(read) == expected
+    assert set(expected[0]) == set(build_orders("zb-v", 2, plan.batch.num_microbatches)[0])
+
+
 def test_every_machine_finds_the_same_orders(tmp_path):
-    """Processes search on their own: in different orders they would wait for each other."""
     plan = plan_of(tmp_path)
     other = plan_of(tmp_path, dataclasses.replace(GPU_MACHINE, gpu_name="NVIDIA A100", num_cpus=4))
     found = find_orders(plan)
