@@ -2,16 +2,25 @@
 // answers. test_explorer_engine.py compares them with the Python simulator.
 
 import { readFileSync } from "node:fs";
-import { SCHEDULES, buildSchedule } from "../explorer/engine/catalogue.mjs";
-import { fromCsv, toCsv } from "../explorer/engine/csv.mjs";
-import { judge } from "../explorer/engine/edit.mjs";
-import * as gradients from "../explorer/engine/gradients.mjs";
-import { criticalPath } from "../explorer/engine/measures.mjs";
-import { RuleError } from "../explorer/engine/ops.mjs";
-import { run } from "../explorer/engine/run.mjs";
-import * as rules from "../explorer/engine/search.mjs";
-import { buildCosts, makespan, simulate } from "../explorer/engine/simulator.mjs";
-import { readTrace } from "../explorer/engine/trace.mjs";
+import { runInThisContext } from "node:vm";
+
+const TUTORIAL = new URL("../", import.meta.url);
+const page = readFileSync(new URL("explorer.html", TUTORIAL), "utf8");
+for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
+  if (path.endsWith("/main.js")) continue; // needs a document
+  runInThisContext(readFileSync(new URL(path, TUTORIAL), "utf8"), { filename: path });
+}
+const {
+  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, fromCsv, judge, makespan,
+  readTrace, run, simulate, toCsv, rules, gradients,
+} = runInThisContext(`({
+  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, fromCsv, judge, makespan,
+  readTrace, run, simulate, toCsv,
+  rules: { buildProblem, leads, greedy, pattern, lowerBound, search, asSchedule },
+  gradients: {
+    buildModel, buildTask, exactGradients, trainAlong, WIDTH, HIDDEN, CLASSES, ROWS,
+  },
+})`);
 
 const answer = {
   names: () =>

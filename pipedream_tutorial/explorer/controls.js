@@ -1,0 +1,161 @@
+// Menus, sliders and switches. Each reads the state and writes one key of it.
+"use strict";
+
+const SLIDERS = [
+  ["p", "p, ranks", "GPUs; each holds one stage or more"],
+  ["m", "m, microbatches", "that a batch is cut into"],
+  ["n", "batches", "one after the other"],
+  ["v", "v, chunks", "stages a rank, under interleaved 1F1B"],
+  ["K", "memory limit", "microbatches that a rank may hold; 0 is no limit"],
+  ["F", "F, forward", "time of a forward pass on one rank"],
+  ["I", "I, input gradient", "first half of the backward pass"],
+  ["W", "W, weight gradient", "second half of the backward pass"],
+  ["c", "c, communication", "time from one rank to the next; occupies neither"],
+  ["saving", "overlap saving", "share of a pair's shorter half that is hidden (DualPipeV)"],
+  ["kept", "kept until R", "share of its activations that a stage keeps between F and R: its input"],
+];
+const RANGES = { F: [0.25, 4], I: [0.25, 4], W: [0, 4], c: [0, 4], saving: [0, 1], kept: [0, 1] };
+const SWITCHES = [
+  ["path", "critical path"], ["arrows", "messages"], ["held", "memory"],
+  ["versions", "weight versions"], ["stale", "staleness"],
+  ["byVersion", "cells by weight version"], ["gradients", "gradient error"],
+  ["cut", "cut every B into I and W"], ["recompute", "recompute activations (R)"],
+];
+
+function buildControls(store) {
+  const menus = byId("menus");
+  for (const [key, text] of [["schedule", "Schedule"], ["other", "Compare with"]]) {
+    const select = el("select", { id: key, onchange: () => store.change({ [key]: select.value }) });
+    menus.append(el("label", {}, text, select));
+  }
+  byId("sliders").append(...SLIDERS.map(([key, name, help]) => slider(store, key, name, help)));
+  byId("switches").append(
+    ...SWITCHES.map(([key, name]) => {
+      const box = el("input", { type: "checkbox", id: key });
+      box.onchange = () => store.change({ [key]: box.checked });
+      return el("label", { className: "switch" }, box, name);
+    }),
+  );
+  const zoom = el("input", { type: "range", id: "zoom", min: 1, max: 32, step: 1 });
+  zoom.oninput = () => store.change({ zoom: Number(zoom.value) });
+  byId("switches").append(el("label", { className: "switch" }, "zoom", zoom));
+}
+
+// A range to drag and a field that takes exact numbers, such as 1/3.
+function slider(store, key, name, help) {
+  const [low, high] = WHOLE[key] ?? RANGES[key];
+  const range = el("input", { type: "range", id: key, min: low, max: high, title: help });
+  range.step = key in WHOLE ? 1 : 0.25;
+  const field = el("input", { id: `${key}-field`, className: "field", inputMode: "decimal" });
+  field.setAttribute("aria-label", `${name}, ${help}`);
+  range.oninput = () => store.change({ [key]: key in WHOLE ? Number(range.value) : range.value });
+  field.onchange = () => {
+    const value = readField(key, field.value);
+    if (value === null) showField(store.chosen, key, range, field);
+    else store.change({ [key]: value });
+  };
+  const label = el("label", { for: key, title: help }, name);
+  return el("div", { className: "slider", id: `${key}-box` }, label, range, field);
+}
+
+function readField(key, text) {
+  if (!(key in WHOLE)) return checkDuration(key, text);
+  const [value, [low, high]] = [Number(text), WHOLE[key]];
+  return Number.isInteger(value) && value >= low && value <= high ? value : null;
+}
+
+function showField(chosen, key, range, field) {
+  const value = Fraction.parse(chosen[key]).toNumber();
+  if (!(key in WHOLE)) {
+    range.max = Math.max(RANGES[key][1], 2 ** Math.ceil(Math.log2(Math.max(value, 1))));
+    range.step = Number.isInteger(value * 4) ? 0.25 : "any";
+  }
+  range.value = value;
+  field.value = key === "K" && !value ? "none" : String(chosen[key]);
+}
+
+function fillMenu(select, entries, value) {
+  const wanted = entries.map(([name]) => name).join();
+  if (select.dataset.entries !== wanted) {
+    select.replaceChildren(...entries.map(([name, text]) => option(name, text)));
+    select.dataset.entries = wanted;
+  }
+  select.value = value;
+}
+
+// Shows the state; `level` may allow some schedules and controls only.
+function showControls(chosen, level) {
+  const own = Object.entries(SCHEDULES).map(([name, { title }]) => [name, title]);
+  const all = [...own, ["search", OWN.search], ...(chosen.csv ? [["csv", OWN.csv]] : [])];
+  const allowed = all.filter(([name]) => !level?.schedules || level.schedules.includes(name));
+  fillMenu(byId("schedule"), allowed, chosen.schedule);
+  fillMenu(byId("other"), [["", "nothing"], ...own, ["search", OWN.search]], chosen.other);
+  for (const [key] of SLIDERS) {
+    showField(chosen, key, byId(key), byId(`${key}-field`));
+    const locked = Boolean(level) && !level.controls.includes(key);
+    byId(key).disabled = byId(`${key}-field`).disabled = locked;
+    byId(`${key}-box`).hidden = locked || !isOfUse(key, chosen);
+  }
+  for (const [key] of SWITCHES) {
+    byId(key).checked = chosen[key];
+  }
+  for (const key of ["cut", "recompute"]) {
+    byId(key).parentElement.hidden = Boolean(level) && !level.controls.includes(key);
+  }
+  byId("zoom").value = chosen.zoom;
+}
+
+function isOfUse(key, { schedule, other, recompute }) {
+  if (key === "kept") return recompute;
+  if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
+  const needs = { v: ["interleaved"], saving: ["dualpipe-v", "dualpipe"] }[key];
+  return !needs || needs.includes(schedule) || needs.includes(other);
+}
+
+// One small slider for each p-th of the layers, or for each stage where a rank has several.
+function showScales(store, level, schedule) {
+  const { p, scale } = store.chosen;
+  const perRank = schedule?.stagesPerRank ?? 1;
+  const count = scale.length || p;
+  byId("uneven").hidden = Boolean(level) && !level.controls.includes("scale");
+  byId("chunked").parentElement.hidden = perRank === 1 && count === p;
+  byId("chunked").checked = count > p;
+  byId("chunked").onchange = () => {
+    const parts = byId("chunked").checked ? p * perRank : p;
+    const now = Array.from({ length: parts }, (_, k) => scale[Math.floor((k * count) / parts)] ?? "1");
+    store.change({ scale: parts === p && now.every((f) => f === "1") ? [] : now });
+  };
+  const box = byId("scales");
+  if (box.children.length !== count) {
+    box.replaceChildren(...Array.from({ length: count }, (_, part) => partSlider(store, part)));
+  }
+  const ranks = schedule?.chains[0].length === count ? rankOfPlaces(schedule) : null;
+  [...box.children].forEach((label, part) => {
+    const value = Fraction.parse(scale[part] ?? "1").toNumber();
+    const [range, shown] = [label.querySelector("input"), label.querySelector("output")];
+    label.firstChild.textContent = `part ${part}` + (ranks ? `, rank ${ranks[part]}` : "");
+    range.step = Number.isInteger(value * 4) ? 0.25 : "any";
+    range.value = value;
+    shown.textContent = `× ${scale[part] ?? "1"}`;
+  });
+}
+
+function partSlider(store, part) {
+  const range = el("input", { type: "range", min: 0.25, max: 4, step: 0.25 });
+  range.oninput = () => {
+    const { p, scale } = store.chosen;
+    const now = scale.length ? [...scale] : new Array(p).fill("1");
+    now[part] = range.value;
+    store.change({ scale: now.length === p && now.every((f) => f === "1") ? [] : now });
+  };
+  return el("label", {}, el("span"), range, el("output"));
+}
+
+// The rank of each place in the model.
+function rankOfPlaces(schedule) {
+  const rankOf = new Map();
+  schedule.orders.forEach((order, rank) => {
+    for (const item of order) for (const op of item.parts) rankOf.set(op.stage, rank);
+  });
+  return schedule.chains[0].map((stage) => rankOf.get(stage));
+}

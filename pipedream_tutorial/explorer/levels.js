@@ -1,0 +1,88 @@
+// Six levels that teach. Each has a start, what may be changed, and goals that the numbers decide.
+"use strict";
+
+const timeAtMost = (limit) => ({
+  text: `time ${limit} or less`,
+  met: ({ numbers }) => numbers.makespan.compare(whole(limit)) <= 0,
+});
+const heldAtMost = (limit) => ({
+  text: `no rank holds more than ${limit} microbatches`,
+  met: ({ numbers }) => largest(numbers.peakActivations).compare(whole(limit)) <= 0,
+});
+const idleAtMost = (share) => ({
+  text: `${100 * share}% idle or less`,
+  met: ({ numbers }) => numbers.idle.makespanFraction.toNumber() <= share,
+});
+
+const EVEN = { F: "1", I: "1", W: "1", c: "0", scale: [], n: 1, K: 0 };
+
+const LEVELS = [
+  {
+    title: "Fill the pipeline",
+    text: "One microbatch at a time keeps 4 ranks busy a quarter of the time: each waits for the one before it, and on the way back for the one after it. Cut the batch into microbatches and let several be under way at once.",
+    start: { ...EVEN, schedule: "naive", p: 4, m: 4 },
+    schedules: ["naive", "gpipe"],
+    controls: ["m"],
+    goals: [idleAtMost(0.2)],
+    hint: "Under GPipe 3 of m + 3 time slots are idle on each rank. When is that a fifth?",
+    learned: "Each rank idles for (p-1)(F+B) a batch, however many microbatches there are: more of them dilute the bubble. 12 are enough for 20%.",
+  },
+  {
+    title: "Beat GPipe's memory",
+    text: "GPipe keeps the activations of all 12 microbatches until the backward passes begin. Find an order that takes no longer and holds 4.",
+    start: { ...EVEN, schedule: "gpipe", p: 4, m: 12, held: true },
+    schedules: ["naive", "gpipe", "eager-1f1b", "1f1b"],
+    controls: [],
+    goals: [timeAtMost(45), heldAtMost(4)],
+    hint: "A backward pass frees its microbatch's activations. Look for the schedule that runs each one as soon as it can.",
+    learned: "1F1B takes the same time, because the last rank still works without a pause, but rank r holds only p-r microbatches. So m can grow at constant memory.",
+  },
+  {
+    title: "Hide the W",
+    text: "The rank before waits for the input gradient I only; nobody waits for the weight gradient W. Cut every backward pass in two, then drag W operations into the holes.",
+    start: { ...EVEN, schedule: "1f1b", p: 3, m: 4, K: 3, held: true },
+    schedules: ["1f1b"],
+    controls: ["cut"],
+    goals: [timeAtMost(15), heldAtMost(3)],
+    hint: "Switch on \"cut every B into I and W\": that alone brings 18 down to 16. Then drag 2W0, the first W of the last rank, to the end of its line: the I behind it starts earlier.",
+    learned: "Filling and draining cost (p-1)(F+I) now, and W fills part of that. ZB-H1 does it on every rank: 14. Compare it with yours.",
+  },
+  {
+    title: "Live with c > 0",
+    text: "A message now takes as long as a forward pass. 1F1B waits for one in every round trip, though sending occupies no rank: 49 instead of 33. Get to 39 with whole backward passes and 7 microbatches in memory.",
+    start: { ...EVEN, schedule: "1f1b", p: 4, m: 8, c: "1", held: true, arrows: true },
+    schedules: ["naive", "gpipe", "1f1b", "eager-1f1b"],
+    controls: [],
+    goals: [timeAtMost(39), heldAtMost(7)],
+    hint: "Ranks that run further ahead have something to do while messages travel.",
+    learned: "Eager 1F1B starts 2(p-r)-1 forward passes instead of p-r, so its messages arrive before they are needed. It pays in memory: 7 instead of 4.",
+  },
+  {
+    title: "Stash or be wrong",
+    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights after every backward pass, and here into the same memory: forward and backward passes see different weights. Point at a backward pass to read which. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
+    start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true },
+    schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
+    controls: [],
+    goals: [
+      { text: "gradient error exactly 0", met: ({ trained }) => trained?.whole === 0 },
+      idleAtMost(0.1),
+      { text: "at most 2 weight versions on every stage", met: ({ numbers }) => Math.max(...numbers.peakVersions) <= 2 },
+    ],
+    hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once a batch and stays one batch behind.",
+    learned: "Stashing gives the exact gradient of the weights that the forward pass saw, so valid but not fresh: see the error against the newest weights. PipeDream-2BW needs two versions, whatever p; its weights are a whole batch behind.",
+  },
+  {
+    title: "Beat the search",
+    text: "Room for 3 microbatches, messages as long as a forward pass. The search was stopped after a few tries and came to 29. Drag operations, and get to 28: OR-Tools has proved that no order takes less.",
+    start: { ...EVEN, schedule: "search", p: 3, m: 6, c: "1", K: 3, tries: 30, held: true },
+    schedules: ["search"],
+    controls: [],
+    goals: [timeAtMost(28), heldAtMost(3)],
+    hint: "Moves that cost nothing are worth making too: they open room for others. On rank 0 put F3 before I1, which is free; then W1 and F4 before I2.",
+    learned: "A search does what you did: it moves single operations and keeps what is not longer, some thousand times a second. Under Free play choose it for other sizes.",
+  },
+];
+
+function judgeLevel(level, facts) {
+  return level.goals.map(({ text, met }) => ({ text, met: Boolean(facts && met(facts)) }));
+}

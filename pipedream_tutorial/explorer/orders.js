@@ -1,0 +1,281 @@
+// The schedules: functions from (ranks p, microbatches m) to an order per rank.
+// The same rules as schedules/orders.py and building_blocks.py, which name the papers.
+"use strict";
+
+// One rank's order while it is written: microbatches are counted by stage and kind.
+class Line {
+  constructor() {
+    this.items = [];
+    this.counts = new Map();
+  }
+
+  count(kind, stage) {
+    return this.counts.get(kind + stage) ?? 0;
+  }
+
+  // The stage's next operation of a kind; a whole backward pass counts as its halves.
+  next(kind, stage) {
+    const op = new Op(kind, stage, this.count(kind === "B" ? "I" : kind, stage));
+    for (const counted of kind === "B" ? "IW" : kind) {
+      this.counts.set(counted + stage, this.count(counted, stage) + 1);
+    }
+    return op;
+  }
+
+  add(kind, stage) {
+    this.items.push(this.next(kind, stage));
+  }
+
+  addPair(forwardStage, backwardStage) {
+    this.items.push(new Pair(this.next("F", forwardStage), this.next("B", backwardStage)));
+  }
+
+  repeat(times, steps) {
+    for (let n = 0; n < times; n++) for (const [kind, stage] of steps) this.add(kind, stage);
+  }
+}
+
+function perRank(p, write) {
+  return Array.from({ length: p }, (_, rank) => {
+    const line = new Line();
+    write(line, rank);
+    return line.items;
+  });
+}
+
+function naive(p, m) {
+  const orders = perRank(p, (line, s) => line.repeat(m, [["F", s], ["B", s]]));
+  return new Schedule("naive", orders, oneChain(p));
+}
+
+function gpipe(p, m) {
+  const orders = perRank(p, (line, s) => {
+    line.repeat(m, [["F", s]]);
+    line.repeat(m, [["B", s]]);
+  });
+  return new Schedule("gpipe", orders, oneChain(p));
+}
+
+function oneFOneB(p, m) {
+  return alternating("1f1b", p, m, (s) => p - s);
+}
+
+function eager1F1B(p, m) {
+  return alternating("eager-1f1b", p, m, (s) => 2 * (p - s) - 1);
+}
+
+function alternating(name, p, m, ahead) {
+  const orders = perRank(p, (line, s) => {
+    const warmup = Math.min(m, ahead(s));
+    line.repeat(warmup, [["F", s]]);
+    for (let i = 0; i < m; i++) {
+      line.add("B", s);
+      if (warmup + i < m) line.add("F", s);
+    }
+  });
+  return new Schedule(name, orders, oneChain(p));
+}
+
+function interleaved1F1B(p, m, v) {
+  const orders = perRank(p, (line, r) => interleavedLine(line, r, p, m, v, 2 * (p - 1 - r), null));
+  return new Schedule("interleaved", orders, oneChain(p * v), v);
+}
+
+function zbH1(p, m) {
+  const orders = perRank(p, (line, r) => interleavedLine(line, r, p, m, 1, p - 1 - r, r));
+  return new Schedule("zb-h1", orders, oneChain(p));
+}
+
+// Forwards, `ahead` of the last stage's rank; then pairs of forward and backward; the rest. With a
+// `delay` backward passes are cut, and a W follows each I once `delay` of them are behind.
+function interleavedLine(line, r, p, m, v, ahead, delay) {
+  const rounds = Math.max(1, Math.floor(m / p));
+  if (m % rounds) {
+    throw new RuleError(
+      `${m} microbatches cannot be cut into ${rounds} equal rounds over ${p} ranks; ` +
+        `take a multiple of ${p}, such as ${rounds * p} or ${(rounds + 1) * p}`,
+    );
+  }
+  const perRound = m / rounds;
+  const total = m * v;
+  const warmup = Math.min(total, (v - 1) * perRound + ahead);
+  const backwardStage = (step) => (v - 1 - (Math.floor(step / perRound) % v)) * p + r;
+  let pending = 0;
+  for (let step = 0; step < total + warmup; step++) {
+    if (step < total) line.add("F", (Math.floor(step / perRound) % v) * p + r);
+    const done = step - warmup;
+    if (done < 0) continue;
+    line.add(delay === null ? "B" : "I", backwardStage(done));
+    if (delay !== null && done >= delay) line.add("W", backwardStage(pending++));
+  }
+  if (delay !== null) while (pending < total) line.add("W", backwardStage(pending++));
+}
+
+function zbH2(p, m) {
+  const orders = perRank(p, (line, r) => {
+    const warmup = Math.min(m, 2 * (p - r) - 1);
+    line.repeat(warmup, [["F", r]]);
+    for (let i = 0; i < m; i++) {
+      line.add("I", r);
+      if (i >= 2 * r) line.add("W", r);
+      if (warmup + i < m) line.add("F", r);
+    }
+    line.repeat(Math.min(m, 2 * r), [["W", r]]);
+  });
+  return new Schedule("zb-h2", orders, oneChain(p));
+}
+
+// Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
+function zbV(p, m) {
+  const orders = perRank(p, (line, r) => {
+    const [down, up, forwards] = [r, 2 * p - 1 - r, Math.max(m, 2 * p - 1)];
+    line.repeat(2 * (p - r) - 1, [["F", down]]);
+    line.repeat(r, [["F", up], ["F", down]]);
+    line.repeat(p - r, [["F", up], ["I", up], ["W", up]]);
+    for (let n = 0; n < forwards - r; n++) {
+      if (line.count("F", down) < forwards) line.add("F", down);
+      else if (line.count("F", up) === forwards) break;
+      line.repeat(1, [["I", down], ["W", down], ["F", up], ["I", up], ["W", up]]);
+    }
+    line.repeat(r, [["I", down], ["I", up]]);
+    line.repeat(p - r, [["I", down], ["W", down]]);
+    for (const stage of [up, down]) {
+      line.repeat(line.count("I", stage) - line.count("W", stage), [["W", stage]]);
+    }
+    line.items = line.items.filter((op) => op.microbatch < m);
+  });
+  return new Schedule("zb-v", orders, oneChain(2 * p), 2);
+}
+
+// One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
+function vMin(p, m) {
+  const pause = p % 3 ? 0 : 2;
+  const block = (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r];
+  return repeatedBlock("v-min", p, m, block);
+}
+
+// Two slots between neighbours wherever the way leads down the V.
+function vHalf(p, m) {
+  const pause = p % 2 ? 0 : 3;
+  const block = (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r];
+  return repeatedBlock("v-half", p, m, block);
+}
+
+// One microbatch's slots (F down, F up, I up, I down), again every 6 slots; W in those left free.
+function repeatedBlock(name, p, m, block) {
+  const orders = perRank(p, (line, r) => {
+    const [down, up, taken, waiting] = [r, 2 * p - 1 - r, new Map(), []];
+    const steps = [["F", down], ["F", up], ["I", up], ["I", down]];
+    block(r).forEach((slot, k) => {
+      for (let i = 0; i < m; i++) taken.set(slot + 6 * i, steps[k]);
+    });
+    for (let slot = 0; taken.size || waiting.length; slot++) {
+      if (taken.has(slot)) {
+        const [kind, stage] = taken.get(slot);
+        line.add(kind, stage);
+        if (kind === "I") waiting.push(stage);
+        taken.delete(slot);
+      } else if (waiting.length) line.add("W", waiting.shift());
+    }
+  });
+  return new Schedule(name, orders, oneChain(2 * p), 2);
+}
+
+function dualpipeV(p, m) {
+  if (m < 2 * p) {
+    throw new RuleError(
+      `dualpipe-v needs at least 2 microbatches a rank, not ${m} for ${p} ranks; ` +
+        `set num_microbatches to ${2 * p} or more`,
+    );
+  }
+  const orders = perRank(p, (line, r) => dualpipeLine(line, r, p, m));
+  return new Schedule("dualpipe-v", orders, oneChain(2 * p), 2);
+}
+
+// DualPipe's eight phases on the two stages of rank r.
+function dualpipeLine(line, r, p, m) {
+  const [down, up, pending] = [r, 2 * p - 1 - r, []];
+  const cutBackward = (stage) => {
+    line.add("I", stage);
+    pending.push(stage);
+  };
+  const lateWeight = () => {
+    if (pending.length) line.add("W", pending.shift());
+  };
+  line.repeat(2 * (p - 1 - r), [["F", down]]);
+  line.repeat(r + 1, [["F", down], ["F", up]]);
+  for (let n = 0; n < p - 1 - r; n++) {
+    cutBackward(up);
+    lateWeight();
+    line.add("F", up);
+  }
+  for (let step = 0; step < m - 2 * p + r + 1; step++) {
+    // The last rank's first backward has to wait anyway: overlap would only delay.
+    if (step === 0 && r === p - 1) line.repeat(1, [["F", down], ["B", up]]);
+    else line.addPair(down, up);
+    line.addPair(up, down);
+  }
+  for (let n = 0; n < p - 1 - r; n++) {
+    line.add("B", up);
+    line.addPair(up, down);
+  }
+  // 2 (r + 1) backwards, alternating; from the middle on their W is put off.
+  const middle = r % 2 ? r + 1 : Math.floor((r + 1) / 2) * 2 + 1;
+  for (let step = 0; step < 2 * (r + 1); step++) {
+    const stage = step % 2 ? down : up;
+    if (step >= middle) cutBackward(stage);
+    else line.add("B", stage);
+  }
+  for (let n = 0; n < p - 1 - r; n++) {
+    lateWeight();
+    if (2 * (r + 1) > middle) cutBackward(down);
+    else line.add("B", down);
+  }
+  for (let n = 0; n < r + 1; n++) lateWeight();
+}
+
+// DualPipeV on half as many ranks, unfolded: place r of the model is the first copy's on rank r, the
+// other place the second copy's.
+function dualpipe(p, m) {
+  if (p % 2 || m % 2 || m < 2 * p) {
+    throw new RuleError(
+      `dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank or ` +
+        `more, not p=${p}, m=${m}; ` +
+        `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
+    );
+  }
+  const orders = perRank(p, (line, r) => {
+    const moved = ({ kind, stage, microbatch }) =>
+      stage === r ? new Op(kind, r, microbatch) : new Op(kind, p + stage, m / 2 + microbatch);
+    dualpipeLine(line, Math.min(r, p - 1 - r), p / 2, m / 2);
+    line.items = line.items.map(({ parts }) =>
+      parts.length === 2 ? new Pair(...parts.map(moved)) : moved(parts[0]),
+    );
+  });
+  return new Schedule("dualpipe", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
+}
+
+// Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every
+// operation takes one slot, no rank gets a slot twice (schedules/orders.py says why).
+function chimera(p, m) {
+  if (p % 2 || m % p) {
+    throw new RuleError(
+      `chimera needs an even number of ranks and whole units of p microbatches, not p=${p}, ` +
+        `m=${m}; take p=${p + (p % 2)} and a multiple of it`,
+    );
+  }
+  const slots = Array.from({ length: p }, () => []);
+  for (let microbatch = 0; microbatch < m; microbatch++) {
+    const place = microbatch % p;
+    const upwards = place >= p / 2;
+    const begin = Math.floor(microbatch / p) * 2 * p + 2 * (place % (p / 2));
+    for (let s = 0; s < p; s++) {
+      const [rank, stage] = upwards ? [p - 1 - s, p + s] : [s, s];
+      slots[rank].push([begin + s, new Op("F", stage, microbatch)]);
+      slots[rank].push([begin + 2 * p - 1 - s, new Op("B", stage, microbatch)]);
+    }
+  }
+  const orders = slots.map((line) => line.sort((a, b) => a[0] - b[0]).map(([, op]) => op));
+  const up = Array.from({ length: p }, (_, s) => p + s);
+  return new Schedule("chimera", orders, [...oneChain(p), up]);
+}
