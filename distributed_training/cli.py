@@ -2,7 +2,7 @@
 
     python real_model_example.py [train] [--KEY VALUE ...]
     python real_model_example.py plan [--cluster 2x8xH100-80GB], or compare --strategies dp,fsdp
-    python real_model_example.py doctor, or links [--num_gpus N], or measure NAME ...
+    python real_model_example.py doctor, or links [--num_gpus N], or overlap RUN
     python real_model_example.py report [RUN ...], or generate, export, push with a RUN
 
 A command is an entry of COMMANDS. No torch import before training begins.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed_training.plan.cluster import parse_cluster
+from distributed_training.advise.cluster import parse_cluster
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
 from distributed_training.settings import strategies
@@ -151,7 +151,7 @@ def configure(
 
 def plan(argv: Sequence[str], program: Program) -> int:
     """Every layout of every strategy, ranked by predicted time; nothing runs."""
-    module = importlib.import_module("distributed_training.plan.command")
+    module = importlib.import_module("distributed_training.tools.plan")
     arguments = parse(argv, program, module.add_options)
     build = functools.partial(configure, arguments, program)
     return module.run(arguments, build, program.script)
@@ -159,7 +159,7 @@ def plan(argv: Sequence[str], program: Program) -> int:
 
 def compare(argv: Sequence[str], program: Program) -> int:
     """The same work under several strategies, one after the other, on one page."""
-    module = importlib.import_module("distributed_training.measure.compare")
+    module = importlib.import_module("distributed_training.tools.compare")
     arguments = parse(argv, program, module.add_options)
 
     def build(texts: Sequence[str]) -> RunConfig:
@@ -178,9 +178,9 @@ def doctor(argv: Sequence[str], program: Program) -> int:
     add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     arguments = parser.parse_args(argv)
     if arguments.nodes:
-        nodes = importlib.import_module("distributed_training.measure.nodes")
+        nodes = importlib.import_module("distributed_training.tools.nodes")
         return nodes.run(arguments.num_gpus, program.script)
-    module = importlib.import_module("distributed_training.run.doctor")
+    module = importlib.import_module("distributed_training.tools.doctor")
     return module.main(program.script.parent / str(program.config.get("output_dir", "runs")))
 
 
@@ -264,26 +264,25 @@ def push(argv: Sequence[str], program: Program) -> int:
 def links(argv: Sequence[str], program: Program) -> int:
     """How fast this machine's processes talk to each other."""
     parser = Parser(prog=f"{program.script.name} links", description=links.__doc__)
-    module = importlib.import_module("distributed_training.measure.links")
+    module = importlib.import_module("distributed_training.tools.links")
     return module.start(argv, program.script, output_dir_of(program)[1], parser)
 
 
-def measure(argv: Sequence[str], _: Program) -> int:
-    """One of the programs of distributed_training/measure/."""
-    files = Path(__file__).with_name("measure").glob("*.py")
-    names = sorted(file.stem for file in files if "\ndef main(" in file.read_text())
-    if not argv or argv[0] not in names:
-        given = f"measure {shown(argv[0])} does not exist" if argv else "measure needs a name"
-        raise UserError(given, f"there are {', '.join(names)}", "see --help of each")
-    sys.argv = [f"{sys.argv[0]} measure {argv[0]}", *argv[1:]]
-    module = importlib.import_module(f"distributed_training.measure.{argv[0]}")
-    return module.main() or 0
+def overlap(argv: Sequence[str], program: Program) -> int:
+    """How much communication hides behind computing, from the traces of a run."""
+    return importlib.import_module("distributed_training.tools.overlap").main(argv)
+
+
+def calibrate(argv: Sequence[str], program: Program) -> int:
+    """What `plan --calibrate` runs in its processes."""
+    return importlib.import_module("distributed_training.tools.calibrate").main(argv)
 
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "compare": compare, "doctor": doctor, "generate": generate,
-    "report": report, "export": export, "push": push, "links": links, "measure": measure,
+    "report": report, "export": export, "push": push, "links": links,
+    "overlap": overlap, "calibrate": calibrate,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.plan.checks import has_libaio
+from distributed_training.advise.checks import has_libaio
 
 
 def main() -> None:

@@ -37,13 +37,16 @@ SCRIPT = ROOT / "real_model_example.py"
 PACKAGE = "distributed_training"
 # Modules to import before the first job; "name.*" is a package with all that is in it, and
 # "name:function" is called.
-LIGHT = (f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*", f"{PACKAGE}.run.launch")
+LIGHT = (
+    f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*",
+    f"{PACKAGE}.predict.*", f"{PACKAGE}.advise.*", f"{PACKAGE}.run.launch",
+)  # fmt: skip
 HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
     "transformers.models.gpt2.configuration_gpt2",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
-    f"{PACKAGE}.run.worker", f"{PACKAGE}.measure.harness", "tests.build_extensions:load_built",
+    f"{PACKAGE}.run.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 GRACE_S = 10.0  # for the others, once one process has failed
 FAILED = 70  # exit code of a job's function that raised
@@ -223,6 +226,7 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
 
 def _run_script(argv: list[str]) -> int:
     sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))  # as `python FILE` does
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:

@@ -103,8 +103,8 @@ def arrange(rank: int) -> None:
     if own and KIND == "killed at the start":
         struck()
         os.kill(os.getpid(), signal.SIGKILL)
-    from distributed_training.run import checkpoint
     from distributed_training.run.loop import Trainer
+    from distributed_training.run.saving import checkpoint
 
     right_update, right_begin = Trainer._update, checkpoint.Saver.begin
 

@@ -250,8 +250,6 @@ def test_commands(monkeypatch, capsys):
     assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
     monkeypatch.setattr("distributed_training.records.report.main", lambda *words: words)
     assert command(monkeypatch, "report", "runs/a") == (["runs/a"], SCRIPT.parent / "runs")
-    monkeypatch.setattr("distributed_training.measure.layouts.main", lambda: sys.argv[1:])
-    assert command(monkeypatch, "measure", "layouts", "a", "b") == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +257,6 @@ def test_commands(monkeypatch, capsys):
     [
         (["reprt"], ["'reprt' is not a command", "train, plan, compare, doctor", "'report'?"]),
         (["zzzz"], ["options begin with --", "see --help"]),
-        (["measure"], ["measure needs a name", "layouts"]),
-        (["measure", "kernals"], ["'kernals'", "there are", "traffic"]),
     ],
 )
 def test_commands_that_do_not_exist(argv, words, monkeypatch, capsys):

@@ -13,7 +13,7 @@ TORCH_FREE = (
     "settings.config", "settings.strategies", "models", "models.gpt2",
     "data.hub", "data.corpus", "data.tokenizer", "data.samples", "records.record",
     "records.display", "records.tables", "plan.plan",
-    "plan.traffic", "run.launch",
+    "predict.traffic", "advise.make", "run.launch",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training.plan.traffic import num_exact
+from distributed_training.predict.traffic import num_exact
 from distributed_training.settings.config import RunConfig
 
 LEVELS = 127

@@ -20,8 +20,8 @@ from distributed_training.parallel.private import GivenOrder, TwoWayStage, forea
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan import cost
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.stages import expect_spans, find_orders
 from distributed_training.plan.topology import Topology
+from distributed_training.predict.stages import expect_spans, find_orders
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": get_schedule_class("GPipe"),

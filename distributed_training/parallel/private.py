@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from distributed_training.plan.orders import Operation, Order
+from distributed_training.predict.orders import Operation, Order
 
 # Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
 foreach_copy_ = torch._foreach_copy_

@@ -272,6 +272,6 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients not finite"))
     if wrote := _profile(r):
-        shares = f"measure overlap {short_path(r.run_dir)} says what communication takes of them"
+        shares = f"overlap {short_path(r.run_dir)} says what communication takes of them"
         rows.append(("profile", f"{wrote}; {shares}"))
     return [*rows, ("record", f"{short_path(r.run_dir)}/record.json")]

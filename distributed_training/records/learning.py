@@ -31,7 +31,7 @@ def draw_losses(panels: Mapping[str, Mapping[str, Record]]) -> Figure:
 
 
 def draw_scaling_law(record: Mapping[str, Any]) -> Figure:
-    """Of `measure scaling_law`'s record: loss by tokens, a line a size; and by parameters along
+    """Of the record of scaling_law.py: loss by tokens, a line a size; and by parameters along
     equal FLOPs. Dots are measured, lines the fit. 900 pixels wide."""
     fit, runs = record["summary"]["fit"], list(record["runs"].values())
 

@@ -80,7 +80,7 @@ def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> s
 
 
 def _parts(record: Record) -> str:
-    """Where a bubble comes from, in points (measure/bubble.py)."""
+    """Where a bubble comes from, in points (results/lab/bubble.py)."""
     if not record.pipeline:
         return "-"
     parts = (record.bubble or {}).get("parts")
@@ -95,7 +95,7 @@ def _predicted(record: Record, name: str) -> float | None:
 
 
 def _by_rank(ranks: Sequence[dict[str, Any]]) -> str:
-    """Peaks in GiB without what earlier runs of the process left (measure/layouts.py)."""
+    """Peaks in GiB without what earlier runs of the process left (results/lab/layouts.py)."""
     pairs = [(rank["peak_reserved_bytes"], rank.get("left_over_bytes", 0)) for rank in ranks]
     peaks = [f"{(peak - left) / 2**30:.1f}" for peak, left in pairs if peak is not None]
     return ", ".join(peaks) + " GiB" if peaks else NOT_MEASURED

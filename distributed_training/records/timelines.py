@@ -1,4 +1,4 @@
-"""Pictures of `measure traces`' records: when one process computes and communicates in a step."""
+"""Pictures of the records of results/lab/traces.py: when one process computes and communicates."""
 
 from __future__ import annotations
 

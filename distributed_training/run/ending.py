@@ -15,10 +15,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.resume import CHECKPOINTS, list_checkpoints
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
 from distributed_training.records.display import describe_memory, gib, short_path
+from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
 from distributed_training.settings.errors import RunError, UserError
 
 # gloo's words and NCCL's where the process at the other end is gone.

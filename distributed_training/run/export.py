@@ -12,12 +12,12 @@ from distributed_training.data.pieces import MESSAGES, ask
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan import resume
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, short_path
 from distributed_training.records.record import LAST, load_record
 from distributed_training.run.generate import continuation
+from distributed_training.run.saving import resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 

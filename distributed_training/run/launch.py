@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from distributed_training.plan.cluster import Cluster
+from distributed_training.advise.cluster import Cluster
+from distributed_training.advise.show import layout_name, torchrun_command
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine, threads_per_process
-from distributed_training.plan.make import make_plan, reserve_run_dir
-from distributed_training.plan.memory import estimate_memory
 from distributed_training.plan.plan import Plan, load_plan
-from distributed_training.plan.resume import list_checkpoints
-from distributed_training.plan.show import layout_name, torchrun_command
 from distributed_training.plan.topology import show_axes
+from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import LastingStream, describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
+from distributed_training.run.prepare import make_plan, reserve_run_dir
+from distributed_training.run.saving.resume import list_checkpoints
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown

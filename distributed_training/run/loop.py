@@ -16,15 +16,16 @@ import torch.distributed as dist
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.resume import list_checkpoints
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
 from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
 from distributed_training.records.trackers import Tracker, perplexity
-from distributed_training.run import checkpoint, nonfinite
+from distributed_training.run import nonfinite
 from distributed_training.run.assemble import from_rank_0
 from distributed_training.run.history import History
+from distributed_training.run.saving import checkpoint
+from distributed_training.run.saving.resume import list_checkpoints
 from distributed_training.run.schedule import learning_rate
 from distributed_training.run.stopping import Stopping
 

@@ -1,6 +1,6 @@
 """`profile`: what every rank does in a few steps, as a trace; on a GPU also what is in its memory.
 
-Traces are Chrome's JSON (ui.perfetto.dev opens them, `measure overlap` reads them), snapshots are
+Traces are Chrome's JSON (ui.perfetto.dev opens them, `overlap` reads them), snapshots are
 for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs, and are left out.
 """
 

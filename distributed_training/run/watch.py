@@ -25,10 +25,10 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from distributed_training.plan import claims
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import mark_stopped
 from distributed_training.run.rendezvous import of_this_attempt
+from distributed_training.run.saving import claims
 from distributed_training.settings.errors import RunError
 
 BEAT_S = 2.0

@@ -17,12 +17,9 @@ import torch.distributed as dist
 
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
-from distributed_training.plan import claims
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
-from distributed_training.plan.make import make_plan, reserve_run_dir
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.restart import go_on
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
@@ -30,14 +27,17 @@ from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
-from distributed_training.run.disks import check_disks
 from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
 from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
+from distributed_training.run.prepare import make_plan, reserve_run_dir
 from distributed_training.run.profiling import Profile
 from distributed_training.run.push import push_folder
 from distributed_training.run.rendezvous import current_agent, meet
+from distributed_training.run.saving import claims
+from distributed_training.run.saving.disks import check_disks
+from distributed_training.run.saving.restart import go_on
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError

@@ -19,8 +19,9 @@ import torch
 
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
-from distributed_training.run import checkpoint, disks, watch
+from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
+from distributed_training.run.saving import checkpoint, disks
 from tests.pool import SCRIPT
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distributed_training.plan.memory import estimate_memory
+from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.record import append_metrics, write_json
 from distributed_training.run.launch import ran_out_early
 from distributed_training.settings.config import AUTO

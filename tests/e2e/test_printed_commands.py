@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.plan.checks import has_libaio
+from distributed_training.advise.checks import has_libaio
 from distributed_training.settings.strategies import list_strategies
 from tests.conftest import assert_ok, light_pool, only_record, run_command, settings
 from tests.e2e.support import H200, fake_nvidia_smi
@@ -36,7 +36,7 @@ NOT_HERE = (
     "my_zero1.json", "...", "chats.jsonl", "user/name:",
 )  # fmt: skip
 OTHER_COMMANDS = (
-    ".py doctor", ".py compare ", ".py report", ".py measure ", ".py generate ", ".py push ",
+    ".py doctor", ".py compare ", ".py report", ".py overlap ", ".py generate ", ".py push ",
     ".py links ", ".py export ",
 )  # fmt: skip
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("strategies/*/run.sh"))

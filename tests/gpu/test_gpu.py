@@ -182,7 +182,7 @@ def test_a_resumed_run_replays_to_the_same_bits():
 
 
 def test_a_profiled_function_shows_how_long_the_gpu_computed():
-    from distributed_training.measure.layouts import profiled
+    from results.lab.layouts import profiled
 
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
@@ -193,7 +193,7 @@ def test_a_profiled_function_shows_how_long_the_gpu_computed():
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
-    from distributed_training.measure.overlap import main, read_run
+    from distributed_training.tools.overlap import main, read_run
 
     count = min(2, torch.cuda.device_count())
     values = {

@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel
 from distributed_training.models import find_model
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.layouts import stage_parameters
-from distributed_training.plan.make import make_plan
+from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from tests.models.test_hf_checkpoint import hf_model, ids_for
@@ -168,7 +168,7 @@ def test_finding_models_imports_no_torch(folder):
 
 def test_nothing_outside_of_gpt2_names_its_layers():
     own = ("position_embedding", "qkv", "attention_out", "norm_1", "norm_2", "mlp_in", "mlp_out")
-    for room in ("parallel", "engines", "run", "measure", "plan"):
+    for room in ("parallel", "engines", "run", "tools", "plan", "predict", "advise"):
         for file in (ROOT / "distributed_training" / room).glob("*.py"):
             text = file.read_text()
             named = [name for name in (*own, "token_embedding", "GPT2(", "Block(") if name in text]

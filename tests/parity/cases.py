@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
-from distributed_training.measure import traffic
-from distributed_training.measure.harness import Run, every_run, open_group
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.records.record import start_record
 from distributed_training.run import assemble
-from distributed_training.run.checkpoint import (
+from distributed_training.run.loop import learning_rate
+from distributed_training.run.saving.checkpoint import (
     load_checkpoint,
     load_own,
     own_parts,
     save_checkpoint,
 )
-from distributed_training.run.loop import learning_rate
+from distributed_training.tools.harness import Run, every_run, open_group
+from results.lab import traffic
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four
 # processes, and still small.

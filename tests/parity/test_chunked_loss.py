@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from distributed_training.plan.memory import estimate_memory
+from distributed_training.predict.memory import estimate_memory
 from tests.parity.support import BASE, assert_equal_runs, cut, reference, run_cases, split
 from tests.plan.helpers import plan_for
 from tests.support import GPU_MACHINE, refused

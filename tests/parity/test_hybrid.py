@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from distributed_training.plan.make import make_plan
+from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.conftest import assert_ok, only_record, train

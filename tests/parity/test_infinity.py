@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_training.plan.checks import has_libaio
+from distributed_training.advise.checks import has_libaio
 from tests.parity.resharding import LAYOUTS, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
 from tests.parity.support import DEEP, cut, run_cases, small_infinity
 

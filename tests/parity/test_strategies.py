@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from distributed_training.plan.checks import has_libaio
+from distributed_training.advise.checks import has_libaio
 from tests.parity.support import BASE, assert_equal_runs, reference, run_cases, small_infinity
 
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload", "infinity")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distributed_training.advise.make import draft_plan
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.cost import Schedule, schedule_of
 from distributed_training.plan.layouts import Layout, build_layout, cut_batch
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.make import draft_plan, make_plan
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Batch
+from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import RunConfig, build_config
 from distributed_training.settings.strategies import Strategy, load_strategy, strategy_defaults
 from tests.support import CPU_MACHINE

@@ -100,7 +100,7 @@ DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("n
             TRACED,
             "profile",
             "steps 6 to 8 in trace-rank*.json.gz of the run's folder, for "
-            "ui.perfetto.dev, and memory-rank*.pickle, for pytorch.org/memory_viz; measure overlap "
+            "ui.perfetto.dev, and memory-rank*.pickle, for pytorch.org/memory_viz; overlap "
             "runs/x says what communication takes of them",
         ),
         ({**TRACED, "profile": None}, "profile", None),

@@ -16,18 +16,17 @@ import torch.distributed as dist
 from distributed_training.engines.base import Engine
 from distributed_training.parallel import tensor_files
 from distributed_training.parallel.tensor_files import part_of
-from distributed_training.plan import resume
-from distributed_training.plan.resume import (
+from distributed_training.plan.topology import Topology
+from distributed_training.records.record import start_record
+from distributed_training.run.saving import checkpoint, resume
+from distributed_training.run.saving.checkpoint import Saver, load_checkpoint, save_checkpoint
+from distributed_training.run.saving.resume import (
     FORMAT,
     check_files,
     describe_change,
     list_checkpoints,
     read_meta,
 )
-from distributed_training.plan.topology import Topology
-from distributed_training.records.record import start_record
-from distributed_training.run import checkpoint
-from distributed_training.run.checkpoint import Saver, load_checkpoint, save_checkpoint
 from tests.conftest import heavy_pool
 from tests.support import refused
 

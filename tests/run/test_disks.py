@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.parallel.tensor_files import part_of
-from distributed_training.plan.resume import (
+from distributed_training.plan.topology import Topology
+from distributed_training.records.record import start_record
+from distributed_training.run.assemble import gather
+from distributed_training.run.launch import Process
+from distributed_training.run.saving import checkpoint, disks
+from distributed_training.run.saving.checkpoint import load_checkpoint, save_checkpoint
+from distributed_training.run.saving.resume import (
     ElsewhereError,
     check_files,
     files_of,
@@ -19,12 +25,6 @@ from distributed_training.plan.resume import (
     list_checkpoints,
     read_meta,
 )
-from distributed_training.plan.topology import Topology
-from distributed_training.records.record import start_record
-from distributed_training.run import checkpoint, disks
-from distributed_training.run.assemble import gather
-from distributed_training.run.checkpoint import load_checkpoint, save_checkpoint
-from distributed_training.run.launch import Process
 from distributed_training.settings.errors import UserError
 from tests.conftest import heavy_pool
 from tests.run.test_checkpoint import SPREAD, WORK, FakeEngine, plan_of

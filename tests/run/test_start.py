@@ -7,11 +7,12 @@ import subprocess
 
 import pytest
 
-from distributed_training.plan import machine, make
-from distributed_training.plan.make import reserve_run_dir
+from distributed_training.plan import machine
 from distributed_training.plan.plan import load_plan
 from distributed_training.run import launch, worker
+from distributed_training.run import prepare as make
 from distributed_training.run.launch import Process
+from distributed_training.run.prepare import reserve_run_dir
 from distributed_training.settings.config import RunConfig, build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan

@@ -1,0 +1,208 @@
+"""Runs that are known to fail are refused here, before processes start or weights load.
+
+Each check raises UserError; none imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+
+from distributed_training.advise.rank import what_fits
+from distributed_training.data.hub import check_push
+from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan
+from distributed_training.predict.memory import estimate_memory
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import Strategy
+
+GIB, MIB = 2**30, 2**20
+SHARED_MEMORY = Path("/dev/shm")
+REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp
+STALE_LOCK_S = 60.0
+
+
+def run_checks(plan: Plan) -> None:
+    """Run every check, cheapest first."""
+    check_packages(plan)
+    check_hub(plan)
+    check_skipping(plan)
+    check_gpus(plan)
+    check_swapping(plan)
+    check_gpu_memory(plan)
+    check_host_memory(plan)
+    check_shared_memory(plan)
+    check_disk(plan)
+    check_extensions(plan)
+
+
+def check_packages(plan: Plan) -> None:
+    """The packages that this strategy and this CONFIG import are installed."""
+    tracker, strategy = plan.config.log_to, f"strategy={plan.strategy.name!r}"
+    needed = {
+        "torch": ("every strategy", "-r requirements.txt"),
+        plan.strategy.traits.package: (strategy, "-r requirements.txt"),
+        tracker: (f"log_to={tracker!r}", tracker),
+    }
+    for package, (reason, source) in needed.items():
+        if package is not None and importlib.util.find_spec(package) is None:
+            what = f"the package {package} is not installed, and {reason} needs it"
+            raise UserError(what, fix=f"pip install {source}")
+
+
+def check_hub(plan: Plan) -> None:
+    """What `push` will need at the end is there."""
+    if plan.config.push is not None:
+        if not plan.config.export:
+            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
+        check_push(plan.config.push)
+
+
+def check_skipping(plan: Plan) -> None:
+    """The engine can leave an update out once it knows the gradients."""
+    if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
+        what = f"on_nonfinite='skip' does not work with strategy={plan.strategy.name!r}"
+        why = "its engine updates before the norm of the gradients is known here"
+        raise UserError(what, why, "set on_nonfinite to rollback or stop")
+
+
+def check_gpus(plan: Plan) -> None:
+    """No more processes on this machine than it has GPUs (any number on a machine without)."""
+    gpus, here = plan.machine.num_gpus, plan.processes_here
+    if gpus and here > gpus:
+        what = f"{here} processes are asked for but this machine has {gpus} GPU{'s' * (gpus > 1)}"
+        raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
+
+
+def check_gpu_memory(plan: Plan) -> None:
+    """What a step is predicted to need must be there, unless the user wants to see (`--force`)."""
+    machine = plan.machine
+    if not machine.num_gpus or plan.config.force:
+        return
+    needed = estimate_memory(plan).needed_bytes
+    if needed > machine.gpu_memory_bytes:
+        what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
+        why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        others = what_fits(plan) or ["use more GPUs, or a smaller model"]
+        raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Every process builds the model once in fp32; offload adds its share of state."""
+    on_host = plan.state.host + plan.state.on_device * (plan.machine.num_gpus == 0)
+    needed = (4 * plan.size.num_parameters + on_host) * plan.processes_here
+    if needed > plan.machine.ram_bytes:
+        what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
+        why = f"{plan.machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
+        raise UserError(what, why, "use a smaller model or fewer processes")
+
+
+def check_shared_memory(plan: Plan) -> None:
+    """Without GPUs DeepSpeed's processes reduce through files in memory; Docker gives 64 MiB."""
+    if not plan.strategy.traits.takes_deepspeed_json or plan.machine.num_gpus:
+        return
+    needed, free = REDUCE_BUFFER_BYTES * plan.processes_here, shutil.disk_usage(SHARED_MEMORY).free
+    if needed > free:
+        what = f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free and DeepSpeed without GPUs needs "
+        what += f"{needed / MIB:.0f} MiB there"
+        raise UserError(what, fix="start the container with --shm-size=1g, or take dp or fsdp")
+
+
+def check_disk(plan: Plan) -> None:
+    """Room for the checkpoints that are kept, the one being written, the export, offload."""
+    config, count = plan.config, plan.size.num_parameters
+    checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
+    output = 12 * count * checkpoints + 4 * count * (config.export + config.keep_best)
+    written = {"output_dir": (plan.output_dir.absolute(), output)}
+    if plan.offload_dir is not None:
+        written["offload_dir"] = (plan.offload_dir, 20 * count)
+    by_disk: dict[int, dict[Path, int]] = {}
+    for key, (path, size) in written.items():
+        folder = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = f"{folder} is not a folder that can be written to"
+            raise UserError(what, fix=f"set {key} elsewhere")
+        sizes = by_disk.setdefault(folder.stat().st_dev, {})
+        sizes[folder] = sizes.get(folder, 0) + size
+    for sizes in by_disk.values():
+        needed, free = sum(sizes.values()), shutil.disk_usage(next(iter(sizes))).free
+        if needed > free:
+            what = f"the disk of {' and '.join(map(str, sizes))} has {free / GIB:.1f} GiB free and "
+            what += f"the run may write {needed / GIB:.1f} GiB"
+            fix = "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0"
+            raise UserError(what, fix=fix)
+
+
+def check_extensions(plan: Plan) -> None:
+    """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
+    extensions = built_extensions(plan.strategy, plan.machine)
+    compiler, asked = os.environ.get("CXX", "c++"), f"strategy={plan.strategy.name!r}"
+    if extensions and shutil.which(compiler) is None:
+        what = f"{asked} builds a C++ extension and there is no {compiler}"
+        raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
+    if "async_io" in extensions and not has_libaio():
+        fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
+        raise UserError(f"{asked} needs libaio, and the compiler does not find it", fix=fix)
+    for name in extensions:
+        refuse_stale_lock(name)
+
+
+def needed_extensions(strategy: Strategy) -> list[str]:
+    """Names of the DeepSpeed extensions that a worker builds before the run."""
+    return ["cpu_adam"] * strategy.steps_on_host + ["async_io"] * strategy.swaps_to_disk
+
+
+def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
+    """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
+    page-locked memory for async_io, and shared memory between processes that have no GPU.
+    """
+    shared = strategy.traits.takes_deepspeed_json and not machine.num_gpus
+    own = ["pin_memory"] * strategy.swaps_to_disk + ["deepspeed_shm_comm"] * shared
+    return needed_extensions(strategy) + own
+
+
+def has_libaio() -> bool:
+    """Whether the compiler finds libaio's header and library (CPATH and LIBRARY_PATH count)."""
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        return False
+    probe = "#include <libaio.h>\nint main(void) { return io_setup(1, (io_context_t *)0); }\n"
+    command = [compiler, "-x", "c", "-", "-o", os.devnull, "-laio"]
+    return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0
+
+
+def refuse_stale_lock(name: str) -> None:
+    """A build of this extension that was killed leaves a file `lock` that every later run waits
+    for, in its folder of torch's cache, one per Python and CUDA version.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    version = sysconfig.get_python_version().replace(".", "")
+    cache = Path.home() / ".cache" / "torch_extensions"
+    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
+        lock = folder / "lock"
+        age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
+        builds = (process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+        if age_s > STALE_LOCK_S and not any(builds):
+            what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
+            fix = f"if no other machine is building either: rm {lock}"
+            raise UserError(what + "that folder", "torch would wait for it forever", fix)
+
+
+def check_swapping(plan: Plan) -> None:
+    """On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
+    gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
+    """
+    swaps, model = plan.strategy.offload_device("param") == "nvme", plan.config.model
+    matrices = (rows * columns for rows, columns in plan.size.block_matrices)
+    largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
+    if swaps and not plan.machine.num_gpus and largest >= 2**20:
+        what = f"strategy={plan.strategy.name!r} with model={model!r} needs a GPU"
+        why = "without one DeepSpeed overwrites parameters that are in use"
+        raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")

@@ -1,0 +1,107 @@
+"""Machines that are not here: `--cluster 2x8xH100-80GB`. No torch import."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+
+from distributed_training.plan.machine import Machine
+from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import shown
+from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu
+
+_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.*)", re.IGNORECASE)
+MOST_PROCESSES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes that are alike."""
+
+    nodes: int
+    processes_a_node: int
+    machine: Machine  # one node
+    rates: Rates | None  # None: a GPU of which nothing is known
+    name: str
+
+    @property
+    def num_processes(self) -> int:
+        return self.nodes * self.processes_a_node
+
+
+def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
+    """`nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4"; with `gpu`, a GPU described
+    as JSON, "2x8" is enough. Raises UserError for what does not parse and for an unknown GPU.
+    """
+    found = _FORM.fullmatch(text.strip())
+    assert found is not None  # every part is optional
+    numbers, name = [int(part) for part in found.groups()[:2] if part], found[3]
+    if gpu is not None and name.isdecimal():
+        numbers, name = [*numbers, int(name)], ""
+    form = "write NODESxGPUSxKIND, such as 2x8xH100-80GB, or 8xH200"
+    if len(numbers) > 2 or 0 in numbers or (not name and gpu is None) or name.isdecimal():
+        raise UserError(f"--cluster {shown(text)} is not nodes x GPUs x kind", fix=form)
+    if gpu is not None and name:
+        raise UserError(f"--cluster {shown(text)} names a GPU and --gpu describes one", fix=form)
+    nodes, here = [1] * (2 - len(numbers)) + numbers
+    if nodes * here > MOST_PROCESSES:
+        what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
+        raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,}")
+    return cluster_of(parse_gpu(gpu) if gpu is not None else known_gpu(name), nodes, here)
+
+
+def parse_gpu(text: str) -> Gpu:
+    """What `--gpu` says: a name of the table, or JSON."""
+    if not text.lstrip().startswith("{"):
+        return known_gpu(text)
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--gpu {shown(text)} is not JSON", str(error)) from None
+    return described_gpu(document)
+
+
+def cluster_of(gpu: Gpu, nodes: int, here: int) -> Cluster:
+    """So many nodes with so many of these GPUs each."""
+    machine = Machine(
+        num_gpus=here,
+        gpu_name=gpu.name,
+        gpu_memory_bytes=gpu.memory_bytes,
+        compute_capability=gpu.compute_capability,
+        ram_bytes=sys.maxsize,  # nobody asked
+        num_cpus=8 * here,
+    )
+    name = f"{nodes} x {here} x {gpu.name}" if nodes > 1 else f"{here} x {gpu.name}"
+    return Cluster(
+        nodes=nodes, processes_a_node=here, machine=machine, rates=rates_of(gpu), name=name
+    )
+
+
+def this_machine(machine: Machine, num_processes: int, gpu: str | None = None) -> Cluster:
+    """The machine at hand; `gpu` describes its GPUs where the table does not have them."""
+    if machine.num_gpus == 0:
+        name = f"{num_processes} process{'es' * (num_processes > 1)} on {machine.num_cpus} cores"
+    else:
+        name = f"{num_processes} x {machine.gpu_name}"
+    return Cluster(
+        nodes=1,
+        processes_a_node=num_processes,
+        machine=machine,
+        rates=machine_rates(machine, num_processes, gpu),
+        name=name,
+    )
+
+
+def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:
+    """Rates of a process of this machine; None for a GPU that is not in the table."""
+    if machine.num_gpus == 0:
+        guess = cpu_rates(machine.num_cpus, num_processes)
+        return measured_rates(f"cpu-x{num_processes}", guess) or guess
+    found = parse_gpu(gpu) if gpu is not None else find_gpu(machine.gpu_name)
+    if found is None:
+        return None
+    table = rates_of(found)
+    return measured_rates(str(machine.gpu_name), table) or table

@@ -1,0 +1,264 @@
+"""Scaling laws: what a budget of compute is best spent on, and what a loss costs. No torch import.
+
+The loss of N parameters trained once over D tokens is E + A / N^alpha + B / D^beta nats a token
+(Hoffmann et al., 2203.15556, approach 3), and training costs 6 N D FLOPs. Both fits are of one
+corpus, vocabulary and recipe; of another they tell how things grow rather than the loss itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from distributed_training.advise.cluster import Cluster, parse_cluster
+from distributed_training.advise.rank import Choice, choose_spread, rank_layouts, with_progress
+from distributed_training.models import find_model
+from distributed_training.settings.config import AUTO, RunConfig, replace
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import shown
+
+UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_BUDGET = re.compile(r"(\S+)\s+([\d.]+)\s*([a-z]+)", re.IGNORECASE)
+MOST_LOSS = 12  # an untrained model's, with a vocabulary of 160,000
+MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """One fit of the law."""
+
+    name: str
+    source: str
+    uncertainty: str  # as published
+    irreducible: float  # E
+    a: float
+    alpha: float
+    b: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token."""
+        return self.irreducible + self.a / parameters**self.alpha + self.b / tokens**self.beta
+
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """(parameters, tokens) of lowest loss for 6 N D = `flops` (Hoffmann et al., equation 4)."""
+        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
+        parameters = ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
+        return parameters, flops / 6 / parameters
+
+    def tokens_for(self, parameters: float) -> float:
+        """Tokens for which so many parameters are the best size."""
+        power = self.beta * self.b / (self.alpha * self.a) * parameters**self.alpha
+        return power ** (1 / self.beta)
+
+    def flops_for(self, loss: float) -> float:
+        """The fewest FLOPs that reach `loss`; raise UserError for one that none reach."""
+        if not self.irreducible < loss < MOST_LOSS:
+            what = f"--target_loss {loss:g} is reached by no model"
+            why = f"{self.name}'s fit never goes below {self.irreducible}"
+            least = max(fit.irreducible for fit in FITS)
+            raise UserError(what, why, f"ask for more than {least}, and less than {MOST_LOSS}")
+        # At the optimum both terms fall with one power of the FLOPs.
+        one = self.loss(*self.optimum(6.0)) - self.irreducible
+        power = self.alpha * self.beta / (self.alpha + self.beta)
+        return 6 * (one / (loss - self.irreducible)) ** (1 / power)
+
+
+FITS = (
+    Fit(
+        name="Chinchilla",
+        source="Hoffmann et al. 2022, 2203.15556, approach 3, equation 10, which rounds to 1.69, "
+        "406.4, 410.7, 0.34, 0.28; these are the digits of its TeX source, as 2404.10102 has them",
+        uncertainty="parameters grow with FLOPs to the power 0.46, its table 2 with 10th and 90th "
+        "percentile 0.454 and 0.455",
+        irreducible=1.6934, a=406.4, alpha=0.3392, b=410.7, beta=0.2849,
+    ),
+    Fit(
+        name="replication",
+        source="Besiroglu et al. 2024, 2404.10102, which refits 240 runs read off a figure of "
+        "Hoffmann's and finds that interval too narrow",
+        uncertainty="standard errors: E 0.03, A 124.58, B 1293.23, alpha 0.02, beta 0.02",
+        irreducible=1.8172, a=482.01, alpha=0.3478, b=2085.43, beta=0.3658,
+    ),
+)  # fmt: skip
+
+
+def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
+    """(machines, seconds) of a text such as "8xH200 24h"; raise UserError for any other."""
+    found = _BUDGET.fullmatch(text.strip())
+    unit = found and UNITS.get(found[3].lower())
+    form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
+    try:
+        seconds = float(found[2]) * unit if found and unit else 0.0
+    except ValueError:
+        seconds = 0.0
+    if not found or seconds <= 0:
+        raise UserError(f"--budget {shown(text)} is not understood", fix=form)
+    return parse_cluster(found[1], gpu), seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """The quickest layout of one model on a cluster, as predicted."""
+
+    model: str
+    choice: Choice
+
+    @property
+    def parameters(self) -> int:
+        return find_model(self.model).size.num_parameters
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.choice.prediction.tokens_per_s or 0.0)
+
+    @property
+    def flops_per_s(self) -> float:
+        """By the count of the law, 6 N a token."""
+        return 6 * self.parameters * self.tokens_per_s
+
+
+def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
+    """`plan --budget` and `plan --target_loss`; `build` gives CONFIG under a strategy."""
+    loss, cluster, seconds = arguments.target_loss, None, 0.0
+    if arguments.budget is not None:
+        if arguments.cluster is not None or arguments.num_gpus is not None or loss is not None:
+            what = "--budget says which GPUs and for how long"
+            raise UserError(what, fix="leave out --cluster, --num_gpus and --target_loss")
+        cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
+    elif arguments.cluster is not None:
+        cluster = parse_cluster(arguments.cluster, arguments.gpu)
+    if loss is not None:
+        for fit in FITS:
+            fit.flops_for(loss)  # refused before speeds are looked for
+    batch_is_given = any(text.startswith("batch_size=") for text in arguments.overrides)
+    found = [] if cluster is None else speeds(build, cluster, open_batch=not batch_is_given)
+    if loss is not None:
+        print(describe_target(loss, found, cluster))
+    elif cluster is not None:
+        print(describe_budget(found, cluster, seconds))
+    return 0
+
+
+def speeds(
+    build: Callable[[str | None], RunConfig], cluster: Cluster, *, open_batch: bool
+) -> list[Speed]:
+    """Of each model that fits, smallest first; with the smallest batch that keeps a GPU busy where
+    it is open."""
+    if cluster.rates is None:
+        what = f"how fast {cluster.name} is, is not known"
+        raise UserError(what, fix="describe it with --gpu")
+    places, found = (cluster.machine, cluster.num_processes, cluster.processes_a_node), []
+    for model in with_progress(MODELS, "layouts of each model"):
+        with contextlib.suppress(UserError):  # a model that fits nowhere
+            config = replace(build(None), model=model)
+            if open_batch:
+                config = replace(config, strategy=AUTO, batch_size=AUTO)
+                config = choose_spread(config, *places, [])
+            own = {"model": model, "batch_size": config.batch_size}
+            choices = rank_layouts(lambda name, own=own: replace(build(name), **own), cluster)  # type: ignore[misc]
+            if choices and choices[0].prediction.fits:
+                found.append(Speed(model=model, choice=choices[0]))
+    if not found:
+        fix = "set a smaller batch_size or activation_checkpointing=full"
+        raise UserError(f"none of {', '.join(MODELS)} fits on {cluster.name}", fix=fix)
+    return found
+
+
+def nearest_speed(found: Sequence[Speed], fit: Fit, seconds: float) -> Speed:
+    """That of the model whose size is nearest to what its own FLOPs in that time are best for."""
+
+    def distance(speed: Speed) -> float:
+        best, _ = fit.optimum(speed.flops_per_s * seconds)
+        return max(best / speed.parameters, speed.parameters / best)
+
+    return min(found, key=distance)
+
+
+def describe_budget(found: Sequence[Speed], cluster: Cluster, seconds: float) -> str:
+    """What the time is best spent on, and what it means for each model that is there."""
+    at = nearest_speed(found, FITS[-1], seconds)
+    flops = at.flops_per_s * seconds
+    mfu, config = at.choice.prediction.mfu, at.choice.plan.config
+    said = (
+        f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
+        f"{at.flops_per_s / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU"
+        + (f" (MFU {100 * mfu:.0f}%)" if mfu else "")
+        + f" that {at.model} is predicted to reach with {config.batch_size} x "
+        f"{config.max_length} tokens on each"
+    )
+    lines = [
+        textwrap.fill(said, 80),
+        "",
+        _optima([(fit, flops) for fit in FITS]),
+        "",
+        "each model in that time, and for how many tokens it would be the best size,\nby "
+        + " / ".join(fit.name for fit in FITS)
+        + ":",
+        "",
+    ]
+    rows = []
+    for speed in found:
+        tokens = speed.tokens_per_s * seconds
+        best = " / ".join(count(fit.tokens_for(speed.parameters)) for fit in FITS)
+        loss = " / ".join(f"{fit.loss(speed.parameters, tokens):.3f}" for fit in FITS)
+        rows.append([speed.model, count(speed.tokens_per_s), count(tokens), best, loss])
+    headers = ["model", "tokens/s", "sees", "is best at", "loss"]
+    lines += [tabulate(rows, headers, disable_numparse=True), "", sources()]
+    return "\n".join(lines)
+
+
+def describe_target(loss: float, found: Sequence[Speed], cluster: Cluster | None) -> str:
+    """The least that reaches a loss, and how long it would take."""
+    needed = [(fit, fit.flops_for(loss)) for fit in FITS]
+    lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
+    lines += [_optima(needed)]
+    if cluster is not None:
+        for fit, flops in needed:
+            best, _ = fit.optimum(flops)
+            at = min(found, key=lambda s: max(best / s.parameters, s.parameters / best))
+            time = duration(flops / at.flops_per_s)
+            lines.append(f"by {fit.name} {time} on {cluster.name}, at {at.model}'s predicted speed")
+    return "\n".join([*lines, "", sources()])
+
+
+def _optima(needed: Sequence[tuple[Fit, float]]) -> str:
+    rows = []
+    for fit, flops in needed:
+        parameters, tokens = fit.optimum(flops)
+        rows.append([
+            fit.name, f"{flops:.2e}", count(parameters), count(tokens),
+            f"{tokens / parameters:.0f}", f"{fit.loss(parameters, tokens):.3f}",
+        ])  # fmt: skip
+    headers = ["fit", "FLOPs", "parameters", "tokens", "tokens each", "loss"]
+    return tabulate(rows, headers, disable_numparse=True)
+
+
+def sources() -> str:
+    """Where the constants come from, and how sure they are."""
+    lines = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
+    lines.append("Losses are those of MassiveText by its own tokenizer, each text seen once.")
+    return "\n".join(textwrap.fill(line, 80) for line in lines)
+
+
+def count(number: float) -> str:
+    """Three digits and a letter."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are two."""
+    for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,158 @@
+"""A ranking of layouts as a table, as commands, as JSON and as a batch script. No torch import."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed_training.advise.cluster import Cluster
+from distributed_training.advise.rank import Choice, settings_of
+from distributed_training.plan.plan import Plan
+from distributed_training.settings.files import ROOT
+
+GIB = 2**30
+STATE = ("parameters", "gradients", "optimizer")
+HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
+SPEED = ("s/step", "tok/s", "MFU", "bound by")
+
+
+def layout_name(plan: Plan) -> str:
+    """ "3d pp2 tp2 1f1b m8": strategy, axes and cut of the batch."""
+    axes = {axis: size for axis, size in plan.mesh.items() if size > 1}
+    only = axes == {"dp_replicate": plan.num_processes} or axes == {"dp_shard": plan.num_processes}
+    words = [plan.strategy.name]
+    if not only or settings_of(plan).keys() - {"num_microbatches"}:  # else the name says it
+        short = {"dp_replicate": "copies", "dp_shard": "shard"}
+        words += [f"{short.get(axis, axis)}{size}" for axis, size in axes.items()]
+    if plan.mesh["pp"] > 1:
+        words.append(plan.config.pipeline_schedule)
+    if plan.batch.num_microbatches > 1:
+        words.append(f"m{plan.batch.num_microbatches}")
+    return " ".join(words)
+
+
+def table(choices: Sequence[Choice]) -> str:
+    """One row a layout: GiB of the fullest process, in all and by component."""
+    away = any(c.plan.state.host or c.plan.state.disk for c in choices)
+    rows = [[*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]]
+    rows += [_row(choice, away) for choice in choices]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        middle = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append(" ".join([name.ljust(widths[0]), *middle[:-1], cells[-1]]))
+    return "\n".join(lines)
+
+
+def _row(choice: Choice, away: bool) -> list[str]:
+    prediction = choice.prediction
+    memory, parts, step = prediction.memory, prediction.memory.fullest, prediction.step
+    sizes = [
+        memory.needed_bytes,
+        sum(parts[name] for name in STATE),
+        parts["activations"] + parts["logits"],
+        parts["copies"] + parts["buffers"] + memory.context_bytes,
+        *([memory.host_bytes, memory.disk_bytes] if away else []),
+    ]
+    speed = ["-", "-", "-", "-"]
+    if step is not None and prediction.tokens_per_s is not None:
+        mfu = "-" if prediction.mfu is None else f"{100 * prediction.mfu:.0f}%"
+        speed = [f"{step.seconds:.3f}", _number(prediction.tokens_per_s), mfu, step.bound_by]
+    fits = "yes" if prediction.fits else "no"
+    return [layout_name(choice.plan), fits, *(_number(size / GIB) for size in sizes), *speed]
+
+
+def _number(value: float) -> str:
+    """Three digits or all before the point."""
+    if value >= 1e4:
+        return f"{value / 1e3:,.0f}k" if value < 1e7 else f"{value / 1e6:,.1f}M"
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
+def command(plan: Plan, cluster: Cluster, script: str, typed: Sequence[str]) -> str:
+    """What to type for a layout; `typed`: the keys that the user gave."""
+    here = cluster.processes_a_node
+    if cluster.nodes > 1:
+        wait_s = plan.config.rendezvous_timeout_s
+        start = [*torchrun_command(cluster.nodes, here, wait_s), script]
+    else:
+        start = ["python", script, *(["--num_gpus", str(here)] if here > 1 else [])]
+    return shlex.join([*start, *options(plan, typed)])
+
+
+def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
+    """torchrun for so many nodes, typed on each; by itself it waits ten minutes for the others."""
+    place = ["--standalone"]
+    if nodes > 1:
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        place.append(f"--rdzv_conf=join_timeout={wait_s}")
+    return ["torchrun", *place, f"--nproc_per_node={here}"]
+
+
+def options(plan: Plan, typed: Sequence[str]) -> list[str]:
+    """The options that give a layout, after what else the user typed: keys and values in turns."""
+    settings = {"strategy": plan.strategy.name, **settings_of(plan)}
+    pairs = zip(typed[::2], typed[1::2], strict=True)
+    kept = [word for pair in pairs if pair[0].removeprefix("--") not in settings for word in pair]
+    return [*kept, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+
+
+def as_json(choices: Sequence[Choice]) -> str:
+    """A list, the best first: `memory_bytes` is component -> bytes by rank."""
+    return json.dumps([_as_dict(choice) for choice in choices], indent=1)
+
+
+def _as_dict(choice: Choice) -> dict[str, Any]:
+    plan, prediction = choice.plan, choice.prediction
+    places = prediction.memory.by_place
+    each = plan.num_processes // len(places)
+    return {
+        "strategy": plan.strategy.name,
+        "axes": plan.mesh,
+        "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "num_microbatches": plan.batch.num_microbatches,
+        "fits": prediction.fits,
+        "memory_bytes": {
+            part: [place[part] for place in places for _ in range(each)] for part in places[0]
+        },
+        "step_time_s": prediction.step and prediction.step.seconds,
+        "tokens_per_s": prediction.tokens_per_s,
+    }
+
+
+def why_first(best: Choice, others: Sequence[Choice]) -> str:
+    """One sentence on the first choice, against the quickest of another strategy."""
+    name, step = layout_name(best.plan), best.prediction.step
+    if step is None:
+        return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
+    reason = f"its step of {step.seconds:.3f} s is mostly {step.bound_by}"
+    rest = [
+        c for c in others if c.plan.strategy.name != best.plan.strategy.name and c.prediction.step
+    ]
+    if not rest:
+        return f"{name} is the quickest that fits: {reason}."
+    second = rest[0]
+    assert second.prediction.step is not None
+    times = second.prediction.step.seconds / step.seconds
+    more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
+    against = f"{layout_name(second.plan)} takes {more}"
+    return f"{name} is the quickest that fits: {reason}; {against}."
+
+
+def batch_script(plan: Plan, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
+    """configs/train.slurm for a layout on the cluster's nodes."""
+    job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
+    for there, here in {
+        "--job-name=gpt2": f"--job-name={plan.strategy.name}",
+        "#SBATCH --nodes=1": f"#SBATCH --nodes={cluster.nodes}",
+        "--gpus-per-node=4": f"--gpus-per-node={cluster.processes_a_node}",
+        'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
+        "(real_model_example.py": f"({shlex.join([script.name, *options(plan, typed)])}",
+    }.items():
+        assert job.count(there) == 1, there
+        job = job.replace(there, here)
+    return job

@@ -1,0 +1,111 @@
+"""Where tokenizer, initial weights and text come from: "auto" becomes what network and disk have.
+
+No torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distributed_training.data import hub
+from distributed_training.data.corpus import EMBEDDED, WIKITEXT
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.models import ModelSpec, find_model
+from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import user_path
+
+
+def find_sources(config: RunConfig, notes: list[str]) -> tuple[RunConfig, Path, Path | None]:
+    """(CONFIG without "auto", tokenizer's folder, weights' folder or None for random ones): decide
+    what is left, and download what is asked for by name.
+
+    Raises UserError where an explicit value is not available.
+    """
+    spec = find_model(config.model)
+    tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
+    num_tokens = Tokenizer(tokenizer_dir).num_tokens
+    if num_tokens > spec.size.vocab_size:
+        what = f"tokenizer={tokenizer!r} has {num_tokens} tokens"
+        why = f"{config.model} knows {spec.size.vocab_size}"
+        raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
+    weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
+    dataset, rate = config.dataset, config.learning_rate
+    if dataset in (AUTO, WIKITEXT):
+        note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
+        note += "help topics of this Python"
+        named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
+        there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
+        dataset = WIKITEXT if there else EMBEDDED
+    if rate == AUTO:
+        rate = 5e-5 if weights_dir else 3e-3 if config.model == "gpt2-tiny" else 3e-4
+    found = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+    if spec.weights_dir is not None:  # runs/latest is another run's from now on
+        found["model"] = str(spec.weights_dir)
+    return with_values(config, **found, learning_rate=rate), tokenizer_dir, weights_dir
+
+
+def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
+    asked, own = config.tokenizer, spec.weights_dir
+    if asked == AUTO and own is not None and (own / "vocab.json").is_file():
+        return str(own), own
+    if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
+        return EMBEDDED, EMBEDDED_DIR
+    if asked not in (AUTO, "gpt2"):
+        folder = user_path("tokenizer", asked)
+        if not folder.is_dir():
+            fix = 'give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"'
+            raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
+        return str(folder), folder.resolve()
+    note = "GPT-2's tokenizer is not available ({}): using the small one that is shipped; "
+    note += "perplexities compare only with runs that do the same"
+    by_name = asked != AUTO or config.weights == "pretrained"
+    named = ("gpt2", hub.TOKENIZER_COMMAND) if by_name else None
+    fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
+    found = _fetch("tokenizer", fetch, named, note, notes)
+    return ("gpt2", found) if found else (EMBEDDED, EMBEDDED_DIR)
+
+
+def _choose_weights(
+    config: RunConfig, spec: ModelSpec, tokenizer: str, notes: list[str]
+) -> tuple[str, Path | None]:
+    asked, model, hub_id = config.weights, config.model, spec.hub_id
+    if asked == "random":
+        return "random", None
+    if asked not in (AUTO, "pretrained"):
+        return asked, user_path("weights", asked).resolve()
+    if spec.weights_dir is not None and (spec.weights_dir / "model.safetensors").is_file():
+        return str(spec.weights_dir), spec.weights_dir
+    if hub_id is None or tokenizer == EMBEDDED:
+        why = "they need GPT-2's tokenizer" if hub_id else f"{model} is not published"
+        if asked == "pretrained":
+            what = f"weights='pretrained' is impossible with {model=}, {tokenizer=}"
+            raise UserError(what, why, "set weights to random, or model and tokenizer to gpt2")
+        notes.append(f"weights are random: {why}")
+        return "random", None
+    note = "pretrained weights are not available ({}): weights are random, so this trains from "
+    note += "scratch instead of fine-tuning"
+    command = f"hf download {hub_id} {' '.join(hub.WEIGHT_FILES)}"
+    named = (f"pretrained ({model})", command) if asked == "pretrained" else None
+    fetch = partial(hub.fetch_folder, hub_id, hub.WEIGHT_FILES)
+    found = _fetch("weights", fetch, named, note, notes)
+    return ("pretrained" if found else "random"), found
+
+
+def _fetch(
+    key: str, fetch: Callable[[], Any], named: tuple[str, str] | None, note: str, notes: list[str]
+) -> Any:
+    """What `fetch` finds; else None and a note, or UserError where it was asked for by name:
+    `named` is then the value and the command that downloads it.
+    """
+    try:
+        return fetch()
+    except OSError as error:
+        if named is not None:
+            raise hub.cannot_fetch(key, named[0], error, named[1]) from None
+        notes.append(note.format(error))
+        return None

@@ -1,0 +1,183 @@
+"""Orders of a pipeline that are found for what its operations take. No torch import.
+
+The stages lie in a V, as for `zb-v`, whose order idles least where all operations take equally
+long. They do not: the last stage also computes the loss, and a backward pass is not two forward
+ones. So the search starts from that order and improves it by simulated annealing, with random
+thresholds, on estimated durations. A process may hold the activations of one micro-batch more than
+under `zb-v`.
+
+Equal arguments give equal orders on any machine: only additions, products and comparisons of floats
+decide, and `random()`, which Python keeps as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+
+from distributed_training.predict.orders import Operation, Order, build_orders
+
+MORE_HELD = 1  # micro-batches, of a process's whole part of the model
+CHANGES, SIMULATED = 150, 5_000_000  # for each operation; operations in all, a second or two
+FARTHEST = 6  # places by which an operation is moved
+ALONE = 0.3  # of the changes are of one operation, the others of as many in the next periods
+HEAT = 0.16  # of a mean operation: by how much a change may make the step longer at first
+
+Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
+Words = list[Step]
+
+
+@functools.lru_cache(maxsize=64)
+def search_orders(
+    seconds: tuple[tuple[float, float, float], ...],
+    blocks: tuple[int, ...],
+    m: int,
+    message_s: float,
+) -> tuple[Order, ...]:
+    """What each process does for `m` micro-batches. Of each stage `seconds` has the duration of F,
+    I and W, and `blocks` what a micro-batch holds from F to W; process r has stages r and
+    2 p - 1 - r. What a stage makes is there `message_s` later on another process.
+    """
+    return _Search(seconds, blocks, m, message_s).find()
+
+
+class _Search:
+    def __init__(
+        self, seconds: Sequence[Sequence[float]], blocks: Sequence[int], m: int, message_s: float
+    ) -> None:
+        self.blocks, self.last, self.p, self.m = blocks, len(seconds) - 1, len(seconds) // 2, m
+        self.seconds = {
+            (kind, stage): took
+            for stage, each in enumerate(seconds)
+            for kind, took in zip("FIW", each, strict=True)
+        }
+        # The loss goes backward at once, before there are logits of another micro-batch.
+        self.at_once = ("I", self.last)
+        self.seconds["F", self.last] += self.seconds[self.at_once]
+        self.start: list[Words] = [
+            [(kind, stage) for kind, stage, _ in order if (kind, stage) != self.at_once]
+            for order in build_orders("zb-v", self.p, m)
+        ]
+        # What an operation's result is for, and how much later it is there: where the V turns it
+        # stays in the process.
+        self.gives: dict[Step, tuple[Step, float]] = {}
+        for stage in range(self.last):
+            apart = message_s * (stage != self.p - 1)
+            self.gives["F", stage] = ("F", stage + 1), apart
+            self.gives["I", stage + 1] = ("I", stage), apart
+        self.gives["F", self.last] = self.gives.pop(self.at_once)
+        self.busy = [sum(self.seconds[step] for step in words) for words in self.start]
+        kept = min(self.p + MORE_HELD, m)
+        self.room = [
+            max(self._holds(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
+            for rank, words in enumerate(self.start)
+        ]
+
+    def find(self) -> tuple[Order, ...]:
+        """The shortest that was found; that of `zb-v` at worst."""
+        draw = random.Random(0).random
+        orders, best = list(self.start), list(self.start)
+        now = shortest = self.length(orders, math.inf) or math.inf
+        heat = HEAT * sum(self.seconds.values()) / len(self.seconds)
+        count = sum(map(len, orders))
+        changes = min(CHANGES * count, SIMULATED // count)
+        for change in range(changes):
+            rank = int(draw() * self.p)
+            old = orders[rank]
+            period = len(old) // self.m
+            at, by = int(draw() * len(old)), int((2 * draw() - 1) * (FARTHEST + 1))
+            periods = 1 if draw() < ALONE else 1 + int(draw() * self.m)
+            new = _moved(old, range(at, len(old), period)[:periods], by)
+            if new == old:
+                continue
+            held = self._holds(new)
+            if held is None or held > self.room[rank]:
+                continue
+            orders[rank] = new
+            length = self.length(orders, now + heat * (1 - change / changes) * draw())
+            if length is None:
+                orders[rank] = old
+                continue
+            now = length
+            if now < shortest:
+                shortest, best = now, list(orders)
+        return tuple(self._numbered(words) for words in best)
+
+    def length(self, orders: Sequence[Words], most: float) -> float | None:
+        """Seconds until all is done; None where that is more than `most`, or a deadlock."""
+        p, seconds, gives = self.p, self.seconds, self.gives
+        idle = [most - busy for busy in self.busy]  # seconds that are left to wait
+        # When each micro-batch's input, or the gradient of its output, is there.
+        ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
+        taken = dict.fromkeys(ready, 0)
+        clock, at, waiting = [0.0] * p, [0] * p, list(range(p))
+        while waiting:
+            before, still = sum(at), []
+            for rank in waiting:
+                words, now, place = orders[rank], clock[rank], at[rank]
+                while place < len(words):
+                    step = words[place]
+                    if step in ready:
+                        there, number = ready[step], taken[step]
+                        if number == len(there):
+                            break
+                        if there[number] > now:
+                            idle[rank] -= there[number] - now
+                            if idle[rank] < 0:
+                                return None
+                            now = there[number]
+                        taken[step] = number + 1
+                    now += seconds[step]
+                    if step in gives:
+                        to, message_s = gives[step]
+                        ready[to].append(now + message_s)
+                    place += 1
+                clock[rank], at[rank] = now, place
+                if place < len(words):
+                    still.append(rank)
+            if sum(at) == before:
+                return None
+            waiting = still
+        return max(clock)
+
+    def _holds(self, words: Words) -> int | None:
+        """Blocks that a process holds activations of at most; None where an operation comes before
+        what it needs."""
+        ahead = dict.fromkeys(words, 0)  # how often each was done
+        held = most = 0
+        for step in words:
+            kind, stage = step
+            ahead[step] += 1
+            if kind == "F":
+                held += self.blocks[stage]
+                most = max(most, held)
+                continue
+            if kind == "W":
+                held -= self.blocks[stage]
+            source = "I" if kind == "W" and stage != self.last else "F"
+            if ahead[step] > ahead[source, stage]:
+                return None
+        return most
+
+    def _numbered(self, words: Words) -> Order:
+        """With micro-batches, and with the last stage's backward passes."""
+        done: dict[tuple[str, int], int] = {}
+        order: list[Operation] = []
+        for kind, stage in words:
+            number = done.get((kind, stage), 0)
+            done[kind, stage] = number + 1
+            order.append((kind, stage, number))
+            if stage == self.last and kind == "F":
+                order.append(("I", stage, number))
+        return tuple(order)
+
+
+def _moved(words: Words, places: Sequence[int], by: int) -> Words:
+    """With what is at each of `places`, one after the other, so far further on."""
+    new = words.copy()
+    for place in places:
+        if 0 <= place + by < len(new):
+            new.insert(place + by, new.pop(place))
+    return new

@@ -1,0 +1,119 @@
+"""Which nodes see one another's files, and what each keeps where they do not."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distributed_training.parallel.tensor_files import Part
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
+from distributed_training.plan.topology import Topology
+from distributed_training.records.record import FAILURE_FILE
+from distributed_training.run.assemble import from_rank_0, gather
+from distributed_training.run.launch import Process
+from distributed_training.run.saving import resume
+from distributed_training.settings.errors import UserError
+
+SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
+
+
+def check_disks(plan: Plan, process: Process) -> None:
+    """See to it that all nodes have the run's folder: one that they share or, with
+    shared_disk=False, each its own, and what it needs of the checkpoint to go on from. Raises
+    UserError on every rank where that is not so. Collective.
+    """
+    if not plan.own_disks:
+        check_shared_disk(plan.run_dir)
+        return
+    mark = plan.run_dir / from_rank_0(f".disk-{uuid.uuid4().hex}")
+    try:
+        _on_each_node(process, partial(_make_folder, plan, process, mark))
+    finally:
+        if process.local_rank == 0:
+            mark.unlink(missing_ok=True)
+    if plan.checkpoint is not None:
+        meta = from_rank_0(_with_hosts(plan.checkpoint) if process.rank == 0 else None)
+        _on_each_node(process, partial(_check_files, plan, plan.checkpoint, meta, process))
+
+
+def check_shared_disk(run_dir: Path) -> None:
+    """Checkpoints of several machines lie in one folder, which rank 0 has made, with the plan in
+    it. Raises UserError on every rank where some do not see that file. Collective.
+    """
+    end = time.monotonic() + SHARED_WITHIN_S
+    while not (seen := (run_dir / PLAN_FILE).is_file()) and time.monotonic() < end:
+        time.sleep(0.2)
+    ranks = gather((socket.gethostname(), seen))
+    blind = [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]
+    if blind:
+        what = f"{blind[0]} does not see {run_dir}, which rank 0 on {ranks[0][0]} has made"
+        fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
+        raise UserError(what, "a run is saved into one folder", fix)
+
+
+def _on_each_node(process: Process, do: Callable[[], None]) -> None:
+    """Let the first process of each node do that; raises the first UserError among them on every
+    rank. Collective."""
+    problem = None
+    if process.local_rank == 0:
+        try:
+            do()
+        except UserError as error:
+            problem = error
+    for found in gather(problem):
+        if found is not None:
+            raise found
+
+
+def _make_folder(plan: Plan, process: Process, mark: Path) -> None:
+    """This node's folder of the run, with the plan in it."""
+    host = socket.gethostname()
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
+        if process.rank:
+            (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
+            (plan.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+    except FileExistsError:
+        what = f"rank {process.rank} on {host} sees another node's {plan.run_dir}"
+        raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None
+    except OSError as error:
+        what = f"rank {process.rank} on {host} cannot make {plan.run_dir}"
+        raise UserError(what, str(error.strerror), "set output_dir elsewhere") from None
+
+
+def _with_hosts(checkpoint: Path) -> resume.Meta:
+    """What a checkpoint of this node says of itself, and where its files are."""
+    meta = resume.read_meta(checkpoint)
+    meta.hosts = meta.hosts or dict.fromkeys(meta.files, socket.gethostname())
+    return meta
+
+
+def _check_files(plan: Plan, checkpoint: Path, meta: resume.Meta, process: Process) -> None:
+    names = resume.files_to_read(checkpoint, meta, plan.spread, plan.ranks_beside(process.rank))
+    if process.rank:  # where the run was planned they have been read
+        resume.check_files(checkpoint, meta, names)
+
+
+def copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
+    """This rank's share of what the ranks of its node hold and none of them writes. Collective."""
+    own: dict[tuple[Any, ...], Part] = {}
+    for part in held:  # both ends of a V hold the tied embedding
+        key = (part.name, part.start, part.size)
+        own[key] = part if part.writes else own.get(key, part)
+    node = topology.rank - topology.local_rank
+    ranks = gather((node, {key: part.writes for key, part in own.items()}))
+    here = {rank: found for rank, (its, found) in enumerate(ranks) if its == node}
+    written = {key for found in here.values() for key, writes in found.items() if writes}
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    for rank, found in here.items():
+        for key in found:
+            if key not in written:
+                holders.setdefault(key, []).append(rank)
+    shares = {key: ranks[n % len(ranks)] for n, (key, ranks) in enumerate(holders.items())}
+    return [own[key] for key, rank in shares.items() if rank == topology.rank]

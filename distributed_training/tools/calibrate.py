@@ -1,0 +1,273 @@
+"""How fast this machine works, for the planner: a minute on GPUs, less without.
+
+    python real_model_example.py calibrate FILE.json
+    torchrun --nproc_per_node=4 real_model_example.py calibrate FILE.json
+
+Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, copies to
+the host, the disk under FILE, and every collective over each group size. Means of several calls.
+GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from distributed_training.advise.make import draft_plan
+from distributed_training.models import find_model
+from distributed_training.models.decoder import Decoder
+from distributed_training.plan.machine import Machine, available_ram_bytes
+from distributed_training.predict.kernels import UPDATE_BYTES, Cost, Work
+from distributed_training.predict.rates import cpu_rates, from_calibration
+from distributed_training.records.record import timestamp, versions, write_json
+from distributed_training.settings.config import build_config
+from distributed_training.settings.parser import Parser
+from distributed_training.settings.strategies import strategy_options
+from distributed_training.tools import harness
+from distributed_training.tools.clock import Clock
+from distributed_training.tools.links import time_group
+
+VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
+FILE_BYTES = 2**28
+MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
+NO_TRAFFIC = dict.fromkeys(("block", "head", "update"), 1.0)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
+
+
+def matrix_products(clock: Clock) -> list[dict[str, Any]]:
+    """FLOP/s of the forward products and of those for inputs' and weights' gradients."""
+    found, on_gpu = [], clock.device.type == "cuda"
+    for model in MODELS if on_gpu else ("gpt2-tiny",):
+        size = find_model(model).size
+        d = size.hidden_size
+        shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d), (d, size.padded_vocab_size))
+        for tokens, (k, n) in itertools.product(TOKENS if on_gpu else TOKENS[:1], shapes):
+            # A GPU's fp32 is slow, and the same for all shapes.
+            for dtype in (torch.bfloat16, torch.float32)[: 1 + (not on_gpu or n == 3072)]:
+                rates = _three_products(clock, tokens, k, n, dtype)
+                shape = {"tokens": tokens, "in": k, "out": n, "dtype": str(dtype)}
+                found.append({**shape, "flops_per_s": rates})
+    return found
+
+
+def _three_products(
+    clock: Clock, tokens: int, k: int, n: int, dtype: torch.dtype
+) -> dict[str, float]:
+    x = torch.randn(tokens, k, device=clock.device, dtype=dtype)
+    w = torch.randn(n, k, device=clock.device, dtype=dtype)
+    y = F.linear(x, w)
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: F.linear(x, w),
+        "inputs": lambda: y @ w,
+        "weights": lambda: y.t() @ x,
+    }
+    return {name: 2 * tokens * k * n / clock.seconds(call) for name, call in calls.items()}
+
+
+def memory_traffic(clock: Clock) -> dict[str, float]:
+    """Bytes a second of element-wise kernels, and of AdamW's 28 bytes a parameter."""
+    count = VALUES[clock.device.type]
+    x = torch.randn(count, device=clock.device, dtype=torch.bfloat16)
+    found = {
+        "add": 4 * count / clock.seconds(lambda: x + x),
+        "gelu": 4 * count / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
+    }
+    parameter = torch.nn.Parameter(torch.randn(count // 4, device=clock.device))
+    parameter.grad = torch.randn_like(parameter)
+    fused = clock.device.type == "cuda"
+    optimizer = torch.optim.AdamW([parameter], fused=fused, capturable=fused)
+    found["adamw"] = 28 * (count // 4) / clock.seconds(optimizer.step)
+    return found
+
+
+def attention(clock: Clock) -> list[dict[str, Any]]:
+    """FLOP/s of causal attention, counted over the lower triangle, both ways."""
+    found = []
+    on_gpu = clock.device.type == "cuda"
+    for length in (512, 1024):
+        batch, heads = (16, 16) if on_gpu else (2, 4)
+        shape = (batch, heads, length, 64)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        q, k, v = (
+            torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        flops = 2 * batch * heads * length * length * 64
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both(forward: Any = forward, inputs: Any = (q, k, v)) -> None:
+            y = forward()
+            torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+        seconds = clock.seconds(forward), clock.seconds(both)
+        rates = {"forward": flops / seconds[0], "both": 3.5 * flops / seconds[1]}
+        found.append({"length": length, "flops_per_s": rates})
+    return found
+
+
+def launches(clock: Clock) -> dict[str, float]:
+    """Seconds: of a tiny kernel on the device and on the host, and for which the host launches one
+    block of GPT-2 forward and backward, compiled and not."""
+    x = torch.zeros(1024, device=clock.device)
+    found = {
+        "kernel": clock.seconds(lambda: x.add_(1)),
+        "launch": clock.launching(lambda: x.add_(1)),
+    }
+    for compiled in (False, True) if clock.device.type == "cuda" else (False,):
+        block = _one_block().to(clock.device)
+        forward = torch.compile(block) if compiled else block
+        hidden = torch.randn(1, 64, 768, device=clock.device, requires_grad=True)
+
+        def both(forward: Any = forward, hidden: Any = hidden) -> None:
+            forward(hidden).sum().backward()
+
+        found["compiled_block" if compiled else "eager_block"] = clock.launching(both)
+    return found
+
+
+def _one_block() -> torch.nn.Module:
+    model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
+    return model.blocks["0"]
+
+
+def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str, dict[str, float]]:
+    """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
+    that they mean by the laws of plan/kernels.py. Caches, and processes beside it, are in them."""
+    words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
+    config = build_config(words, options=strategy_options)
+    machine = Machine(
+        num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0),
+        ram_bytes=available_ram_bytes(), num_cpus=num_cpus,
+    )  # fmt: skip
+    plan = draft_plan(config, machine, 1, 1)
+    model: Decoder = plan.model.build(dropout=0.0, seed=1)
+    shape = (plan.batch.micro_batch_size, plan.config.max_length)
+    ids = torch.randint(plan.size.vocab_size, shape)
+    hidden = torch.randn(*shape, plan.size.hidden_size, requires_grad=True)
+    block, count = model.blocks["0"], plan.size.num_layers
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    seconds = {
+        "model": clock.in_step(lambda: model(ids, ids).backward()),
+        "block": clock.in_step(lambda: block(hidden).backward(hidden.detach())),
+        "update": clock.in_step(update),
+    }
+    # At least a tenth, should a busy machine have made blocks slow when they were alone.
+    seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - count * seconds["block"])
+    # Each part takes (arithmetic) + (bytes) / rate.
+    measured = {**found, "memory_bytes_per_s": NO_TRAFFIC}
+    rates = from_calibration(measured, cpu_rates(num_cpus, 1))
+    endless, one = (
+        Work(plan, replace(rates, memory_bytes=rate, head_memory_bytes=rate), 1)
+        for rate in (math.inf, 1.0)
+    )
+    traffic = {"update": UPDATE_BYTES * plan.size.num_parameters / seconds["update"]}
+    for name in ("block", "head"):
+        arithmetic, both = (
+            sum((getattr(work, name)()), start=Cost()).total for work in (endless, one)
+        )
+        # At least a tenth, should products have been slower on their own.
+        left = max(seconds[name] - arithmetic, 0.1 * seconds[name])
+        traffic[name] = (both - arithmetic) / left
+    return {"seconds": seconds, "memory_bytes_per_s": traffic}
+
+
+def copies(clock: Clock, folder: Path) -> dict[str, float]:
+    """Bytes a second to the host, from it, and to and from the disk of `folder`."""
+    found, count = {}, FILE_BYTES
+    if clock.device.type == "cuda":
+        there = torch.empty(count, dtype=torch.uint8, device=clock.device)
+        here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        found["to_host"] = count / clock.seconds(lambda: here.copy_(there, non_blocking=True))
+        found["from_host"] = count / clock.seconds(lambda: there.copy_(here, non_blocking=True))
+    path, data = folder / f".calibrate-{os.getpid()}", os.urandom(count // 16) * 16
+    start = time.perf_counter()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    found["disk_write"] = len(data) / (time.perf_counter() - start)
+    path.unlink()
+    return found
+
+
+def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """COLLECTIVES over the first 2, 4, 8 ... processes; the others take part in counting."""
+    found: list[dict[str, Any]] = []
+    members = 2
+    while members <= world_size:
+        group = None
+        for first in range(0, world_size // members * members, members):
+            ranks = list(range(first, first + members))
+            made = dist.new_group(ranks)
+            group = made if rank in ranks else group
+        if world_size % members == 0:
+            sizes = BYTES if clock.device.type == "cuda" else BYTES[:5]
+            found += time_group(clock, group, members, sizes, COLLECTIVES)
+        members *= 2
+    return found
+
+
+def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """All figures of one process, and those of the groups that it is in. Collective."""
+    on_gpu = device.type == "cuda"
+    clock = Clock(device, crowded=not on_gpu and world_size > 1)
+    between = over_groups(clock, rank, world_size)
+    if on_gpu and rank > 0:  # the others wait, so that rank 0 is measured alone
+        dist.barrier()
+        return {}
+    found: dict[str, Any] = {
+        "matrix_products": matrix_products(clock),
+        "memory_bytes_per_s": memory_traffic(clock),
+        "attention": attention(clock),
+        "seconds": launches(clock),
+        "bytes_per_s": copies(clock, folder) if rank == 0 else {},
+        "collectives": between,
+    }
+    if not on_gpu:
+        own = of_training(clock, found, len(os.sched_getaffinity(0)))
+        found["training_s"] = own["seconds"]
+        found["memory_bytes_per_s"] |= own["memory_bytes_per_s"]
+    dist.barrier()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description="Measure this machine for the planner.")
+    parser.add_argument("file", type=Path, help="where the JSON goes")
+    file = parser.parse_args(argv).file
+    with harness.open_group() as group:
+        start = time.perf_counter()
+        process = group.process
+        file.parent.mkdir(parents=True, exist_ok=True)
+        found = calibrate(group.device, file.parent, process.rank, process.world_size)
+        if process.rank == 0:
+            on_gpu = group.device.type == "cuda"
+            about = {
+                "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
+                "world_size": process.world_size,
+                "num_cpus": len(os.sched_getaffinity(0)),
+                "made_at": timestamp(),
+                "versions": versions(),
+                "took_s": time.perf_counter() - start,
+            }
+            write_json(file, {**about, **found})
+            print(f"wrote {file} after {about['took_s']:.0f} s")
+    return 0

@@ -1,0 +1,282 @@
+"""`doctor`: what this machine has and lacks for training, one line each. No torch in this process.
+
+python real_model_example.py doctor
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from distributed_training.advise import checks
+from distributed_training.plan.machine import Machine, available_ram_bytes, detect_machine
+from distributed_training.records.display import WIDTH
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.gpus import find_gpu
+
+GIB, MIB = 2**30, 2**20
+PROBE_BYTES = 128 * MIB  # written to see how fast a disk is
+SLOW_DISK = 100 * MIB  # bytes a second, below which checkpoints take long
+EXTENSIONS = ("cpu_adam", "async_io", "pin_memory", "deepspeed_shm_comm")
+HUB = ("huggingface.co", 443)
+PORT = 29500  # torchrun's
+# What only torch knows, asked of another process: importing it takes seconds, and may fail.
+ASK_TORCH = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "torch": torch.__version__, "cuda": torch.version.cuda, "available": cuda,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    "bf16": torch.cuda.is_bf16_supported() if cuda else None,
+}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the screen."""
+
+    level: str  # ok, warn, fail
+    what: str
+    text: str
+    fix: str = ""  # what to type
+
+
+def ok(what: str, text: str) -> Finding:
+    return Finding(level="ok", what=what, text=text)
+
+
+def warn(what: str, text: str, fix: str = "") -> Finding:
+    return Finding(level="warn", what=what, text=text, fix=fix)
+
+
+def fail(what: str, text: str, fix: str) -> Finding:
+    return Finding(level="fail", what=what, text=text, fix=fix)
+
+
+def answer(*command: str, seconds: float = 10) -> str | None:
+    """What a program prints; None where it is missing, fails or does not answer."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        return done.stdout if done.returncode == 0 else None
+    return None
+
+
+def gpus(machine: Machine) -> Iterator[Finding]:
+    """GPUs, what is free of them and how they are linked."""
+    if not machine.num_gpus:
+        seen = shutil.which("nvidia-smi") is not None
+        fix = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES" if seen else ""
+        yield warn("GPUs", "none: gpt2-tiny trains on the CPU, as a rehearsal", fix)
+        return
+    size = f"{machine.gpu_memory_bytes / GIB:.0f} GiB"
+    yield ok("GPUs", f"{machine.num_gpus} x {machine.gpu_name}, {size} each")
+    if find_gpu(machine.gpu_name) is None:
+        yield warn("rates", "this GPU is not in the planner's table", "plan --gpu '{...}'")
+    query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
+    used = [int(word) for word in (answer("nvidia-smi", *query) or "").split() if word.isdecimal()]
+    busy = [str(index) for index, mebibytes in enumerate(used) if mebibytes > 1024]
+    if busy:
+        yield warn("in use", f"GPUs {', '.join(busy)} hold others' memory", "nvidia-smi")
+    elif used:
+        yield ok("in use", "by nobody else")
+    topology = answer("nvidia-smi", "topo", "-m") or ""
+    if machine.num_gpus > 1 and topology:
+        rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
+        links = {row[i] for row in rows for i in range(1, 1 + machine.num_gpus) if i < len(row)}
+        slow = sorted(link for link in links if link in ("SYS", "NODE", "PHB"))
+        text = f"between GPUs: {', '.join(sorted(links - {'X'}))}"
+        yield (
+            warn("links", f"{text}: no NVLink, so prefer dp or pp to tp")
+            if slow
+            else ok("links", text)
+        )
+
+
+def torch_and_driver(machine: Machine) -> Iterator[Finding]:
+    """torch against the driver, NCCL, bf16."""
+    said = answer(sys.executable, "-c", ASK_TORCH, seconds=60)
+    if said is None:
+        fix = "pip install -r requirements.txt"
+        yield fail("torch", "cannot be imported, or did not answer for a minute", fix)
+        return
+    found = json.loads(said.splitlines()[-1])
+    text = f"{found['torch']}, CUDA {found['cuda'] or 'none'}"
+    if machine.num_gpus and not found["available"]:
+        fix = "install the torch that the driver of nvidia-smi supports: pytorch.org/get-started"
+        yield fail("torch", f"{text}: sees no GPU, though nvidia-smi does", fix)
+        return
+    extra = f", NCCL {found['nccl']}" if found["nccl"] else ""
+    yield ok("torch", text + extra)
+    if found["bf16"] is False:
+        yield warn("bf16", "not supported by this GPU: precision is fp16")
+    elif found["bf16"]:
+        yield ok("bf16", "supported")
+
+
+def memory_and_files(_: Machine) -> Iterator[Finding]:
+    """RAM, shared memory, open files."""
+    ram = available_ram_bytes()
+    text = f"{ram / GIB:.1f} GiB may be used (the cgroup's limit counts)"
+    yield ok("RAM", text) if ram > 4 * GIB else warn("RAM", text, "end other programs")
+    free = shutil.disk_usage(checks.SHARED_MEMORY).free
+    text = f"{checks.SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
+    enough = free > 2 * checks.REDUCE_BUFFER_BYTES
+    yield ok("shared", text) if enough else warn("shared", text, "docker run --shm-size=1g ...")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    text = f"{files:,} may be open at a time"
+    yield ok("files", text) if files >= 4096 else warn("files", text, "ulimit -n 65536")
+
+
+def disk(output_dir: Path) -> Callable[[Machine], Iterator[Finding]]:
+    """Room and speed where runs are written."""
+
+    def look(_: Machine) -> Iterator[Finding]:
+        folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        text = f"{folder} has {free / GIB:,.0f} GiB free"
+        if not os.access(folder, os.W_OK):
+            yield fail("disk", f"{folder} cannot be written to", "--output_dir elsewhere")
+            return
+        if free < 4 * PROBE_BYTES:
+            yield fail("disk", text, "--output_dir on a larger disk")
+            return
+        speed = _write_speed(folder)
+        text += f", writes {speed / MIB:,.0f} MiB/s"
+        low = free < 20 * GIB or speed < SLOW_DISK
+        yield warn("disk", text, "--output_dir on another disk") if low else ok("disk", text)
+
+    return look
+
+
+def _write_speed(folder: Path) -> float:
+    data = os.urandom(MIB)
+    start = time.perf_counter()
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(PROBE_BYTES // MIB):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return PROBE_BYTES / (time.perf_counter() - start)
+
+
+def building(machine: Machine) -> Iterator[Finding]:
+    """What DeepSpeed's extensions are built with."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler):
+        yield ok("compiler", f"{shutil.which(compiler)}")
+    else:
+        yield warn("compiler", "none: offload and infinity cannot build", "apt-get install g++")
+    beside = Path(sys.executable).parent / "ninja"
+    if shutil.which("ninja") or beside.exists():
+        yield ok("ninja", "there")
+    else:
+        yield warn("ninja", "missing: extensions cannot be built", "pip install ninja")
+    if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
+        yield warn("toolkit", "no nvcc: infinity's extension needs the CUDA toolkit's headers")
+    if checks.has_libaio():
+        yield ok("libaio", "there")
+    else:
+        yield warn("libaio", "missing: infinity needs it", "apt-get install libaio-dev")
+    for name in EXTENSIONS:
+        try:
+            checks.refuse_stale_lock(name)
+        except UserError as error:
+            what, _, fix = str(error).rpartition("rm ")
+            yield fail("lock", what.split(";")[0], f"rm {fix}")
+
+
+def launching(_: Machine) -> Iterator[Finding]:
+    """Launcher, port, host name and network."""
+    beside = Path(sys.executable).parent / "torchrun"
+    if shutil.which("torchrun") or beside.exists():
+        yield ok("launcher", "torchrun")
+    else:
+        yield fail("launcher", "no torchrun", "pip install -r requirements.txt")
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", PORT)) == 0
+    if taken:
+        fix = "torchrun --standalone, or --rdzv_endpoint with another port"
+        yield warn("port", f"{PORT}, which several nodes meet at, is taken", fix)
+    else:
+        yield ok("port", f"{PORT} is free")
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        yield warn("host", f"the name {name} does not resolve", f"add {name} to /etc/hosts")
+        return
+    if address.startswith("127."):
+        text = f"{name} is {address}: other nodes could not reach it"
+        yield warn("host", text, "on several nodes give --rdzv_endpoint an address")
+    else:
+        yield ok("host", f"{name} is {address}")
+    up = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
+    set_to = os.environ.get("NCCL_SOCKET_IFNAME")
+    text = f"interfaces {', '.join(sorted(up)) or 'none'}"
+    yield ok("network", text + (f"; NCCL_SOCKET_IFNAME={set_to}" if set_to else ""))
+
+
+def hub(_: Machine) -> Iterator[Finding]:
+    """Whether pretrained weights and data sets can be fetched."""
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    there = f"cache {cache}" + ("" if cache.exists() else " (empty)")
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        yield warn("Hub", f"HF_HUB_OFFLINE=1; {there}", "unset HF_HUB_OFFLINE")
+        return
+    try:
+        socket.create_connection(HUB, timeout=3).close()
+        yield ok("Hub", f"{HUB[0]} answers; {there}")
+    except OSError as error:
+        text = f"{HUB[0]} cannot be reached ({error}): random weights; {there}"
+        yield warn("Hub", text, "HF_ENDPOINT=<a mirror>, or copy the cache of another machine")
+
+
+def examine(output_dir: Path) -> list[Finding]:
+    """All findings, in the order of the screen."""
+    machine = detect_machine()
+    looks = (
+        gpus, torch_and_driver, memory_and_files, disk(output_dir), building, launching, hub,
+    )  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda look: list(look(machine)), looks)
+        return [finding for findings in found for finding in findings]
+
+
+def show(findings: Sequence[Finding]) -> str:
+    """One line each, what to type below."""
+    width = max(len(finding.what) for finding in findings)
+    indent = " " * (7 + width)
+    lines = []
+    for finding in findings:
+        head = f"{finding.level:<4} {finding.what:<{width}}  "
+        lines += textwrap.wrap(head + finding.text, WIDTH, subsequent_indent=indent)
+        if finding.fix:
+            lines += textwrap.wrap(f"type: {finding.fix}", WIDTH, initial_indent=indent,
+                                   subsequent_indent=indent)  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(output_dir: Path) -> int:
+    """Print the screen; 1 where something fails."""
+    findings = examine(output_dir)
+    print(show(findings))
+    failed = sum(finding.level == "fail" for finding in findings)
+    warned = sum(finding.level == "warn" for finding in findings)
+    print(f"\n{failed} failed, {warned} to look at, {len(findings) - failed - warned} ok")
+    return 1 if failed else 0

@@ -1,0 +1,215 @@
+"""How much of a run's traced steps is communication, and how much of that nothing hides.
+
+    python real_model_example.py overlap RUN
+
+RUN is the folder of a run with `--profile STEPS`. A rank communicates while a kernel of NCCL runs
+on its GPU, or an operation of gloo in its process, which includes waiting for the others. It
+computes while any other kernel or copy runs; without a GPU, while an operator or compiled code
+does. Exposed is communication during which the same rank computes nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from tabulate import tabulate
+
+from distributed_training.records.display import short_path
+from distributed_training.records.record import TRACE_FILE
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.parser import Parser
+from distributed_training.tools.spans import Spans, clip, length, minus, union
+
+STEP = "ProfilerStep#"
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# Without a GPU: what computes, and what waits inside of it.
+COMPUTES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
+WAITS = ("_c10d_functional::wait_tensor",)
+KINDS = {  # by the names of NCCL's kernels and of gloo's operations, without _ and in lower case
+    "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter",
+    "all-to-all": "alltoall", "broadcast": "broadcast", "send/receive": "send|recv", "other": "",
+}  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class Rank:
+    """One rank's trace; times are microseconds since 1970, or whenever all of its traces begin."""
+
+    rank: int
+    steps: int
+    window: tuple[float, float]
+    computing: Spans
+    by_kind: dict[str, Spans] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # kernels or operations of each kind
+
+    @property
+    def communicating(self) -> Spans:
+        return union(span for spans in self.by_kind.values() for span in spans)
+
+    @property
+    def exposed(self) -> Spans:
+        return minus(self.communicating, self.computing)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds a step: of the step itself, of computing, of communication, of the part of it
+        that is exposed, and of neither."""
+        begin, end = self.window
+        either = union([*self.computing, *self.communicating])
+        parts = {
+            "step": end - begin,
+            "computing": length(self.computing),
+            "communicating": length(self.communicating),
+            "exposed": length(self.exposed),
+            "neither": end - begin - length(either),
+        }
+        return {name: microseconds / 1e6 / self.steps for name, microseconds in parts.items()}
+
+
+def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
+    """What a rank did within its traced steps. Raises UserError for a trace without steps.
+
+    On a GPU, which works behind the process, the steps are taken to last from its first work to its
+    last.
+    """
+    shift = trace.get("baseTimeNanoseconds", 0) / 1000
+    events = [
+        {**event, "span": (event["ts"] + shift, event["ts"] + event["dur"] + shift)}
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X"
+    ]
+    steps = {e["name"]: e["span"] for e in events if e["name"].startswith(STEP)}
+    if not steps:
+        raise UserError(f"the trace of rank {rank} has no steps", fix="train with --profile 3")
+    on_gpu = [event for event in events if event.get("cat") in ON_GPU]
+    found = on_gpu or events
+    talks = "nccl" if on_gpu else "gloo:"
+    messages = [event for event in found if talks in event["name"].lower()]
+    window = _envelope([e["span"] for e in on_gpu] or list(steps.values()))
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for event in messages:
+        by_kind.setdefault(kind_of(event["name"]), []).append(event["span"])
+    return Rank(
+        rank=rank,
+        steps=len(steps),
+        window=window,
+        computing=clip(_computing(found, bool(on_gpu)), window),
+        by_kind={kind: clip(union(spans), window) for kind, spans in sorted(by_kind.items())},
+        counts={kind: len(spans) for kind, spans in sorted(by_kind.items())},
+    )
+
+
+def _computing(events: Sequence[dict[str, Any]], on_gpu: bool) -> Spans:
+    if on_gpu:
+        return union(event["span"] for event in events if "nccl" not in event["name"].lower())
+    threads, busy = sorted(events, key=lambda event: str(event["tid"])), []
+    for _, group in groupby(threads, key=lambda event: str(event["tid"])):
+        own = list(group)
+        waits = union(e["span"] for e in own if e["name"].startswith(WAITS))
+        busy += minus(union(e["span"] for e in own if e["name"].startswith(COMPUTES)), waits)
+    return union(busy)
+
+
+def kind_of(name: str) -> str:
+    """Which operation a kernel of NCCL or an event of gloo belongs to."""
+    plain = name.lower().replace("_", "").replace("coalesced", "")
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, plain))
+
+
+def _envelope(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    begins, ends = zip(*spans, strict=True)
+    return min(begins), max(ends)
+
+
+def read_run(folder: Path) -> list[Rank]:
+    """The traces of a run, by rank. Raises UserError where there are none or they are broken."""
+    files = {
+        int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACE_FILE.format("*"))
+    }
+    if not files:
+        what = f"{short_path(folder)} holds no {TRACE_FILE.format('*')}"
+        raise UserError(what, fix="train with --profile 3")
+    ranks = []
+    for rank, file in sorted(files.items()):
+        try:
+            with gzip.open(file, "rt", encoding="utf-8") as text:
+                ranks.append(read_trace(json.load(text), rank))
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise UserError(f"{short_path(file)} is no trace", str(error)) from None
+    return ranks
+
+
+def describe(ranks: Sequence[Rank]) -> str:
+    """Milliseconds a step and shares of it, by rank, and by kind of operation."""
+    rows, kinds = [], {kind for rank in ranks for kind in rank.by_kind}
+    for rank in ranks:
+        found = rank.seconds()
+        step = found["step"]
+        cells = [f"{1000 * step:.1f}"]
+        for name in ("computing", "communicating", "exposed", "neither"):
+            cells.append(f"{1000 * found[name]:.1f}  {100 * found[name] / step:3.0f}%")
+        rows.append([str(rank.rank), *cells])
+    headers = ["rank", "ms a step", "computes", "communicates", "exposed", "neither"]
+    lines = [tabulate(rows, headers, disable_numparse=True, stralign="right"), ""]
+    if not kinds:
+        return "\n".join([*lines, "no communication was recorded"])
+    rows = []
+    for kind in sorted(kinds):
+        own = [rank.by_kind.get(kind, []) for rank in ranks]
+        shown = [
+            1e-3 * max(length(s) / r.steps for s, r in zip(own, ranks, strict=True)),
+            1e-3
+            * max(length(minus(s, r.computing)) / r.steps for s, r in zip(own, ranks, strict=True)),
+        ]
+        rows.append([kind, *(f"{value:.1f}" for value in shown)])
+    headers = ["operation", "ms a step", "exposed"]
+    lines.append(tabulate(rows, headers, disable_numparse=True, stralign="right"))
+    return "\n".join(lines)
+
+
+def draw(ranks: Sequence[Rank], path: Path) -> None:
+    """What every rank computes and communicates, on one time axis, 900 pixels wide."""
+    figure = Figure(figsize=(9, 1.6 + 0.75 * len(ranks)), layout="constrained", dpi=100)
+    axes = figure.subplots()
+    start = min(rank.window[0] for rank in ranks)
+    end = max(rank.window[1] for rank in ranks)
+    apart = (end - start) / 3000  # what is closer than a third of a pixel is drawn as one
+    colours = {kind: f"C{place}" for place, kind in enumerate(KINDS, start=1)}
+    for place, rank in enumerate(ranks):
+        lanes = [(0.52, 0.32, rank.computing, "C0")]
+        lanes += [(0.18, 0.32, spans, colours[kind]) for kind, spans in rank.by_kind.items()]
+        lanes += [(0.08, 0.08, rank.exposed, "black")]
+        for low, height, spans, colour in lanes:
+            bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, apart)]
+            axes.broken_barh(bars, (place + low, height), color=colour, linewidth=0)
+    axes.set_yticks(
+        [place + 0.5 for place in range(len(ranks))], labels=[f"rank {r.rank}" for r in ranks]
+    )
+    axes.set_ylim(len(ranks), 0)
+    axes.set_xlim(0, (end - start) / 1000)
+    axes.set_xlabel(f"milliseconds; {ranks[0].steps} step{'s' * (ranks[0].steps > 1)}")
+    used = [kind for kind in KINDS if any(kind in rank.by_kind for rank in ranks)]
+    patches = [Patch(color="C0", label="computes")]
+    patches += [Patch(color=colours[kind], label=kind) for kind in used]
+    patches.append(Patch(color="black", label="exposed"))
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=9)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of a run with --profile STEPS")
+    folder = parser.parse_args(argv).run
+    ranks = read_run(folder)
+    print(describe(ranks))
+    draw(ranks, folder / "overlap.png")
+    print(f"\npicture in {short_path(folder / 'overlap.png')}; the traces open at ui.perfetto.dev")
+    return 0

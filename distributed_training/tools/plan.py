@@ -1,0 +1,161 @@
+"""`plan`: every layout of every strategy for CONFIG, ranked. No torch import.
+
+python real_model_example.py plan [--KEY VALUE ...] [--num_gpus N | --cluster 2x8xH100-80GB]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distributed_training.advise import scaling
+from distributed_training.advise.cluster import Cluster, parse_cluster, this_machine
+from distributed_training.advise.rank import Choice, choose_spread, rank_layouts
+from distributed_training.advise.show import as_json, batch_script, command, table, why_first
+from distributed_training.plan.choose import choose_model
+from distributed_training.plan.machine import detect_machine, start_processes
+from distributed_training.predict.predict import fits_gpu
+from distributed_training.predict.rates import calibration_file
+from distributed_training.settings.config import AUTO, RunConfig, replace
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import user_path
+
+GIB = 2**30
+SHOWN = 15  # layouts, without --all
+BEST = 3
+CPU_PROCESSES = 2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `plan` takes besides CONFIG's keys."""
+    add = parser.add_argument_group("What to plan for").add_argument
+    add("--gpu", metavar="GPU", help="a GPU of the table, or JSON that describes one")
+    add("--write", metavar="FILE", help="write the best layout as a SLURM job")
+    add("--calibrate", action="store_true",
+        help="measure this machine first, about a minute; used from then on")  # fmt: skip
+    add(
+        "--budget",
+        metavar='"8xH200 24h"',
+        help="what that compute is best spent on, by Chinchilla's law and its replication",
+    )
+    add("--target_loss", type=float, metavar="NATS",
+        help="the other way round: what that loss costs; with --cluster also how long")  # fmt: skip
+    add("--json", action="store_true", help="all layouts, for programs")
+    add("--all", action="store_true", help=f"all layouts, not the best {SHOWN}")
+
+
+def run(
+    arguments: argparse.Namespace, build: Callable[[str | None], RunConfig], script: Path
+) -> int:
+    """Rank and print; `build` gives CONFIG under a strategy, or as it is."""
+    if arguments.budget is not None or arguments.target_loss is not None:
+        return scaling.run(arguments, build)
+    if arguments.calibrate:
+        _calibrate(arguments, script)
+    cluster = _cluster(arguments)
+    config = choose_model(build(None), cluster.machine, [])
+    if config.batch_size == AUTO:
+        places = cluster.machine, cluster.num_processes, cluster.processes_a_node
+        config = choose_spread(replace(config, strategy=AUTO), *places, [])
+        arguments.overrides.append(f"batch_size={config.batch_size}")
+    choices = rank_layouts(build, cluster, config.strategy)
+    if not choices:
+        raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
+    if arguments.json:
+        print(as_json(choices))
+        return 0
+    fitting = [choice for choice in choices if choice.prediction.fits]
+    if not fitting:
+        raise _fits_nowhere(choices, cluster)
+    typed = [word for text in arguments.overrides for word in _option(text)]
+    print(_title(config, cluster, choices))
+    print(table(choices if arguments.all else fitting[:SHOWN]))
+    print(_below(choices, fitting, cluster, arguments.all))
+    for choice in fitting[:BEST]:
+        print(f"  {command(choice.plan, cluster, script.name, typed)}")
+    if arguments.write:
+        path = user_path("--write", arguments.write)
+        path.write_text(batch_script(fitting[0].plan, cluster, script, typed), encoding="utf-8")
+        print(f"wrote {path}")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
+    """Measure with all processes that are planned for, in a process of its own: it needs torch."""
+    if arguments.cluster is not None:
+        raise UserError("--calibrate measures this machine", fix="leave out --cluster")
+    cluster = _cluster(arguments)
+    count, machine = cluster.num_processes, cluster.machine
+    file = calibration_file(machine.gpu_name or f"cpu-x{count}")
+    if start_processes(count, [str(script), "calibrate", str(file)]) != 0:
+        raise UserError("measuring this machine failed", fix="see what is printed above")
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    if arguments.cluster is not None:
+        if arguments.num_gpus is not None:
+            raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
+        return parse_cluster(arguments.cluster, arguments.gpu)
+    machine = detect_machine()
+    if arguments.gpu is not None and machine.num_gpus == 0:
+        what = "--gpu describes GPUs and this machine has none"
+        raise UserError(what, fix=f"say how many: --cluster 1x8 --gpu {shlex.quote(arguments.gpu)}")
+    asked = arguments.num_gpus
+    if asked not in (None, "all") and not (asked.isdecimal() and int(asked) > 0):
+        raise UserError(f"--num_gpus {asked!r} is not a positive number or all")
+    count = machine.num_gpus or CPU_PROCESSES
+    return this_machine(machine, count if asked in (None, "all") else int(asked), arguments.gpu)
+
+
+def _option(text: str) -> list[str]:
+    key, _, value = text.partition("=")
+    return [] if key == "strategy" else [f"--{key}", value]
+
+
+def _title(config: RunConfig, cluster: Cluster, choices: Sequence[Choice]) -> str:
+    batch = choices[0].plan.batch.global_batch_size
+    tokens = f"{batch} x {config.max_length} tokens a step"
+    return f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n"
+
+
+def _below(
+    choices: Sequence[Choice], fitting: Sequence[Choice], cluster: Cluster, everything: bool
+) -> str:
+    lines = []
+    hidden = len(fitting) - SHOWN
+    if hidden > 0 and not everything:
+        lines.append(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
+    lines.append(
+        "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
+        "CUDA and NCCL). "
+        + ("Times are estimated from datasheets." if _estimated(cluster) else "")
+        + ("This GPU is not in the table: --gpu describes it." if cluster.rates is None else "")
+    )
+    lines.append(why_first(fitting[0], fitting[1:]))
+    return "\n" + "\n".join(textwrap.fill(line, 80) for line in lines) + "\n"
+
+
+def _estimated(cluster: Cluster) -> bool:
+    return cluster.rates is not None and cluster.rates.estimated
+
+
+def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
+    """The layout that needs least, and the machine that would have it."""
+    if roomy := [c for c in choices if fits_gpu(c.plan, c.prediction.memory)]:
+        count, ram = cluster.processes_a_node, cluster.machine.ram_bytes / GIB
+        least_ram = min(choice.prediction.memory.host_bytes for choice in roomy) * count / GIB
+        what = f"{count} processes need about {least_ram:.1f} GiB of RAM"
+        why = f"{ram:.1f} GiB are available; the kernel would kill them"
+        return UserError(what, why, "use a smaller model, or fewer processes: --num_gpus")
+    least = min(choices, key=lambda choice: choice.prediction.memory.needed_bytes)
+    needed = least.prediction.memory.needed_bytes / GIB
+    config = least.plan.config
+    what = f"{config.model} fits nowhere on {cluster.name}"
+    why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB a process"
+    fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
+    if cluster.machine.num_gpus:
+        fix = f"take GPUs with {needed:.0f} GiB or more of them, or {fix}"
+    return UserError(what, why, fix)

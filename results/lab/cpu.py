@@ -1,0 +1,81 @@
+"""RAM and time of every strategy on 1, 2 and 4 CPU processes, for predictions to be held against.
+
+    python results/lab/cpu.py results/records/cpu/strategies.json [--timed]
+
+Runs results/plans/cpu.json through `compare`; stopped, it goes on where it was. A few steps show
+the peak of memory. `--timed`: all steps of the plan, and their time as well, each number of
+processes calibrated first, which says something only where nothing else runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import checkout
+
+from distributed_training.predict.rates import calibration_file
+from distributed_training.records.record import Record, git_commit, timestamp, versions, write_json
+from distributed_training.records.report import find_records
+from distributed_training.records.side_by_side import step_s
+from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.parser import Parser
+
+PLAN = ROOT / "results" / "plans" / "cpu.json"
+COUNTS = (2, 4, 1)  # the first leaves the tokens of the text, which takes a process RAM
+FEW_STEPS = 5
+WORK = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # records of the runs
+PLACES = ("output_dir", "offload_dir")
+
+
+def entry(record: Record, timed: bool) -> dict[str, Any]:
+    """What is kept of a run."""
+    asked = {key: value for key, value in record.config_requested.items() if key not in PLACES}
+    return {
+        "processes": record.world_size,
+        "config": asked,
+        "peak_host_bytes": record.memory["peak_host_bytes"],
+        "step_time_s": step_s(record) if timed else None,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--timed", action="store_true")
+    arguments = parser.parse_args(argv)
+    folder = WORK[arguments.timed]
+    calibrations = {}
+    for count in COUNTS:
+        command = ["compare", str(PLAN), f"--num_gpus={count}", f"--out={folder}"]
+        command += [] if arguments.timed else [f"--max_steps={FEW_STEPS}"]
+        start = [sys.executable, str(ROOT / "real_model_example.py")]
+        first = ["plan", "--calibrate", f"--num_gpus={count}"]
+        for words in (first, command) if arguments.timed else (command,):
+            if subprocess.run([*start, *words]).returncode != 0:
+                return 1
+        if arguments.timed:
+            file = calibration_file(f"cpu-x{count}")
+            calibrations[str(count)] = load_json(file, "calibration")
+    records = sorted(find_records([folder]), key=lambda record: record.world_size)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "what": "peak RAM of the fullest process, and seconds of a step where they were measured",
+        "command": "python results/lab/cpu.py OUT.json" + " --timed" * arguments.timed,
+        "made_at": timestamp(),
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "machine": records[0].machine,
+        "calibrations": calibrations,
+        "runs": [entry(record, arguments.timed) for record in records],
+    }
+    write_json(arguments.out, document)
+    print(f"wrote {arguments.out}: {len(records)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)

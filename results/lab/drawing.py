@@ -1,0 +1,103 @@
+"""What lies where under a strategy, as text: the drawings that the strategies' pages begin with.
+
+A bar stands for the whole model from its first layer to its last, and is filled where the process
+holds it. Sizes are those of the plan of a run. No torch import.
+"""
+
+from __future__ import annotations
+
+from distributed_training.plan.cost import estimate_state_bytes
+from distributed_training.plan.layouts import stage_parameters
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import Topology
+from results.lab.laws import GIB, plan_of
+
+NUM_PROCESSES = 4
+WIDTH = 8  # characters of a bar
+MODEL = "gpt2-xl-20-heads"  # whose heads tp can divide
+FIRST, COLUMN = "{:<34}", "{:<10}"
+
+
+def drawing(strategy: str) -> str:
+    """A fenced block: state, blocks and samples of each of four processes."""
+    plan = plan_of(strategy, NUM_PROCESSES, model=MODEL)
+    topologies = [
+        Topology(
+            world_size=NUM_PROCESSES, rank=rank, local_rank=rank, device_type="cuda", **plan.mesh
+        )
+        for rank in range(NUM_PROCESSES)
+    ]
+    lines = [_line("gpt2-xl's size, bf16: GiB", [f"GPU {rank}" for rank in range(NUM_PROCESSES)])]
+    for label, size, divided in _kinds(plan):
+        bars = [_bar(plan, topology, divided) for topology in topologies]
+        lines.append(_line(f"{label} {_range(plan, size)}", bars))
+    lines.append(_line("blocks computed", [_blocks(plan, topology) for topology in topologies]))
+    replicas = topologies[0].dp_size
+    share = f"1/{replicas}" if replicas > 1 else "all"
+    lines.append(_line("samples", [share] * NUM_PROCESSES))
+    return "\n```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def _line(first: str, cells: list[str]) -> str:
+    return (FIRST.format(first) + "".join(map(COLUMN.format, cells))).rstrip()
+
+
+def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
+    """(label, bytes of the fullest process, whether dp_shard divides it), by where it lies."""
+    strategy, state = plan.strategy, plan.state
+    undivided = estimate_state_bytes(
+        strategy, plan.layout.num_parameters, plan.config.precision, {**plan.mesh, "dp_shard": 1}
+    )
+    away: dict[str, list[str]] = {"host": [], "disk": []}
+    places = {"cpu": "host", "nvme": "disk"}
+    for name, what in (("parameters", "param"), ("optimizer", "optimizer")):
+        device = strategy.offload_device(what)
+        if device != "none":
+            away[places[device]].append(name)
+    if strategy.steps_on_host:
+        away["host"].append("gradients")
+    kinds = []
+    for name in ("parameters", "gradients", "optimizer"):
+        size = getattr(state, name)
+        if size:
+            kinds.append((name, size, size < getattr(undivided, name)))
+    for place, names in away.items():
+        if names:
+            label = f"{'RAM' if place == 'host' else 'files'}: {', '.join(names)}"
+            size = getattr(state, place)
+            kinds.append((label, size, size < getattr(undivided, place)))
+    return kinds
+
+
+def _held(plan: Plan) -> list[int]:
+    """Parameters of each place along pp, before tp and dp_shard divide them."""
+    cut, held = plan.layout.blocks_per_stage, [0] * plan.mesh["pp"]
+    for stage, place in enumerate(plan.layout.ranks):
+        held[place] += stage_parameters(plan.size, cut, stage)
+    return held
+
+
+def _range(plan: Plan, size: int) -> str:
+    held = _held(plan)
+    most, least = (f"{size * part / max(held) / GIB:.1f}" for part in (max(held), min(held)))
+    return most if most == least else f"{least} to {most}"
+
+
+def _bar(plan: Plan, topology: Topology, divided: bool) -> str:
+    held, place = _held(plan), topology.pp_rank
+    begin, end = sum(held[:place]) / sum(held), sum(held[: place + 1]) / sum(held)
+    parts, part = topology.tp, topology.tp_rank
+    if divided:
+        parts, part = (
+            parts * topology.dp_shard,
+            part + parts * (topology.dp_rank % topology.dp_shard),
+        )
+    first = round(WIDTH * (begin + (end - begin) * part / parts))
+    last = round(WIDTH * (begin + (end - begin) * (part + 1) / parts))
+    return "·" * first + "█" * (last - first) + "·" * (WIDTH - last)
+
+
+def _blocks(plan: Plan, topology: Topology) -> str:
+    cut, ranks = plan.layout.blocks_per_stage, plan.layout.ranks
+    own = sum(cut[stage] for stage, place in enumerate(ranks) if place == topology.pp_rank)
+    return f"{own}" if topology.tp == 1 else f"{own}/{topology.tp}"

@@ -1,0 +1,121 @@
+"""What sending less costs in loss: every case of results/plans/cpu-exchanges.json, one seed a call.
+
+    torchrun --nproc_per_node=2 results/lab/exchanges.py FILE.json --seed 1
+
+Calls with other seeds add to the FILE. Bytes are the formulas', which tests hold against counts.
+Losses do not depend on how busy the machine is; there are no times in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import checkout
+import torch
+import torch.distributed as dist
+
+from distributed_training.predict.traffic import fullest_sent_bytes
+from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.run.loop import learning_rate
+from distributed_training.settings.files import ROOT, load_json
+from distributed_training.settings.parser import Parser
+from distributed_training.tools.harness import Run, every_run, open_group
+
+PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
+CURVE_STEPS = 8  # losses are kept as means of so many steps
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Losses while training, the validation loss at the end, bytes sent. Collective."""
+    steps, sums, targets = PLAN["steps"], [], []
+    for step in range(steps):
+        run.engine.set_learning_rate(learning_rate(run.plan.config, step, steps))
+        result = run.engine.train_step(run.batch(step))
+        sums.append(result.loss_sum.double().cpu())
+        targets.append(result.num_targets)
+    losses = torch.stack(sums)
+    dist.all_reduce(losses)
+    means = (losses / torch.tensor(targets)).view(-1, CURVE_STEPS).mean(1)
+    return {
+        "losses": means.tolist(),
+        "validation_loss": validation_loss(run),
+        "sent_bytes_a_step": fullest_sent_bytes(run.plan),
+    }
+
+
+def validation_loss(run: Run) -> float:
+    """Nats a token over the validation samples. Collective."""
+    samples, total = run.data.validation, torch.zeros((), dtype=torch.float64)
+    for indices in run.sampler.eval_indices(len(samples)):
+        total += run.engine.eval_step(*samples.batch(indices)).double().cpu()
+    dist.all_reduce(total)
+    return float(total) / int(samples.num_targets.sum())
+
+
+def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """A row a case: bytes, and the validation loss over the seeds."""
+    first = next(iter(runs.values()))
+    base = next(iter(first.values()))
+    rows = {}
+    for name, seeds in runs.items():
+        losses = [found["validation_loss"] for found in seeds.values()]
+        worse = [
+            found["validation_loss"] - first[seed]["validation_loss"]
+            for seed, found in seeds.items()
+        ]
+        sent = next(iter(seeds.values()))["sent_bytes_a_step"]
+        rows[name] = {
+            "KiB a step": sent / 2**10,
+            "share": sent / base["sent_bytes_a_step"],
+            "validation loss": statistics.mean(losses),
+            "more than dp": statistics.mean(worse),
+            "from": min(worse),
+            "to": max(worse),
+        }
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train every case with one seed and put them into the record."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    with open_group() as group:
+        cases = {
+            name: {**PLAN["common"], "seed": options.seed, **values}
+            for name, values in PLAN["cases"].items()
+        }
+        found = {}
+        for name, ranks in every_run(group, cases, train):
+            found[name] = ranks[0]
+        if group.process.rank == 0:
+            before = load_json(options.out, "record") if options.out.exists() else {}
+            runs = before.get("runs", {name: {} for name in cases})
+            for name, values in found.items():
+                runs[name][str(options.seed)] = values
+            record = {
+                "what": "loss of gpt2-tiny on two CPU processes with smaller or fewer exchanges",
+                "command": "torchrun --nproc_per_node=2 results/lab/exchanges.py "
+                "OUT.json --seed SEED",
+                "made_at": timestamp(),
+                "git_commit": git_commit(),
+                "versions": versions(),
+                "processes": group.process.world_size,
+                "steps": PLAN["steps"],
+                "base": PLAN["common"],
+                "cases": PLAN["cases"],
+                "after_training": summarise(runs),
+                "runs": runs,
+            }
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(options.out, record)
+            print(f"{len(found)} cases with seed {options.seed}; wrote {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)

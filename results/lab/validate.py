@@ -1,0 +1,273 @@
+"""Predictions held against every published run: the tables of results/PREDICTIONS.md."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from distributed_training.advise.make import draft_plan
+from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan
+from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.predict import Prediction, predict
+from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
+from distributed_training.predict.speed import estimate_step
+from distributed_training.records.record import Record
+from distributed_training.records.tables import layout_words
+from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.gpus import GPUS, find_gpu
+from distributed_training.settings.strategies import strategy_options
+
+RECORDS = ROOT / "results" / "records"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One run, as predicted and as measured."""
+
+    page: str  # folder of the record
+    name: str
+    record: Record
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def began_empty(self) -> bool:
+        """Whether the peak is the run's own: less than a quarter of the fullest rank's had been
+        left by earlier runs of the process. What of that was in use early records do not say."""
+        ranks = [
+            (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
+            for rank in self.record.memory.get("by_rank", [])
+            if "left_allocated_bytes" not in rank
+        ]
+        peak, left = max(ranks, key=lambda rank: rank[0] - rank[1], default=(1, 0))
+        return left < peak / 4
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted by measured peak of what tensors hold on the fullest rank, minus 1."""
+        return self.prediction.memory.peak_bytes / self.record.memory["peak_allocated_bytes"] - 1
+
+    @property
+    def measured_s(self) -> float:
+        return float(self.record.performance["step_time_s"]["p50"])
+
+    @property
+    def time_error(self) -> float:
+        assert self.prediction.step is not None
+        return self.prediction.step.seconds / self.measured_s - 1
+
+
+def plan_of(record: Record) -> Plan:
+    """The plan of a run that has been, by today's code: layout and micro-batches as recorded."""
+    words = {key: value for key, value in record.config.items() if key in KEYS}
+    # Before whole steps were captured, only one process with compiled blocks launched graphs.
+    graphs = record.world_size == 1 and record.strategy["engine"] == "native"
+    machine = record.machine | {"compute_capability": tuple(record.machine["compute_capability"])}
+    config = {
+        "cuda_graphs": graphs and bool(words["compile"]),
+        "async_tp": False,  # there was none
+        **words,
+        "resume": None,
+        # Once it was sequences of a replica, now of a process.
+        "batch_size": record.batch.global_batch_size // record.world_size,
+        "grad_accum_steps": 1,
+        "micro_batch_size": record.batch.micro_batch_size,
+        "num_microbatches": record.batch.num_microbatches,
+    }
+    built = build_config(config, options=strategy_options)
+    return draft_plan(built, Machine(**machine), record.world_size, record.world_size)
+
+
+@functools.cache
+def gpu_rows(folder: Path = RECORDS) -> tuple[Row, ...]:
+    """All runs on GPUs under `folder` that were measured."""
+    return tuple(_read_rows(folder))
+
+
+def _read_rows(folder: Path) -> Iterator[Row]:
+    for path in sorted(folder.glob("*/*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(document, dict) and "schema_version" in document):
+            continue  # of another kind than a run
+        record = Record.model_validate(document)
+        if record.machine["gpu_name"] and record.performance.get("step_time_s"):
+            plan = plan_of(record)
+            gpu = find_gpu(plan.machine.gpu_name)
+            rates = None if gpu is None else rates_of(gpu)  # not what was measured here
+            yield Row(
+                page=path.parent.name,
+                name=path.stem,
+                record=record,
+                plan=plan,
+                prediction=predict(plan, rates),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuRow:
+    """One run without GPUs: RAM of the fullest process, and seconds of a step."""
+
+    name: str
+    measured_bytes: int
+    predicted_bytes: int
+    seconds: tuple[float, float] | None  # (measured, predicted by a calibration); None: not timed
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def time_error(self) -> float | None:
+        return None if self.seconds is None else self.seconds[1] / self.seconds[0] - 1
+
+
+@functools.cache
+def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
+    """The runs of cpu.py, as today's code predicts their memory and, by what was measured
+    of the machine then, their time."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    values = document["machine"]
+    machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
+    found = []
+    for run in document["runs"]:
+        count, seconds = run["processes"], None
+        built = build_config(run["config"], options=strategy_options)
+        plan = draft_plan(built, machine, count, count)
+        if run["step_time_s"] is not None:
+            guess = cpu_rates(machine.num_cpus, count)
+            rates = from_calibration(document["calibrations"][str(count)], guess)
+            seconds = run["step_time_s"], estimate_step(plan, rates).seconds
+        found.append(
+            CpuRow(
+                name=f"{plan.strategy.name} x {count}",
+                measured_bytes=run["peak_host_bytes"],
+                predicted_bytes=estimate_memory(plan, tokenised=True).host_bytes,
+                seconds=seconds,
+            )
+        )
+    return tuple(found)
+
+
+def on_cpus() -> str:
+    """Every run on CPUs, a strategy a row: what was measured, and by how much it was missed."""
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in cpu_rows():
+        strategy, _, count = row.name.partition(" x ")
+        text = f"{row.measured_bytes / 2**20:,.0f}, {row.memory_error:+.1%}"
+        if row.seconds is not None and row.time_error is not None:
+            text += f"; {1000 * row.seconds[0]:,.0f} ms, {row.time_error:+.0%}"
+        cells[strategy][count] = text
+    counts = sorted({count for found in cells.values() for count in found}, key=int)
+    rows = [[name, *(found.get(count, "-") for count in counts)] for name, found in cells.items()]
+    return _table(rows, ["processes", *counts])
+
+
+def share_within(errors: Sequence[float], limit: float) -> float:
+    """Share of the errors that are at most `limit`, either way."""
+    return sum(abs(error) <= limit for error in errors) / len(errors)
+
+
+def first_choices(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
+    """Of each set of runs that did the same work: what is predicted and what was measured to be the
+    quickest."""
+    sets = defaultdict(list)
+    for row in rows:
+        config, batch = row.record.config, row.record.batch.global_batch_size
+        work = f"{config['model']}, {batch} x {config['max_length']}, {config['precision']}"
+        sets[f"{row.page}: {work}"].append(row)
+    return {
+        name: (
+            min(members, key=lambda row: (row.measured_s * (1 + row.time_error), row.measured_s)),
+            min(members, key=lambda row: row.measured_s),
+        )
+        for name, members in sets.items()
+        if len({tuple([r.record.strategy["name"], *layout_words(r.record)]) for r in members}) > 1
+    }
+
+
+def distribution() -> str:
+    """How many rows lie within which error."""
+    rows = gpu_rows()
+    found = []
+    for what, errors in (
+        ("peak memory", [row.memory_error for row in rows if row.began_empty]),
+        ("step time", [row.time_error for row in rows]),
+        ("step time, calibrated", calibrated_errors()),
+    ):
+        shares = [f"{share_within(errors, limit):.0%}" for limit in (0.02, 0.05, 0.10, 0.25)]
+        low, high = min(errors), max(errors)
+        found.append([what, str(len(errors)), *shares, f"{low:+.0%}", f"{high:+.0%}"])
+    return _table(
+        found, ["", "runs", "within 2%", "5%", "10%", "25%", "most too low", "most too high"]
+    )
+
+
+def calibrated_errors() -> list[float]:
+    """Errors of step time with rates that `plan --calibrate` measured on four H200s."""
+    document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
+    rates = from_calibration(document, rates_of(GPUS["H200"]))
+    return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
+
+
+def choices() -> str:
+    """How often the first choice among runs of the same work is the quickest, and where not."""
+    found, sets = [], first_choices(gpu_rows())
+    for name, (first, best) in sets.items():
+        behind = first.measured_s / best.measured_s - 1
+        if behind:
+            found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
+    right = f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work"
+    table = _table(found, ["else", "first choice", "quickest", "behind"])
+    return f"{right} the first choice was the quickest.\n\n{table}"
+
+
+def every_row() -> str:
+    """Every run, below its page, as text that is aligned: a table of so many rows is read so."""
+    lines = [_line("", "memory", "time")]
+    for page, rows in itertools.groupby(gpu_rows(), key=lambda row: row.page):
+        lines += [page, *(_line(*_cells(row)) for row in rows)]
+    return "\n".join(["```text", *lines, "```"])
+
+
+def worst(what: Callable[[Row], float], rows: Iterable[Row], count: int = 5) -> str:
+    """The rows with the largest errors."""
+    rows = sorted(rows, key=lambda row: -abs(what(row)))[:count]
+    return _table([[f"{row.page}/{row.name}", f"{what(row):+.0%}"] for row in rows],
+                  ["record", "error"])  # fmt: skip
+
+
+def worst_times() -> str:
+    return worst(lambda row: row.time_error, gpu_rows())
+
+
+def worst_memory() -> str:
+    return worst(lambda row: row.memory_error, (row for row in gpu_rows() if row.began_empty))
+
+
+def _layout(row: Row) -> str:
+    return " ".join([row.record.strategy["name"], *layout_words(row.record)])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"  {row.name}",
+        f"{row.memory_error:+.1%}" if row.began_empty else "-",
+        f"{row.time_error:+.1%}",
+    )
+
+
+def _line(name: str, *cells: str) -> str:
+    return f"{name:<66}" + "".join(f"{cell:>9}" for cell in cells)
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

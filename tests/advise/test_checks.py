@@ -1,0 +1,276 @@
+"""What is refused before processes start: each check at its boundary."""
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.advise import checks
+from distributed_training.advise.checks import (
+    check_disk,
+    check_gpu_memory,
+    check_gpus,
+    check_host_memory,
+    check_packages,
+    check_shared_memory,
+    check_swapping,
+    run_checks,
+)
+from distributed_training.advise.rank import what_fits
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.predict.memory import estimate_memory
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _no_extensions_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+
+def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **config):
+    """A plan that no check has seen."""
+    config = {"precision": "fp32", "offload_dir": str(tmp_path / "offload"), **config}
+    return plan_for(tmp_path, machine, num_processes, checked=False, strategy=strategy, **config)
+
+
+def with_gpus(**changes):
+    return dataclasses.replace(GPU_MACHINE, **changes)
+
+
+def hide_package(monkeypatch, name):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda package: None if package == name else find_spec(package)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "fsdp"])
+def test_a_rehearsal_on_this_machine_passes(strategy, tmp_path):
+    run_checks(draft(tmp_path, strategy))
+
+
+def test_a_rehearsal_of_infinity_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "has_libaio", lambda: True)
+    run_checks(draft(tmp_path, "infinity"))
+    with refused("strategy='infinity' with model='gpt2' needs a GPU"):
+        run_checks(draft(tmp_path, "infinity", model="gpt2"))
+
+
+def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
+    for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
+        check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
+    check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
+    check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+    check_swapping(draft(tmp_path, "infinity", num_processes=1024, model="gpt2"))
+    with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
+        check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed"])
+def test_missing_package(name, tmp_path, monkeypatch):
+    hide_package(monkeypatch, name)
+    with refused(f"the package {name} is not installed", "pip install -r requirements.txt"):
+        check_packages(draft(tmp_path, "zero2"))
+
+
+def test_native_strategies_do_not_need_deepspeed(tmp_path, monkeypatch):
+    hide_package(monkeypatch, "deepspeed")
+    check_packages(draft(tmp_path, "fsdp"))
+    with refused("strategy='zero1' needs it"):
+        check_packages(draft(tmp_path, "zero1"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
+def test_trackers_are_needed_when_asked_for(name, tmp_path, monkeypatch):
+    hide_package(monkeypatch, name)
+    check_packages(draft(tmp_path))
+    with refused(f"log_to='{name}' needs it", f"pip install {name}"):
+        check_packages(draft(tmp_path, log_to=name))
+
+
+def test_no_more_processes_than_gpus(tmp_path):
+    check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
+    check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
+    # Those on other machines do not count.
+    check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
+    with refused("5 processes", "has 4 GPUs", "--num_gpus 4"):
+        check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
+    with refused("has 1 GPU;"):
+        check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
+
+
+def test_what_is_predicted_must_fit_the_gpu(tmp_path):
+    """gpt2-xl: 1.5576e9 parameters at 16 bytes are 23.2 GiB; over 4 GPUs zero3 needs 5.8."""
+    small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
+    xl = {"model": "gpt2-xl", "precision": "bf16", "machine": small, "num_processes": 4}
+    with refused("gpt2-xl under dp needs", "Small has 16.0 GiB", "set strategy=", "--force"):
+        check_gpu_memory(draft(tmp_path, "dp", **xl))
+    for strategy in ("zero3", "offload"):
+        check_gpu_memory(draft(tmp_path, strategy, **xl))
+    check_gpu_memory(draft(tmp_path, "dp", **{**xl, "machine": CPU_MACHINE}))
+    refusal = draft(tmp_path, "dp", **xl)
+    forced = refusal.config.model_copy(update={"force": True})
+    check_gpu_memory(dataclasses.replace(refusal, config=forced))
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp", "pp"])
+def test_what_a_refusal_suggests_fits(strategy, tmp_path):
+    """A batch too large by far, on four GPUs of 16 GiB."""
+    small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
+    words = {"machine": small, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
+    uncut = {"micro_batch_size": 64}
+    large = draft(tmp_path, strategy, **uncut, **words)
+    suggested = what_fits(large)
+    assert suggested
+    for text in suggested:
+        settings = dict(pair.split("=") for pair in text.removeprefix("set ").split())
+        other = settings.pop("strategy", strategy)
+        cut = {} if "num_microbatches" in settings or other != strategy else uncut
+        numbers = {key: int(v) if v.isdecimal() else v for key, v in settings.items()}
+        check_gpu_memory(draft(tmp_path, other, **words, **cut, **numbers))
+
+
+def test_gpu_memory_boundary_is_the_prediction(tmp_path):
+    needed = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2")).needed_bytes
+    check_gpu_memory(draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=needed), model="gpt2"))
+    with refused("GiB a GPU"):
+        here = with_gpus(gpu_memory_bytes=needed - 1)
+        check_gpu_memory(draft(tmp_path, "dp", here, model="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "machine", "per_parameter"),
+    [
+        # each of 2 processes builds the model (4 bytes) and holds, a parameter:
+        ("dp", CPU_MACHINE, 4 + 16),
+        ("fsdp", CPU_MACHINE, 4 + 8),
+        ("zero2", CPU_MACHINE, 4 + 4 + 2 + 6),
+        ("dp", GPU_MACHINE, 4),
+        ("offload", GPU_MACHINE, 4 + 6 + 2),
+    ],
+)
+def test_host_memory_boundary_by_hand(strategy, machine, per_parameter, tmp_path):
+    needed = 2 * per_parameter * SIZES["gpt2"].num_parameters
+    machine = dataclasses.replace(machine, ram_bytes=needed)
+    check_host_memory(draft(tmp_path, strategy, machine, model="gpt2"))
+    machine = dataclasses.replace(machine, ram_bytes=needed - 1)
+    with refused("2 processes need about", "GiB of RAM", "fewer processes"):
+        check_host_memory(draft(tmp_path, strategy, machine, model="gpt2"))
+
+
+def free_disk(monkeypatch, num_bytes):
+    asked = []
+
+    def disk_usage(folder):
+        asked.append(Path(folder))
+        return SimpleNamespace(free=num_bytes)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("config", "per_parameter"),
+    [
+        ({}, 12 * 2 + 4),
+        ({"keep_checkpoints": 3}, 12 * 4 + 4),
+        ({"checkpoint_every": 0}, 4),
+        ({"export": False}, 12 * 2),
+        ({"keep_best": True}, 12 * 2 + 4 * 2),
+        ({"checkpoint_every": 0, "export": False}, 0),
+    ],
+)
+def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
+    needed = per_parameter * SIZES["gpt2"].num_parameters
+    asked = free_disk(monkeypatch, needed)
+    check_disk(draft(tmp_path, model="gpt2", **config))
+    assert asked == [tmp_path]  # the nearest folder that exists
+    if needed:
+        free_disk(monkeypatch, needed - 1)
+        with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):
+            check_disk(draft(tmp_path, model="gpt2", **config))
+
+
+def test_infinitys_files_need_room(tmp_path, monkeypatch):
+    count = SIZES["gpt2"].num_parameters
+    config = {"model": "gpt2", "checkpoint_every": 0, "export": False}
+    free_disk(monkeypatch, 20 * count - 1)
+    check_disk(draft(tmp_path, "offload", **config))
+    with refused("offload_dir"):
+        check_disk(draft(tmp_path, "infinity", **config))
+
+
+def test_a_file_in_the_way_of_output_dir(tmp_path):
+    (tmp_path / "file").write_text("")
+    with refused(f"{tmp_path / 'file'} is not a folder that can be written to"):
+        check_disk(draft(tmp_path, output_dir=str(tmp_path / "file" / "runs")))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)
+    with refused(f"{tmp_path} is not a folder that can be written to", "output_dir"):
+        check_disk(draft(tmp_path))
+
+
+def test_every_check_is_run(tmp_path, monkeypatch):
+    here = {
+        name
+        for name, function in vars(checks).items()
+        if name.startswith("check_") and function.__module__ == checks.__name__
+    }
+    run = []
+    for name in here:
+        monkeypatch.setattr(checks, name, lambda plan, name=name: run.append(name))
+    run_checks(draft(tmp_path))
+    assert sorted(run) == sorted(here)
+
+
+def test_shared_memory_of_a_default_container_is_too_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
+    free_disk(monkeypatch, 64 * 2**20)
+    with refused("64 MiB free", "132 MiB", "--shm-size=1g"):
+        check_shared_memory(draft(tmp_path, "zero2"))
+
+
+@pytest.mark.parametrize(("strategy", "machine"), [("zero2", GPU_MACHINE), ("dp", CPU_MACHINE)])
+def test_shared_memory_is_used_by_deepspeed_without_gpus_only(
+    strategy, machine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
+    free_disk(monkeypatch, 0)
+    check_shared_memory(draft(tmp_path, strategy, machine))
+
+
+def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "offload").mkdir()
+    here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
+    free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
+    with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
+        check_disk(here)
+    free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)
+    check_disk(here)
+
+
+def test_each_disk_is_asked_for_its_own(tmp_path, monkeypatch):
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system here")
+    asked = free_disk(monkeypatch, 20 * SIZES["gpt2"].num_parameters)
+    on_other = {"offload_dir": str(other), "checkpoint_every": 0}
+    check_disk(draft(tmp_path, "infinity", model="gpt2", **on_other))
+    assert asked == [tmp_path, other]
+
+
+def test_what_is_in_the_way_is_named_by_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    here = draft(tmp_path, "infinity", offload_dir=str(tmp_path / "file" / "x"))
+    with refused(f"{tmp_path / 'file'} is not a folder", "set offload_dir elsewhere"):
+        check_disk(here)

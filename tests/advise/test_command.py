@@ -1,0 +1,172 @@
+"""`plan` as it is typed: the table, JSON, the batch script, bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from distributed_training.advise.cluster import parse_cluster
+from distributed_training.cli import main
+from distributed_training.settings.config import AUTO
+from distributed_training.settings.files import ROOT
+from distributed_training.tools import plan as command
+from real_model_example import CONFIG
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
+# fmt: off
+HEADER = [
+    "layout", "fits", "GiB", "state", "acts", "other", "s/step", "tok/s", "MFU", "bound", "by",
+]
+FIELDS = [
+    "strategy", "axes", "schedule", "micro_batch_size", "num_microbatches", "fits", "memory_bytes",
+    "step_time_s", "tokens_per_s",
+]
+# fmt: on
+
+
+def plan(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *words])
+    return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
+
+
+def test_a_table_three_commands_and_a_reason(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl") == 0
+    title, _, header, *rest = capsys.readouterr().out.splitlines()
+    assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens a step")
+    assert header.split() == [
+        "layout",
+        "fits",
+        "GiB",
+        "state",
+        "acts",
+        "other",
+        "s/step",
+        "tok/s",
+        "MFU",
+        "bound",
+        "by",
+    ]
+    commands = [line for line in rest if line.startswith("  torchrun --nnodes=2 ")]
+    assert len(commands) == 3
+    assert all("--model gpt2-xl --strategy " in line for line in commands)
+    assert any("is the quickest that fits" in line for line in rest)
+    seconds = [float(row.split(" yes ")[1].split()[4]) for row in rest if " yes " in row]
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 15
+
+
+def test_what_is_typed_is_typed_once(monkeypatch, capsys):
+    typed = "--pp", "2", "--pipeline_schedule", "zb-auto"
+    assert plan(monkeypatch, "--cluster", "2xH200", "--model", "gpt2", *typed) == 0
+    table, _, commands = capsys.readouterr().out.partition("quickest that fits")
+    assert " zb-auto m" in table
+    found = [line for line in commands.splitlines() if line.startswith("  python ")]
+    assert found
+    for line in found:
+        assert line.count("--pp 2") == line.count("--pipeline_schedule zb-auto") == 1
+
+
+def test_searched_orders_are_only_listed_where_asked_for(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "2xH200", "--json", "--model", "gpt2", "--pp", "2") == 0
+    schedules = {layout["schedule"] for layout in json.loads(capsys.readouterr().out)}
+    assert schedules == {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
+
+
+def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
+    layouts = json.loads(capsys.readouterr().out)
+    assert all(list(layout) == FIELDS for layout in layouts)
+    assert {layout["strategy"] for layout in layouts} > {"dp", "zero3", "fsdp", "tp", "pp", "3d"}
+    for layout in layouts:
+        assert {len(by_rank) for by_rank in layout["memory_bytes"].values()} == {4}
+        assert (layout["schedule"] is None) == (layout["axes"]["pp"] == 1)
+
+
+def test_a_batch_script_that_a_shell_can_read(monkeypatch, capsys, tmp_path):
+    job = tmp_path / "job.slurm"
+    words = ["--cluster", "2x4xA100", "--model", "gpt2", "--write", str(job)]
+    assert plan(monkeypatch, *words) == 0
+    text = job.read_text()
+    assert "#SBATCH --nodes=2" in text
+    assert "#SBATCH --gpus-per-node=4" in text
+    assert subprocess.run(["bash", "-n", str(job)]).returncode == 0
+    best = next(line for line in capsys.readouterr().out.splitlines() if "torchrun" in line)
+    assert best.partition(".py ")[2] in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "4xH201"], ["'H201' is not known", "did you mean H200?", "--gpu '{"]),
+        (["--cluster", "0x8xH200"], ["nodes x GPUs x kind", "8xH200"]),
+        (["--cluster", "2x2x2xH200"], ["not known", "the table has"]),
+        (["--cluster", ""], ["nodes x GPUs x kind"]),
+        (["--cluster", "99999x99999xT4"], ["at most"]),
+        (["--cluster", "8xH200", "--num_gpus", "4"], ["leave out --num_gpus"]),
+        (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
+        (["--cluster", "2x8", "--gpu", '{"memory_gib": -1}'], ["memory_gib=-1"]),
+        (["--cluster", "2x8", "--gpu", "{"], ["is not JSON"]),
+        (["--cluster", "8xH200", "--gpu", OWN], ["names a GPU and --gpu describes one"]),
+        (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
+        (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
+         ["no strategy runs"]),
+        (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
+          "--model", "gpt2-xl"], ["fits nowhere", "needs least", "GPUs with"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_answered_in_one_line(words, said, monkeypatch, capsys):
+    monkeypatch.setattr("distributed_training.tools.plan.detect_machine", lambda: CPU_MACHINE)
+    assert plan(monkeypatch, *words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert [word for word in said if word not in err] == []
+
+
+def test_clusters_are_read():
+    for text, nodes, here, name in (
+        ("2x8xH100-80GB", 2, 8, "H100-80GB"),
+        ("8xh200", 1, 8, "H200"),
+        ("L4", 1, 1, "L4"),
+        ("4xA100", 1, 4, "A100-80GB"),
+        ("RTX 4090", 1, 1, "RTX-4090"),
+    ):
+        cluster = parse_cluster(text)
+        assert (cluster.nodes, cluster.processes_a_node) == (nodes, here)
+        assert cluster.machine.gpu_name == name
+    assert parse_cluster("2x8", OWN).machine.gpu_memory_bytes == 48 * 2**30
+
+
+def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
+    poor = type(GPU_MACHINE)(**{**vars_of(GPU_MACHINE), "ram_bytes": 2**30})
+    monkeypatch.setattr(command, "detect_machine", lambda: poor)
+    assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
+    said = capsys.readouterr().err
+    assert "of RAM; 1.0 GiB are available" in said
+    assert "GPUs with" not in said
+
+
+def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
+    for machine, count, expected in (
+        (CPU_MACHINE, 1, "dp"), (CPU_MACHINE, 2, "dp"), (GPU_MACHINE, 1, "dp"),
+    ):  # fmt: skip
+        planned = plan_for(tmp_path, machine, count, checked=False, strategy=AUTO)
+        assert planned.strategy.name == expected
+        assert planned.requested.strategy == AUTO
+        assert any(f"strategy is {expected}, the planner's" in note for note in planned.notes)
+    busy = plan_for(
+        tmp_path, GPU_MACHINE, 4, checked=False, strategy="dp", model="gpt2", batch_size=AUTO
+    )
+    assert isinstance(busy.config.batch_size, int)
+    assert busy.config.batch_size >= 8
+    with refused("finds none that fits gpt2-xl"):
+        small = type(GPU_MACHINE)(**{**vars_of(GPU_MACHINE), "gpu_memory_bytes": 2**30})
+        plan_for(tmp_path, small, 1, checked=False, strategy=AUTO, model="gpt2-xl")
+
+
+def vars_of(machine):
+    return {name: getattr(machine, name) for name in machine.__dataclass_fields__}

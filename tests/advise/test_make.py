@@ -1,0 +1,86 @@
+"""What the text decides: how many samples and steps there are, and how long the warm-up is."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from distributed_training.plan import data
+from distributed_training.plan.data import cut_data, load_plan_data, peek_data
+from distributed_training.run.prepare import make_plan
+from distributed_training.settings.config import build_config
+from tests.support import CPU_MACHINE, refused
+
+LENGTH = 64
+
+
+def plan_for(tmp_path, words, *, cut=cut_data, overrides=(), **config):
+    text = tmp_path / "mine.txt"
+    text.write_text("one more word " * words)
+    values = {
+        "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
+        "output_dir": str(tmp_path / "runs"), **config,
+    }  # fmt: skip
+    config = build_config(values, overrides=overrides)
+    return make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2, cut=cut)
+
+
+def test_a_short_text_is_taken_whole(tmp_path):
+    plan = plan_for(tmp_path, 2000, epochs=3)
+    num_samples = len(cut_data(plan).train)
+    assert 8 < num_samples < 1000
+    assert plan.config.num_samples == plan.work["num_samples"] == num_samples
+    assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
+    assert f"the text has {num_samples} samples to train on, not 1000" in plan.notes
+    assert plan.config.warmup_steps == 10 < plan.num_steps
+
+
+def test_two_samples_are_enough(tmp_path):
+    words = next(n for n in range(20, 200) if fits(tmp_path, n))
+    plan = plan_for(tmp_path, words)
+    assert (plan.config.num_samples, plan.num_steps) == (1, 2)
+    assert plan.config.warmup_steps == 1
+    assert "warm-up is 1 of 2 steps, not 10" in plan.notes
+    with refused("is too short", "longer text"):
+        plan_for(tmp_path, words - 1)
+
+
+def test_a_trace_needs_a_step_before_it(tmp_path):
+    assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
+    with refused("profile=4", "4 steps", "lower profile"):
+        plan_for(tmp_path, 2000, max_steps=4, profile=4)
+
+
+def fits(tmp_path, words):
+    try:
+        return plan_for(tmp_path, words) is not None
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("config", [{"num_samples": 1000}, {"overrides": ["num_samples=999"]}])
+def test_a_number_that_a_user_gave_is_not_changed(config, tmp_path):
+    with refused("num_samples=", "set num_samples to at most"):
+        plan_for(tmp_path, 2000, **config)
+
+
+def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):
+    plan = plan_for(tmp_path, 2000, cut=peek_data)
+    assert not (tmp_path / "runs").exists()
+    whole = plan_for(tmp_path, 2000)
+    assert (plan.config, plan.num_steps, plan.notes) == (whole.config, whole.num_steps, whole.notes)
+    assert plan_for(tmp_path, 400_000, cut=peek_data).num_steps is None
+
+
+def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_path, monkeypatch):
+    plan = plan_for(tmp_path, 2000)
+    expected = cut_data(plan).train
+    (tmp_path / "mine.txt").write_text("another text " * 3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "read_corpus", None)
+        found = load_plan_data(plan)[0].train
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    # A machine with a disk of its own has no such cache, and reads its own text.
+    shutil.rmtree(tmp_path / "runs" / ".cache")
+    assert load_plan_data(plan)[0].cache != plan.cache

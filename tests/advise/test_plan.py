@@ -1,0 +1,405 @@
+"""Plans: what they hold, that each is found again in its file, any CONFIG on any machine."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributed_training.advise import checks
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.plan import PLAN_AS_JSON, Plan, load_plan
+from distributed_training.records.record import start_record
+from distributed_training.run.prepare import make_plan, reserve_run_dir
+from distributed_training.run.saving.resume import CHECKPOINTS, FORMAT
+from distributed_training.settings.config import KEYS, PIPELINE_SCHEDULES, build_config
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import strategy_defaults
+from real_model_example import CONFIG
+from tests.plan.helpers import NAMES, SPLIT, UNSPLIT, plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
+
+GIB = 2**30
+TEXT = "\n".join(f"line {number} of a text that is not very long" for number in range(400))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_extensions_of_this_machine(tmp_path_factory):
+    """Nor its libaio: asking the compiler for each example would take most of the time."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(checks, "has_libaio", lambda: True)
+    patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """A folder with a text, DeepSpeed JSONs and things that are in the way."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "file").write_text("{")
+    for name in ("zero1", "zero2", "zero3"):
+        document = {**named_strategy(name).document, "gradient_clipping": 1.0}
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("machine", "num_processes"), [(CPU_MACHINE, 2), (GPU_MACHINE, 2), (GPU_MACHINE, 4)]
+)
+def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_path):
+    """The same work under all; only 3d needs more than two processes, or another mesh."""
+    plans = {}
+    for name in NAMES:
+        # The defaults of a strategy decide what CONFIG leaves open.
+        left_open = {"output_dir": str(tmp_path), **strategy_defaults(name)}
+        axes = {"tp": 1} if name == "3d" and num_processes == 2 else {}
+        config = {**CONFIG, **left_open, **axes, "strategy": name}
+        plans[name] = plan_for(tmp_path, machine, num_processes, **config)
+    for name, plan in plans.items():
+        batch = plan.batch
+        assert batch.global_batch_size == CONFIG["batch_size"] * num_processes, name
+        cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+        assert cut == batch.global_batch_size
+        assert math.prod(plan.mesh.values()) == num_processes
+        assert plan.work == plans["dp"].work
+        assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
+
+
+def test_every_strategy_plans_on_gpus_and_is_found_again(tmp_path):
+    for name in NAMES:
+        plan = plan_for(
+            tmp_path, GPU_MACHINE, 4, strategy=name, model="gpt2", batch_size=3, max_grad_norm=None
+        )
+        assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
+        assert (plan.schedule.minimum(2), plan.mesh["pp"] > 1) in [(1, False), (2, True)]
+        assert 0 < plan.prediction["peak_bytes"] < 24 * GIB
+        assert plan.state.on_device > 0 or name == "infinity"
+
+
+@pytest.mark.parametrize("name", UNSPLIT)
+def test_a_plan_holds_what_follows_from_config(name, tmp_path):
+    plan = plan_for(
+        tmp_path, num_processes=4, strategy=name, batch_size=3, grad_accum_steps=5, seed=9
+    )
+    assert plan.work["global_batch_size"] == 3 * 5 * 4
+    assert (plan.batch.micro_batch_size, plan.batch.num_microbatches) == (3, 5)
+    assert plan.work["seed"] == 9
+    mesh = "dp_replicate 4" if name == "dp" else "dp_shard 4"
+    layout = {"num_processes": 4, "mesh": mesh, "stages": [[0, 2]], "sequence_parallel": False}
+    assert plan.spread == {"strategy": name, **layout, "device": "cpu"}
+    assert plan.size == SIZES["gpt2-tiny"]
+    assert plan.run_dir.parent == tmp_path / "runs"
+    assert plan.run_dir.name.endswith(f"-{name}-gpt2-tiny-x4")
+    assert not plan.run_dir.exists()
+    assert plan.checkpoint is None
+    assert (plan.deepspeed_json is None) == (name in ("dp", "fsdp"))
+    assert plan.requested.precision == "auto"
+    assert plan.config.precision == "fp32"
+    assert (plan.offload_dir is None) == (name != "infinity")
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "offload_dir", "expected"),
+    [
+        ("{tmp}/runs", None, "runs/.offload"),
+        ("{tmp}/runs", "{tmp}/fast", "fast"),
+        ("~/runs", None, "runs/.offload"),
+        ("~/runs", "~/fast", "fast"),
+    ],
+)
+def test_infinitys_files_lie_where_config_says(
+    output_dir, offload_dir, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = {"output_dir": output_dir, "offload_dir": offload_dir}
+    words = {key: text and text.format(tmp=tmp_path) for key, text in words.items()}
+    plan = plan_for(tmp_path, strategy="infinity", **words)
+    assert plan.run_dir.parent == tmp_path / "runs"
+    assert plan.offload_dir == tmp_path / expected / plan.run_dir.name  # no other run's
+    zero = plan.deepspeed_json["zero_optimization"]
+    paths = {zero[part]["nvme_path"] for part in ("offload_param", "offload_optimizer")}
+    assert paths == {str(plan.offload_dir)}
+
+
+def test_splits_of_one_global_batch_are_the_same_work(tmp_path):
+    one = plan_for(tmp_path, batch_size=4, grad_accum_steps=2, num_processes=1)
+    two = plan_for(tmp_path, batch_size=2, grad_accum_steps=2, num_processes=2)
+    other = plan_for(tmp_path, batch_size=4, grad_accum_steps=2, num_processes=2)
+    assert one.work == two.work != other.work
+
+
+def test_resuming_goes_on_in_the_old_folder(tmp_path):
+    first = plan_for(tmp_path, strategy="zero2")
+    checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    start_record(first.run_dir).update(status="interrupted")
+    meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
+    meta |= {"counters": {}, "files": {}, "checksums": {}}
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    again = plan_for(tmp_path, resume="auto", strategy="zero2")
+    assert (again.run_dir, again.checkpoint) == (first.run_dir, checkpoint)
+    other = plan_for(tmp_path, resume="auto", strategy="zero2", seed=7)
+    assert other.checkpoint is None
+    assert other.run_dir != first.run_dir
+    with refused("is of another run", "seed was 42 and is 7"):
+        plan_for(tmp_path, resume=str(first.run_dir), seed=7)
+
+
+def test_another_layout_of_the_same_work_goes_on_and_says_so(tmp_path):
+    zero2 = {"strategy": "zero2", "batch_size": 4, "num_processes": 2}
+    first = plan_for(tmp_path, **zero2)
+    checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    start_record(first.run_dir).update(status="interrupted")
+    meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
+    meta |= {"counters": {}, "files": {}, "checksums": {}}
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    other = {"strategy": "fsdp", "batch_size": 2, "num_processes": 4}
+    again = plan_for(tmp_path, resume="auto", **other)
+    assert again.checkpoint == checkpoint
+    assert "saved zero2 x 2 -> resuming fsdp x 4: resharding" in again.notes
+    same = plan_for(tmp_path, resume="auto", **zero2)
+    assert not any("resharding" in note for note in same.notes)
+    infinity = plan_for(tmp_path, strategy="infinity", batch_size=4, num_processes=2, resume="auto")
+    assert infinity.checkpoint == checkpoint
+
+
+def test_weights_of_another_size_are_refused_before_anything_starts(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
+    (tmp_path / "hf" / "model.safetensors").write_text("")
+    with refused("vocab_size=50257 but the model has 2048"):
+        plan_for(tmp_path, weights=str(tmp_path / "hf"))
+
+
+def test_more_processes_than_gpus(tmp_path):
+    with refused("5 processes", "4 GPUs"):
+        plan_for(tmp_path, GPU_MACHINE, num_processes=5)
+
+
+def test_data_of_a_plan_is_cached_below_output_dir(scratch, tmp_path):
+    plan = plan_for(tmp_path, dataset=str(scratch / "text.txt"), num_samples=-1, max_length=16)
+    data, tokenizer = load_plan_data(plan)
+    assert (tokenizer.num_tokens, data.train.seq_len) == (2048, 16)
+    cache_dir = tmp_path / "runs" / ".cache" / "tokens"
+    assert len([path for path in cache_dir.iterdir() if path.is_dir()]) == 1
+
+
+machines = st.one_of(
+    st.just(CPU_MACHINE),
+    st.builds(
+        lambda count, memory, capability, ram: dataclasses.replace(
+            GPU_MACHINE,
+            num_gpus=count,
+            gpu_memory_bytes=memory * GIB,
+            compute_capability=capability,
+            ram_bytes=ram * GIB,
+        ),
+        st.sampled_from([1, 4, 8]),
+        st.sampled_from([4, 11, 16, 24, 80, 139]),
+        st.sampled_from([(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]),
+        st.sampled_from([4, 64, 512]),
+    ),
+)
+# For each key, values that are mostly possible.
+STRATEGIES = st.sampled_from([*UNSPLIT, *UNSPLIT, *UNSPLIT, *SPLIT, "zero", "ZeRO2"])
+AXIS = st.sampled_from([None, None, None, None, 1, 2, 4, -1])
+OPTIONS = {
+    "model": st.sampled_from(["auto", *SIZES]),
+    "batch_size": st.integers(1, 64),
+    "micro_batch_size": st.just("auto") | st.integers(1, 8),
+    "num_microbatches": st.just("auto") | st.integers(1, 8),
+    "epochs": st.integers(1, 3),
+    "max_length": st.integers(2, 1024) | st.integers(2, 4096),
+    "num_samples": st.integers(1, 3000) | st.just(-1),
+    "seed": st.integers(0, 2**31 - 1),
+    "deepspeed_config": st.sampled_from(
+        [None] * 9 + ["zero1.json", "zero2.json", "zero3.json", "file", "missing.json", "."]
+    ),
+    "dataset": st.sampled_from(["auto", "embedded", "wikitext-2", "text.txt", "missing.txt"]),
+    "validation_dataset": st.sampled_from([None, "text.txt"]),
+    "tokenizer": st.sampled_from(["auto", "auto", "embedded", "gpt2", "missing", "file", "."]),
+    "weights": st.sampled_from(["auto", "auto", "random", "pretrained", "missing", "file", "."]),
+    "precision": st.sampled_from(["auto", "bf16", "fp16", "fp32"]),
+    "grad_accum_steps": st.integers(1, 64),
+    "learning_rate": st.just("auto") | st.floats(0, 10),
+    "lr_schedule": st.sampled_from(["constant", "linear", "cosine"]),
+    "warmup_steps": st.integers(0, 1000),
+    "weight_decay": st.floats(0, 10),
+    "max_grad_norm": st.none() | st.sampled_from([1.0, 0.5]) | st.floats(1e-9, 1e9),
+    "dropout": st.floats(0, 0.99),
+    "dp_replicate": AXIS,
+    "dp_shard": AXIS,
+    "tp": AXIS,
+    "pp": AXIS,
+    "sequence_parallel": st.booleans(),
+    "pipeline_schedule": st.sampled_from(["auto", *PIPELINE_SCHEDULES]),
+    "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
+    "bucket_cap_mb": st.none() | st.floats(0.01, 100),
+    "fsdp_prefetch": st.integers(0, 3),
+    "activation_checkpointing": st.sampled_from(["none", "full", "selective"]),
+    "loss_chunk_tokens": st.sampled_from([0, 0, 0, 64]),
+    "compile": st.sampled_from(["auto", True, False, "whole"]),
+    "cuda_graphs": st.sampled_from(["auto", True, False]),
+    "async_tp": st.sampled_from(["auto", True, False]),
+    "shared_disk": st.booleans(),
+    "gradient_compression": st.sampled_from(["none", "bf16", "powersgd", "topk-int8"]),
+    "compression_rank": st.integers(1, 100),
+    "compression_k": st.floats(0.001, 1.0),
+    "pack": st.booleans(),
+    "max_steps": st.integers(1, 2**31) | st.just(-1),
+    "eval_every": st.integers(0, 100),
+    "eval_samples": st.integers(1, 100) | st.just(-1),
+    "generate": st.none() | st.text(min_size=1, max_size=5),
+    "output_dir": st.sampled_from(["out", "out", "out", "a/b", "file", "file/x"]),
+    "offload_dir": st.sampled_from([None, None, "fast", "file", "file/x"]),
+    "checkpoint_every": st.none() | st.integers(0, 100),
+    "keep_checkpoints": st.integers(1, 1000),
+    "export": st.booleans(),
+    "keep_best": st.booleans(),
+    "on_nonfinite": st.sampled_from(["stop", "skip", "rollback"]),
+    "hang_timeout_s": st.integers(0, 10000),
+    "profile": st.integers(0, 20),
+    "rendezvous_timeout_s": st.integers(1, 10000),
+    "push": st.sampled_from([None, None, None, "user/name", "a/b/c"]),
+    "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
+    "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),
+    "verbose": st.booleans(),
+}
+PATHS = (
+    "deepspeed_config",
+    "dataset",
+    "validation_dataset",
+    "tokenizer",
+    "weights",
+    "output_dir",
+    "offload_dir",
+)
+PATHS += ("resume",)
+WORDS = (None, "auto", "embedded", "gpt2", "wikitext-2", "random", "pretrained")
+
+
+def plan_or_explanation(scratch, config, machine, num_processes) -> Plan | None:
+    """The plan, or None after checking that the refusal is one line that says something."""
+    config = {"output_dir": "out", **config}
+    for key in PATHS:
+        if config.get(key) not in WORDS:
+            config[key] = str(scratch / config[key])
+    try:
+        return make_plan(
+            build_config(config), machine, num_processes=num_processes, processes_here=num_processes
+        )
+    except UserError as error:
+        text = str(error)
+        assert text.splitlines() == [text]
+        assert len(text) > 20
+        return None
+
+
+def test_every_key_has_options():
+    assert {"strategy", *OPTIONS} == set(KEYS)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.fixed_dictionaries({"strategy": STRATEGIES}, optional=OPTIONS),
+    machines,
+    st.sampled_from([1, 2, 3, 4, 8]),
+)
+def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine, num_processes):
+    plan = plan_or_explanation(scratch, config, machine, num_processes)
+    if plan is None:
+        return
+    words = plan.config.to_user_words()
+    # A path, a prompt that may be any text, and what the data decide (test_make.py).
+    kept_auto = {"resume", "generate", "num_samples"}
+    assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
+    assert plan.config.compile in (True, False)
+    assert isinstance(plan.config.learning_rate, float)
+    assert plan.config.max_length <= plan.size.num_positions
+    requested = plan.requested.to_user_words()
+    kept = [key for key in words if requested[key] != "auto"]
+    if plan.strategy.name == "infinity":
+        assert plan.offload_dir.name == plan.run_dir.name
+        assert machine.num_gpus or words["model"] == "gpt2-tiny"
+    else:
+        assert plan.offload_dir is None
+    assert {key: words[key] for key in kept} == {key: requested[key] for key in kept}
+    batch, asked = plan.batch, plan.config
+    cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+    assert batch.global_batch_size == plan.work["global_batch_size"] == cut
+    assert cut == asked.batch_size * asked.grad_accum_steps * num_processes
+    assert (asked.micro_batch_size, asked.num_microbatches) == (
+        batch.micro_batch_size, batch.num_microbatches,
+    )  # fmt: skip
+    assert math.prod(plan.mesh.values()) == num_processes
+    assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
+    assert [block for blocks in plan.layout.stages for block in blocks] == list(
+        range(plan.size.num_layers)
+    )
+    if machine.num_gpus:
+        assert num_processes <= machine.num_gpus
+    if plan.deepspeed_json is not None:
+        assert '"auto"' not in json.dumps(plan.deepspeed_json)
+        assert plan.deepspeed_json["zero_optimization"]["stage"] in (1, 2, 3)
+    assert not plan.run_dir.exists()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.fixed_dictionaries(
+        {
+            "max_length": st.integers(2, 1024),
+            "num_samples": OPTIONS["num_samples"],
+            "eval_samples": OPTIONS["eval_samples"],
+            "pack": st.booleans(),
+        }
+    )
+)
+def test_any_amount_of_data_is_cut_or_explained(scratch, config):
+    config = {**config, "dataset": "text.txt", "strategy": "dp"}
+    plan = plan_or_explanation(scratch, config, CPU_MACHINE, 1)
+    try:
+        data, _ = load_plan_data(plan)
+    except UserError as error:
+        data, text = None, str(error)
+    if data is None:
+        assert "num_samples=" in text or "is too short" in text
+        return
+    assert len(data.train) >= 1
+    if config["num_samples"] != -1:
+        assert len(data.train) == config["num_samples"]
+    if config["eval_samples"] != -1:
+        assert 1 <= len(data.validation) <= config["eval_samples"]
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
+def test_every_path_that_pathlib_refuses_is_explained(key, path, tmp_path):
+    with refused(f"{key}=", "cannot be used as a path"):
+        strategy = "infinity" if key == "offload_dir" else "zero2"
+        load_plan_data(plan_for(tmp_path, strategy=strategy, **{key: path}))
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path):
+    one, two = plan_for(tmp_path, seed=1), plan_for(tmp_path, seed=2)
+    two = dataclasses.replace(two, run_dir=one.run_dir)
+    folders = [reserve_run_dir(plan).run_dir for plan in (one, two)]
+    assert len({*folders}) == 2
+    assert [load_plan(folder).run_dir for folder in folders] == folders
+    assert [load_plan(folder).config.seed for folder in folders] == [1, 2]
+
+
+def test_files_of_offload_follow_the_folder(tmp_path):
+    first = reserve_run_dir(plan_for(tmp_path, strategy="infinity"))
+    second = plan_for(tmp_path, strategy="infinity")
+    second = dataclasses.replace(second, run_dir=first.run_dir, offload_dir=first.offload_dir)
+    second = reserve_run_dir(second)
+    assert second.offload_dir.name == second.run_dir.name != first.run_dir.name
+    path = second.deepspeed_json["zero_optimization"]["offload_param"]["nvme_path"]
+    assert path == str(second.offload_dir)

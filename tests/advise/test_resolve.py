@@ -1,0 +1,338 @@
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.data import hub
+from distributed_training.data.tokenizer import EMBEDDED_DIR
+from distributed_training.plan.choose import choose_model, choose_settings
+from distributed_training.plan.mesh import fill_mesh
+from distributed_training.plan.sources import find_sources
+from distributed_training.run.prepare import make_plan
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import load_strategy
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+GIB = 2**30
+
+
+def gpu(**changes):
+    return dataclasses.replace(GPU_MACHINE, **changes)
+
+
+def decide(machine=CPU_MACHINE, *, world_size=1, **config):
+    """(What is decided and found: config, tokenizer_dir, weights_dir; notes)"""
+    notes = []
+    built = choose_model(build_config({"strategy": "zero2", **config}), machine, notes)
+    strategy = load_strategy(built)
+    mesh = fill_mesh(strategy, world_size, built)
+    built = choose_settings(built, machine, strategy, mesh, notes)
+    built, tokenizer_dir, weights_dir = find_sources(built, notes)
+    found = {"tokenizer_dir": tokenizer_dir, "weights_dir": weights_dir}
+    return SimpleNamespace(config=built, **found), notes
+
+
+@pytest.fixture
+def stocked_hub(tmp_path, monkeypatch):
+    """A Hub that has every file asked for; the shipped tokenizer stands in for GPT-2's."""
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "hub")
+
+    def fetch_all(repo_id, filenames, **_):
+        return [tmp_path / "hub" / name for name in filenames]
+
+    monkeypatch.setattr(hub, "fetch_all", fetch_all)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "precision", "compiled"),
+    [
+        (CPU_MACHINE, "gpt2-tiny", "fp32", False),
+        (gpu(), "gpt2-medium", "bf16", True),
+        (gpu(gpu_memory_bytes=12 * GIB), "gpt2-medium", "bf16", True),
+        (gpu(gpu_memory_bytes=12 * GIB - 1), "gpt2", "bf16", True),
+        (gpu(compute_capability=(8, 0)), "gpt2-medium", "bf16", True),
+        (gpu(compute_capability=(7, 5)), "gpt2-medium", "fp16", True),
+        (gpu(compute_capability=(6, 1)), "gpt2-medium", "fp16", False),
+    ],
+)
+def test_auto_becomes_what_the_machine_can_do(machine, model, precision, compiled):
+    config = decide(machine)[0].config
+    assert (config.model, config.precision, config.compile) == (model, precision, compiled)
+
+
+def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
+    resolved, notes = decide(gpu())
+    config = resolved.config
+    assert (config.dataset, config.tokenizer, config.weights) == ("embedded",) * 2 + ("random",)
+    assert resolved.tokenizer_dir == EMBEDDED_DIR
+    assert resolved.weights_dir is None
+    text = " / ".join(notes)
+    for words in ("WikiText-2 is not available", "GPT-2's tokenizer is not", "weights are random"):
+        assert words in text
+    assert "hidden from unit tests" in text  # the reason
+
+
+def test_with_a_hub_auto_takes_what_is_published(stocked_hub):
+    resolved, notes = decide(gpu())
+    config = resolved.config
+    assert (config.dataset, config.tokenizer, config.weights) == (
+        "wikitext-2", "gpt2", "pretrained",
+    )  # fmt: skip
+    assert resolved.tokenizer_dir == resolved.weights_dir == stocked_hub
+    assert config.learning_rate == 5e-5
+    assert notes == ["no CUDA graph: strategy='zero2', whose engine launches its own kernels"]
+
+
+def test_the_tiny_model_takes_the_shipped_tokenizer_and_random_weights(stocked_hub):
+    resolved, notes = decide(CPU_MACHINE)
+    assert (resolved.config.tokenizer, resolved.config.weights) == ("embedded", "random")
+    assert "no GPU found" in notes[0]
+
+
+def test_missing_weights_are_pointed_out(stocked_hub, monkeypatch):
+    def fetch_folder(_, names):
+        if names == hub.WEIGHT_FILES:
+            raise OSError("404")
+        return stocked_hub
+
+    monkeypatch.setattr(hub, "fetch_folder", fetch_folder)
+    resolved, notes = decide(gpu())
+    assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
+    assert any("pretrained weights are not available (404)" in note for note in notes)
+    with refused("weights='pretrained (gpt2-medium)'", "hf download openai-community/gpt2-medium"):
+        decide(gpu(), weights="pretrained")
+
+
+@pytest.mark.parametrize(
+    ("config", "rate"),
+    [
+        ({"model": "gpt2-tiny"}, 3e-3),
+        ({"model": "gpt2"}, 3e-4),
+        ({"model": "gpt2", "weights": "some/folder"}, 5e-5),
+        ({"model": "gpt2", "learning_rate": 0.1}, 0.1),
+        ({"model": "gpt2", "learning_rate": 0.0}, 0.0),
+    ],
+)
+def test_learning_rate_follows_the_weights(config, rate):
+    assert decide(**config)[0].config.learning_rate == rate
+
+
+def test_what_is_given_is_kept():
+    given = {
+        "model": "gpt2",
+        "precision": "bf16",
+        "compile": True,
+        "cuda_graphs": False,
+        "async_tp": False,
+        "pipeline_schedule": "1f1b",
+        "tokenizer": "embedded",
+        "weights": "random",
+        "dataset": "my/own.txt",
+        "learning_rate": 0.5,
+    }
+    resolved, notes = decide(CPU_MACHINE, **given)
+    assert resolved.config == build_config({"strategy": "zero2", **given})
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "command"),
+    [
+        ("dataset", "wikitext-2", "hf download Salesforce/wikitext --repo-type dataset"),
+        ("tokenizer", "gpt2", "hf download openai-community/gpt2 vocab.json merges.txt"),
+    ],
+)
+def test_what_is_asked_for_by_name_is_never_replaced(key, value, command):
+    with refused(f"{key}={value!r}", command):
+        decide(model="gpt2", **{key: value})
+
+
+def test_pretrained_weights_need_their_tokenizer():
+    with refused("tokenizer='gpt2'", "hf download"):
+        decide(model="gpt2", weights="pretrained")
+    with refused("weights='pretrained' is impossible", "they need GPT-2's tokenizer"):
+        decide(model="gpt2", weights="pretrained", tokenizer="embedded")
+    with refused("weights='pretrained' is impossible", "gpt2-tiny is not published"):
+        decide(model="gpt2-tiny", weights="pretrained")
+
+
+def test_precision_that_the_machine_lacks():
+    with refused("precision='fp16' needs a GPU", "set fp32"):
+        decide(CPU_MACHINE, precision="fp16")
+    with refused("precision='bf16' is not supported by Old", "set fp16"):
+        decide(gpu(compute_capability=(7, 5), gpu_name="Old"), precision="bf16")
+    assert decide(CPU_MACHINE, precision="bf16")[0].config.precision == "bf16"
+
+
+def test_parameters_on_disk_are_not_compiled():
+    assert decide(gpu(), strategy="infinity")[0].config.compile is False
+    assert decide(gpu(), strategy="offload")[0].config.compile is True
+    with refused("compile=True does not work with strategy='infinity'", "auto or False"):
+        decide(gpu(), strategy="infinity", compile=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"strategy": "tp", "dropout": 0.1, "sequence_parallel": False}, "dropout under tp")],
+)
+def test_layouts_that_cannot_be_compiled(values, words):
+    values = {**values, "world_size": 2}
+    resolved, notes = decide(gpu(), **values)
+    assert resolved.config.compile is False
+    assert any(f"not compiled: {words}" in note for note in notes)
+    with refused(f"compile=True does not work with {words}", "auto or False"):
+        decide(gpu(), compile=True, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "dp", "world_size": 2}, "2 processes, whose exchanges begin with each block"),
+        ({"strategy": "zero1"}, "strategy='zero1': DeepSpeed's hooks"),
+        ({"strategy": "dp", "activation_checkpointing": "full"}, "activation_checkpointing='full'"),
+    ],
+)
+def test_where_the_model_cannot_be_compiled_as_a_whole(values, words):
+    with refused(f"compile='whole' does not work with {words}", "auto or False"):
+        decide(gpu(), compile="whole", **values)
+    assert decide(gpu(), strategy="fsdp", compile="whole")[0].config.compile == "whole"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "pp", "pipeline_schedule": "interleaved"},
+        {"strategy": "tp", "dropout": 0.1},
+        {"strategy": "tp", "sequence_parallel": False},
+        {"strategy": "hybrid"},
+    ],
+)
+def test_layouts_that_are_compiled(values):
+    assert decide(gpu(), world_size=2, **values)[0].config.compile is True
+
+
+@pytest.mark.parametrize("every", [None, 0, 7])
+@pytest.mark.parametrize("strategy", ["dp", "zero3", "infinity", "fsdp"])
+def test_every_strategy_saves_as_it_is_told(strategy, every):
+    sources, _ = decide(strategy=strategy, checkpoint_every=every)
+    assert sources.config.checkpoint_every == every
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2-xl"])
+def test_max_length_beyond_the_model(model):
+    assert decide(model=model, max_length=1024)[0].config.max_length == 1024
+    with refused("max_length=1025 is beyond the model", f"{model} has 1024", "at most 1024"):
+        decide(model=model, max_length=1025)
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
+    file = tmp_path / "big" / "vocab.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
+    tokenizer = str(tmp_path / "big")
+    with refused("has 2049 tokens", "gpt2-tiny knows 2048"):
+        decide(model="gpt2-tiny", tokenizer=tokenizer)
+    resolved, _ = decide(model="gpt2", tokenizer=tokenizer)
+    assert (resolved.config.tokenizer, str(resolved.tokenizer_dir)) == (tokenizer, tokenizer)
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path):
+    with refused(f"tokenizer='{tmp_path / 'no'}' is not a folder", "vocab.json"):
+        decide(tokenizer=str(tmp_path / "no"))
+    with refused("cannot be read", "vocab.json and merges.txt"):
+        decide(tokenizer=str(tmp_path))
+
+
+def test_weights_below_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert decide(model="gpt2", weights="~/hf")[0].weights_dir == tmp_path / "hf"
+
+
+@pytest.mark.parametrize(("here", "said"), [(4, False), (8, False), (2, True), (6, True)])
+def test_tensor_parallelism_across_machines_is_pointed_out(here, said, tmp_path):
+    plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
+    assert any("tp=4 reaches across machines" in note for note in plan.notes) == said
+
+
+def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
+    def unwanted(*_, **__):
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr(hub, "fetch_all", unwanted)
+    given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
+    with refused("tp=2 does not divide num_heads=25"):
+        make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)
+    small = gpu(gpu_memory_bytes=2 * GIB)
+    with refused("needs 26.5 GiB a GPU", "use more GPUs"):
+        make_plan(
+            build_config({**given, "strategy": "dp"}), small, num_processes=1, processes_here=1
+        )
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_name():
+    with refused("model='gpt2-medum'", "did you mean 'gpt2-medium'?"):
+        decide(model="gpt2-medum")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"strategy": "zero2"}, "strategy='zero2'"),
+        ({"strategy": "hybrid"}, "strategy='hybrid'"),
+        ({"strategy": "dp", "precision": "fp16"}, "precision='fp16'"),
+        ({"strategy": "tp", "dropout": 0.1}, "dropout under tp or activation checkpointing"),
+        ({"strategy": "dp", "dropout": 0.1, "activation_checkpointing": "full"}, "dropout under"),
+    ],
+)
+def test_steps_that_are_no_cuda_graph(values, words):
+    values = {**values, "world_size": 2}
+    resolved, notes = decide(gpu(), **values)
+    assert resolved.config.cuda_graphs is False
+    assert any(f"no CUDA graph: {words}" in note for note in notes)
+    with refused(f"cuda_graphs=True does not work with {words}", "auto or False"):
+        decide(gpu(), cuda_graphs=True, **values)
+    assert not any("CUDA graph" in note for note in decide(gpu(), cuda_graphs=False, **values)[1])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "dp", "dropout": 0.1},
+        {"strategy": "fsdp", "activation_checkpointing": "selective"},
+        {"strategy": "tp"},
+        {"strategy": "pp"},
+        {"strategy": "pp", "pipeline_schedule": "zb-h1"},
+        {"strategy": "pp", "pipeline_schedule": "zb-v", "model": "gpt2"},
+    ],
+)
+def test_steps_that_are_one_cuda_graph(values):
+    resolved, notes = decide(gpu(), world_size=2, **values)
+    assert resolved.config.cuda_graphs is resolved.config.compile is True
+    assert not any("CUDA graph" in note for note in notes)
+    assert decide(CPU_MACHINE, world_size=2, **values)[0].config.cuda_graphs is False
+    with refused("cuda_graphs=True does not work with a CPU", "auto or False"):
+        decide(CPU_MACHINE, world_size=2, cuda_graphs=True, **values)
+
+
+def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
+    values = {"world_size": 2, "strategy": "tp"}
+    assert decide(gpu(num_gpus=2, compute_capability=(9, 0)), **values)[0].config.async_tp is True
+    ampere = gpu(num_gpus=2, compute_capability=(8, 0))
+    assert decide(ampere, **values)[0].config.async_tp is False
+    assert decide(ampere, async_tp=True, **values)[0].config.async_tp is True
+    for other, words in (
+        ({"compile": False}, "compile=False"),
+        ({"sequence_parallel": False}, "sequence_parallel=False"),
+        ({"strategy": "fsdp"}, "tp=1"),
+    ):
+        assert decide(gpu(num_gpus=2), **{**values, **other})[0].config.async_tp is False
+        with refused(f"async_tp=True does not work with {words}", "auto"):
+            decide(gpu(num_gpus=2), async_tp=True, **{**values, **other})
+    with refused("async_tp=True does not work with a CPU", "auto"):
+        decide(CPU_MACHINE, async_tp=True, **values)
+    with refused("async_tp=True does not work with tp=2 over machines of 1 GPUs", "auto"):
+        decide(gpu(num_gpus=1), async_tp=True, **values)

@@ -1,0 +1,112 @@
+import json
+import random
+
+import pytest
+
+from distributed_training.predict.orders import build_orders
+from distributed_training.settings.files import ROOT
+from results.lab.bubble import bubble, explain
+from results.lab.layouts import LeftOver, busy_seconds, leave_out_left_over
+from tests.conftest import SMALL, assert_ok, heavy_pool
+
+
+def event(name, start, duration, kind="kernel"):
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
+
+
+def test_what_computes_counts_once_and_waiting_messages_do_not():
+    events = [
+        event("gemm", 1_000_000, 400_000),
+        event("add on another stream", 1_300_000, 200_000),
+        event("ncclDevKernel_SendRecv(...)", 0, 5_000_000),
+        event("Memcpy DtoD", 3_000_000, 500_000, "gpu_memcpy"),
+        event("cudaLaunchKernel", 900_000, 9_000_000, "cuda_runtime"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert busy_seconds({"traceEvents": events}) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="no kernel"):
+        busy_seconds({"traceEvents": events[4:]})
+
+
+def test_what_is_busy_is_the_union_of_single_ticks():
+    rng = random.Random(3)
+    for _ in range(50):
+        spans = [(rng.randrange(60), rng.randrange(9)) for _ in range(rng.randrange(1, 12))]
+        ticks = {tick for start, long in spans for tick in range(start, start + long)}
+        trace = {"traceEvents": [event("gemm", *span) for span in spans]}
+        assert busy_seconds(trace) == pytest.approx(len(ticks) / 1e6)
+
+
+def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
+    first = {"phase_s": 8.0, "computing_s": 6.0, "kernels_s": 5.0, "operations_s": {"F 0": 1.0}}
+    second = {"phase_s": 10.0, "computing_s": 9.0, "kernels_s": 8.0, "operations_s": {"F 0": 2.0}}
+    found = bubble([first, second])
+    assert found["by_rank"] == pytest.approx([0.5, 0.2])
+    assert found["idle_share"] == pytest.approx(0.35)
+    assert found["between_operations"]["by_rank"] == pytest.approx([0.4, 0.1])
+    assert found["between_operations"]["operations_s"] == {"F 0": 2.0}
+    on_cpu = bubble([{**first, "kernels_s": None}, {**second, "kernels_s": None}])
+    assert on_cpu["by_rank"] == pytest.approx([0.4, 0.1])
+    assert on_cpu["from"] == "begin and end of operations"
+
+
+def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
+    """Two stages and two micro-batches under 1F1B: a third is idle if all take equally long."""
+    pipeline = {"schedule": "1f1b", "num_microbatches": 2, "ideal_bubble": 1 / 3}
+    equal = {"F 0": 1.0, "F 1": 1.0, "B 0": 2.0, "B 1": 2.0}
+    idle = {"idle_share": 0.5, "between_operations": {"idle_share": 0.4, "operations_s": equal}}
+    orders = build_orders("1f1b", 2, 2)
+    parts = explain(idle, pipeline, orders, (0, 1))
+    expected = {"formula": 1 / 3, "unequal_operations": 0, "messages": 0.4 - 1 / 3, "gaps": 0.1}
+    assert parts == pytest.approx(expected)
+    # Stage 1 sets the pace: 1 + 2 x (2 + 4) + 2 long, while stage 0 works for 6 of it.
+    idle["between_operations"]["operations_s"] = {**equal, "F 1": 2.0, "B 1": 4.0}
+    parts = explain(idle, pipeline, orders, (0, 1))
+    assert parts["unequal_operations"] == pytest.approx(1 - (6 + 12) / 2 / 15 - 1 / 3)
+    assert sum(parts.values()) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "peaks"),
+    [
+        ([0, 0], [0, 0], [100, 130]),
+        ([10, 10], [10, 40], [90, 120]),  # what the run itself leaves is its own
+        ([10, 60], [0, 60], [100, 70]),  # and what went away meanwhile counts
+    ],
+)
+def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
+    ranks = [
+        {"rank": 0, "peak_allocated_bytes": 70, "peak_reserved_bytes": 100},
+        {"rank": 1, "peak_allocated_bytes": 80, "peak_reserved_bytes": 130},
+    ]
+    memory = {"by_rank": ranks}
+    of_tensors = [[LeftOver(size // 2, size) for size in sizes] for sizes in (before, after)]
+    leave_out_left_over(memory, *of_tensors)
+    assert memory["peak_allocated_bytes"] == max(
+        70 - min(before[0], after[0]) // 2, 80 - min(before[1], after[1]) // 2
+    )
+    found = [rank["peak_reserved_bytes"] - rank["left_over_bytes"] for rank in ranks]
+    assert found == peaks
+    assert memory["peak_reserved_bytes"] == max(peaks)
+    assert [rank["before_bytes"] for rank in ranks] == before
+
+
+def test_memory_that_no_gpu_measured_stays_unknown():
+    memory = {"by_rank": [{"rank": 0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}]}
+    leave_out_left_over(memory, [LeftOver(0, 0)], [LeftOver(0, 0)])
+    assert memory["peak_reserved_bytes"] is memory["peak_allocated_bytes"] is None
+
+
+def test_each_run_has_its_own_batch(tmp_path):
+    """Under torchrun, too, where a run that is started again keeps that of its first start."""
+    runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]
+    common = {**SMALL, "strategy": "dp", "generate": None}
+    (tmp_path / "plan.json").write_text(json.dumps({"common": common, "runs": runs}))
+    command = [tmp_path / "plan.json", tmp_path / "out", "--last", 3]
+    shown = heavy_pool().script(
+        command, script=ROOT / "results/lab/layouts.py", num_processes=2, TORCHELASTIC_RUN_ID="none"
+    )
+    assert_ok(shown)
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()]
+    cut = {(r["batch"]["micro_batch_size"], r["batch"]["num_microbatches"]) for r in records}
+    assert cut == {(1, 1), (4, 1), (4, 2)}

@@ -1,0 +1,141 @@
+"""Traces of a plan's runs: records of two processes, and what buckets and prefetch change."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distributed_training.settings.files import ROOT
+from distributed_training.tools.overlap import read_trace
+from results.lab.traces import (
+    FAILED,
+    NUM_TIMED,
+    runs_so_far,
+    summarise,
+    timeline,
+    without_first_step,
+)
+from tests.conftest import SMALL, assert_ok, heavy_pool
+from tests.support import refused
+from tests.tools.test_overlap import event
+
+
+def step(number, span):
+    return event(f"ProfilerStep#{number}", span, "user_annotation")
+
+
+def test_what_precedes_the_second_step_is_left_out():
+    events = [
+        step(1, (0, 100)), event("gloo:all_gather", (10, 90)), {"ph": "M", "name": "process_name"},
+        step(2, (100, 130)), event("ncclAllReduce", (110, 120)), event("gemm", (105, 115)),
+        step(3, (130, 160)), event("gemm", (130, 150)),
+    ]  # fmt: skip
+    rank = read_trace(without_first_step({"traceEvents": events}), 0)
+    assert (rank.steps, rank.window) == (2, (105, 150))
+    assert rank.counts == {"all-reduce": 1}
+    assert rank.exposed == [(115, 120)]
+
+
+def test_a_timeline_is_the_first_steps_in_whole_microseconds():
+    """Two steps of 3000: what is closer than one is drawn as one."""
+    events = [
+        step(1, (0, 1)), step(2, (1, 2)),
+        event("gemm", (1_000_000.4, 1_001_000.2)), event("gemm", (1_001_001.1, 1_002_000.4)),
+        event("ncclAllReduce", (1_001_500.4, 1_003_500.4)),
+        event("gemm", (1_006_000.4, 1_006_000.4)),
+    ]  # fmt: skip
+    assert timeline(read_trace({"traceEvents": events}, 0)) == {
+        "step_us": 3000,
+        "computing": [[0, 2000]],
+        "exposed": [[2000, 3000]],
+        "by_kind": {"all-reduce": [[1500, 3000]]},
+    }
+
+
+def test_a_row_is_the_ranks():
+    def rank(exposed, count):
+        parts = {"computing": 0.5, "communicating": 0.4, "exposed": exposed, "neither": 0.1}
+        traced = {"step": 2.0, **{name: 2.0 * share for name, share in parts.items()}}
+        return {"timed_s": 1.5 + exposed, "traced_s": traced, "operations": {"all-reduce": count}}
+
+    runs = {"a": {"ranks": [rank(0.25, 2), rank(0.5, 3)]}, "b": {"failed": "why"}}
+    assert summarise(runs) == {
+        "a": pytest.approx(
+            {
+                "ms a step": 2000, "operations": 3, "% computing": 50, "% communicating": 40,
+                "% exposed": 37.5, "% neither": 10, "from": 25, "to": 50,
+            }
+        )
+    }  # fmt: skip
+
+
+RUNS = {
+    "dp": {"strategy": "dp"},
+    "small buckets": {"strategy": "dp", "bucket_cap_mb": 0.1},
+    "refused": {"strategy": "dp", "fsdp_prefetch": 2},
+    "failed before": {"strategy": "dp"},
+}
+
+
+def test_runs_of_two_processes(tmp_path):
+    common = {name: value for name, value in SMALL.items() if name != "generate"}
+    plan = {"what": "a test", "command": "its own", "common": common, "runs": RUNS}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    record = tmp_path / "overlap.json"
+    before = {"failed before": {"failed": FAILED}}
+    record.write_text(json.dumps({"plan": plan, "runs": before}))
+    shown = heavy_pool().script(
+        [tmp_path / "plan.json", tmp_path], num_processes=2, script=ROOT / "results/lab/traces.py"
+    )
+    assert_ok(shown)
+    assert f"in {record} already: failed before" in shown.stdout
+    found = json.loads(record.read_text())
+    assert set(found["failed"]) == {"failed before", "refused"}
+    assert "does not go with strategy='dp'" in found["failed"]["refused"]
+    runs = {name: run for name, run in found["runs"].items() if "failed" not in run}
+    assert found["shares"] == summarise(runs)
+    assert list(runs) == ["dp", "small buckets"]
+    for name, run in runs.items():
+        assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
+        for rank in run["ranks"]:  # as `overlap` tells of a run
+            parts = rank["traced_s"]
+            assert min(parts["computing"], parts["communicating"], rank["timed_s"]) > 0, name
+            assert parts["exposed"] <= parts["communicating"]
+            together = parts["computing"] + parts["exposed"] + parts["neither"]
+            assert together == pytest.approx(parts["step"])
+        drawn = run["timeline"]
+        ends = [
+            end
+            for lane in (drawn["computing"], drawn["exposed"], *drawn["by_kind"].values())
+            for span in lane
+            for end in span
+        ]
+        assert 0 <= min(ends) <= max(ends) <= drawn["step_us"]
+    # Gathering for the traces' own sake is not among them.
+    assert runs["dp"]["ranks"][0]["operations"] == {"all-reduce": 1}
+    assert runs["small buckets"]["ranks"][0]["operations"]["all-reduce"] > 4
+    assert found["steps"]["timed"] == NUM_TIMED
+
+
+def test_a_file_of_another_plan_is_not_written_over(tmp_path):
+    file = tmp_path / "overlap.json"
+    file.write_text(json.dumps({"plan": {"runs": {}}, "runs": {}}))
+    with refused("of another plan"):
+        runs_so_far(file, {"runs": {"dp": {}}})
+
+
+PUBLISHED = {
+    plan: ROOT / "results/records" / plan / "overlap.json"
+    for plan in ("cpu-overlap", "h200-x4-overlap")
+}
+
+
+@pytest.mark.parametrize("name", [name for name, file in PUBLISHED.items() if file.exists()])
+def test_published_shares_are_the_runs(name):
+    record = json.loads(PUBLISHED[name].read_text())
+    assert record["plan"] == json.loads((ROOT / f"results/plans/{name}.json").read_text())
+    assert record["shares"] == summarise(record["runs"])
+    measured = list(record["runs"])  # the first of the plan, as far as time allowed
+    assert measured == list(record["plan"]["runs"])[: len(measured)]
+    assert PUBLISHED[name].stat().st_size < 2**20

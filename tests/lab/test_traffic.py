@@ -1,0 +1,168 @@
+"""Formulas for bytes on the wire: against the published counts, and as READMEs quote them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from distributed_training.advise.make import draft_plan
+from distributed_training.models.gpt2 import SIZES, gpt2_size
+from distributed_training.plan.mesh import fill_mesh
+from distributed_training.plan.topology import Topology
+from distributed_training.predict.traffic import Formulas, sent_bytes
+from distributed_training.records.report import main
+from distributed_training.settings.config import build_config
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.strategies import load_strategy
+from results.lab.traffic import Traffic
+from tests.support import CPU_MACHINE, cpu_topology
+
+RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
+GIB, MIB = 2**30, 2**20
+
+
+def sent(formulas):
+    """Axis -> bytes that the process sends."""
+    found = dict.fromkeys(("tp", "dp_shard", "dp_replicate", "pp"), 0.0)
+    for (axis, kind), size in formulas.total().items():
+        members = 2 if axis == "pp" else formulas.topology.axes[axis]
+        found[axis] += sent_bytes(kind, size, members)
+    return found
+
+
+def formulas_of(config, processes, rank):
+    plan = draft_plan(config, CPU_MACHINE, processes, processes)
+    return Formulas(plan, cpu_topology(plan, rank))
+
+
+def with_cut(processes, **values):
+    """CONFIG for an example of a README, which says how one replica's batch is cut:
+    batch_size sequences in each of grad_accum_steps micro-batches.
+    """
+    config = build_config(values)
+    mesh = fill_mesh(load_strategy(config), processes, config)
+    size, count = config.batch_size, config.grad_accum_steps
+    each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
+    assert not odd
+    cut = {"micro_batch_size": size, "num_microbatches": count}
+    return build_config({**values, **cut, "batch_size": each, "grad_accum_steps": 1})
+
+
+@pytest.mark.parametrize("name", RECORD["cases"])
+def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch):
+    case = RECORD["cases"][name]
+    values = {**RECORD["base"], **case["config"]}
+    model = values["model"]
+    monkeypatch.setitem(SIZES, model, gpt2_size(**RECORD["models"][model]))
+    changes = values.pop("zero_optimization", None)
+    if changes is not None:
+        document = dict(load_strategy(build_config(values)).document)
+        document["zero_optimization"] = {**document["zero_optimization"], **changes}
+        (tmp_path / "own.json").write_text(json.dumps(document))
+        values["deepspeed_config"] = str(tmp_path / "own.json")
+    config = build_config(values)
+    assert len(case["ranks"]) == case["processes"]
+    for rank in case["ranks"]:
+        total = formulas_of(config, case["processes"], rank["rank"]).total()
+        expected = {" ".join(key): bytes_ for key, bytes_ in total.items() if bytes_}
+        assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
+
+
+def test_rows_of_the_table_are_the_fullest_ranks():
+    for name, row in RECORD["bytes_sent"].items():
+        ranks = RECORD["cases"][name]["ranks"]
+        sums = [sum(entry["sent_bytes"] for entry in rank["counted"].values()) for rank in ranks]
+        assert row["in all"] == row["by formula"] == max(sums) > 0
+        assert row["in all"] == row["over tp"] + row["over dp"] + row["over pp"]
+
+
+def test_the_documents_tables_equal_the_record():
+    assert main(["--check", str(ROOT / "strategies" / "README.md")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "expected"),
+    [
+        ("all_reduce", 4, 150), ("all_gather", 4, 75), ("reduce_scatter", 2, 50),
+        ("send", 2, 100), ("all_reduce", 1, 0),
+    ],
+)  # fmt: skip
+def test_shares_of_a_ring(kind, members, expected):
+    assert sent_bytes(kind, 100, members) == expected
+
+
+@pytest.fixture(scope="module")
+def _four_processes():
+    """Rank 0 of four; nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_four_processes")
+def test_what_is_counted():
+    mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}
+    topology = Topology(world_size=4, rank=0, local_rank=0, device_type="cpu", **mesh)
+    tp, shards = dist.new_group([0, 1]), dist.new_group([0, 2])
+    whole, part = torch.zeros(8), torch.zeros(4)
+    with Traffic(topology) as traffic:
+        dist.all_reduce(whole, group=shards)
+        dist.all_gather_into_tensor(whole, part, group=tp)
+        dist.reduce_scatter_tensor(part, whole, group=tp)
+        functional.wait_tensor(functional.all_gather_tensor(part, 0, tp))
+        functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, tp))
+        dist.send(part, 2)
+        dist.all_to_all_single(torch.zeros(4), part, group=shards)
+        dist.all_reduce(torch.zeros(1))  # a flag
+    bytes_ = {key: (row["calls"], row["tensor_bytes"]) for key, row in traffic.counted.items()}
+    assert bytes_ == {
+        "dp_shard all_reduce": (1, 32),
+        "tp all_gather": (2, 64),
+        "tp reduce_scatter": (2, 64),
+        "dp_shard send": (1, 16),
+        "dp_shard all_to_all": (1, 16),
+    }
+    with Traffic(topology), pytest.raises(NotImplementedError, match=r"c10d\.reduce_ "):
+        dist.reduce(torch.zeros(4), 0)
+
+
+TP = {"strategy": "tp", "batch_size": 8}
+PP = {"strategy": "pp", "batch_size": 2, "grad_accum_steps": 16}
+HYBRID = {"strategy": "hybrid", "batch_size": 2, "grad_accum_steps": 16}
+CUBE = {"strategy": "3d", "batch_size": 4, "grad_accum_steps": 8}
+COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
+# Folder, words before and after the figure, model, processes, rank, CONFIG, axis, unit, digits.
+QUOTED = [
+    ("8_tensor_parallel", "Together ", " GiB", "gpt2-medium", 4, 0, TP, "tp", GIB, 2),
+    ("8_tensor_parallel", "four sends ", " GiB", "gpt2-medium", 4, 0, {"strategy": "dp"},
+     "dp_replicate", GIB, 2),
+    ("9_pipeline_parallel", "`1f1b`: ", " MiB", "gpt2-medium", 4, 1, PP, "pp", MIB, 0),
+    ("9_pipeline_parallel", "middle, ", " MiB", "gpt2-medium", 4, 0, PP, "pp", MIB, 1),
+    ("9_pipeline_parallel", "256 and ", " MiB", "gpt2-medium", 4, 0,
+     {**PP, "pipeline_schedule": "interleaved"}, "pp", MIB, 1),
+    ("9_pipeline_parallel", "`zb-v`: 256 and ", " MiB", "gpt2-medium", 4, 3,
+     {**PP, "pipeline_schedule": "zb-v"}, "pp", MIB, 0),
+    ("10_3d_parallel", "sends ", " GiB along `tp`", "gpt2-medium", 8, 0, CUBE, "tp", GIB, 2),
+    ("10_3d_parallel", "", " GiB along `dp_shard`", "gpt2-medium", 8, 0, CUBE, "dp_shard", GIB, 2),
+    ("10_3d_parallel", "", " GiB along `pp`", "gpt2-medium", 8, 0, CUBE, "pp", GIB, 2),
+    ("10_3d_parallel", ": ", " GiB along it", "gpt2-medium", 8, 0, COPIES, "dp_replicate", GIB, 2),
+    ("10_3d_parallel", "it and ", " GiB along `pp`", "gpt2-medium", 8, 0, COPIES, "pp", GIB, 2),
+    ("11_hybrid_pipeline_zero", "parameters: ", " GiB", "gpt2-xl", 4, 0, HYBRID, None, GIB, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("folder", "before", "after", "model", "count", "rank", "values", "axis", "unit", "digits"),
+    QUOTED,
+)
+def test_worked_examples(folder, before, after, model, count, rank, values, axis, unit, digits):
+    config = with_cut(count, model=model, max_length=1024, precision="bf16", **values)
+    by_axis = sent(formulas_of(config, count, rank))
+    figure = (sum(by_axis.values()) if axis is None else by_axis[axis]) / unit
+    text = " ".join((ROOT / "strategies" / folder / "README.md").read_text().split())
+    assert f"{before}{figure:.{digits}f}{after}" in text

@@ -1,0 +1,146 @@
+"""Fewer and smaller exchanges, planned: what is refused, what they need, what ranks them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from distributed_training.advise.cluster import parse_cluster
+from distributed_training.advise.make import draft_plan
+from distributed_training.advise.rank import best_layout, rank_layouts, under_strategy
+from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.predict import predict
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from tests.conftest import light_pool
+from tests.support import CPU_MACHINE, refused
+
+H200 = parse_cluster("8xH200")
+
+
+def plan_of(machine=CPU_MACHINE, processes=4, **values):
+    config = build_config({"model": "gpt2-tiny", **values}, options=strategy_options)
+    return draft_plan(config, machine, processes, processes)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"strategy": "fsdp", "gradient_compression": "bf16"}, "does not go with strategy='fsdp'"),
+        ({"strategy": "zero2", "gradient_compression": "powersgd"}, "strategy='zero2'"),
+        ({"strategy": "local_sgd", "gradient_compression": "bf16"}, "strategy='local_sgd'"),
+        ({"gradient_compression": "powersgd", "compression_rank": 65}, "compression_rank=65"),
+        ({"gradient_compression": "topk-int8", "compression_k": 0.0}, "compression_k=0.0"),
+        ({"compression_k": 1.5}, "compression_k=1.5"),
+        ({"compression_rank": 0}, "compression_rank=0"),
+        ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
+        ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ({"local_steps": 8}, "local_steps"),
+        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1 does not go with strategy"),
+        ({"strategy": "local_sgd", "bucket_cap_mb": 1.0}, "strategy='local_sgd'"),
+        ({"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}, "single bucket"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
+        ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 does not go with strategy='dp'"),
+        ({"strategy": "zero3", "fsdp_prefetch": 0}, "strategy='zero3'"),
+        ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
+        ({"strategy": "fsdp", "fsdp_prefetch": -1}, "fsdp_prefetch=-1"),
+    ],
+)
+def test_refusals(values, said):
+    with refused(said):
+        plan_of(**{"strategy": "dp", **values})
+
+
+def test_what_goes_with_buckets_and_prefetch():
+    plan_of(strategy="dp", bucket_cap_mb=0.5, gradient_compression="bf16")
+    for layout in ({"dp_replicate": 2}, {"tp": 2, "dp_shard": 2}):
+        plan_of(strategy="3d", **{"pp": 1, "tp": 1, "dp_shard": 2, **layout}, fsdp_prefetch=0)
+    plan_of(processes=1, strategy="fsdp", fsdp_prefetch=2)  # as any other option, of no effect
+    three, one, none = (
+        estimate_memory(plan_of(H200.machine, 8, strategy="fsdp", fsdp_prefetch=ahead))
+        for ahead in (3, 1, 0)
+    )
+    block = one.by_place[0]["copies"] - none.by_place[0]["copies"]
+    assert three.by_place[0]["copies"] - one.by_place[0]["copies"] == pytest.approx(2 * block) != 0
+
+
+def test_fp16_keeps_no_error_that_an_overflow_would_stay_in():
+    for kind in ("powersgd", "topk-int8"):
+        with refused("precision='fp16'"):
+            plan_of(H200.machine, strategy="dp", gradient_compression=kind, precision="fp16")
+    plan_of(H200.machine, strategy="dp", gradient_compression="bf16", precision="fp16")
+
+
+def test_a_step_that_compresses_is_not_captured():
+    plan = plan_of(H200.machine, strategy="dp", gradient_compression="bf16")
+    assert plan.config.cuda_graphs is False
+    assert any("no CUDA graph: gradient_compression" in note for note in plan.notes)
+    with refused("cuda_graphs=True"):
+        plan_of(H200.machine, strategy="dp", gradient_compression="bf16", cuda_graphs=True)
+
+
+def test_state_bytes():
+    def optimizer(**values):
+        return plan_of(**values).state.optimizer / plan_of(strategy="dp").state.optimizer
+
+    assert optimizer(strategy="local_sgd") == 1
+    assert optimizer(strategy="local_sgd", outer_lr=0.7) == 12 / 8
+    assert optimizer(strategy="local_sgd", outer_lr=0.7, outer_momentum=0.9) == 16 / 8
+    assert optimizer(strategy="dp", gradient_compression="powersgd") == 12 / 8
+    assert optimizer(strategy="dp", gradient_compression="topk-int8") == 13 / 8
+
+
+def test_slow_links_are_what_they_pay_on():
+    """Predicted seconds of a step over 1 Gbit/s fall with the bytes; over NVLink nearly not."""
+    machine = H200.machine
+    slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
+    seconds = {}
+    for name, values in {
+        "dp": {"strategy": "dp"},
+        "bf16": {"strategy": "dp", "gradient_compression": "bf16"},
+        "topk-int8": {"strategy": "dp", "gradient_compression": "topk-int8"},
+        "local": {"strategy": "local_sgd", "local_steps": 64},
+    }.items():
+        plan = plan_of(machine, 8, model="gpt2-medium", batch_size=16, cuda_graphs=False, **values)
+        seconds[name] = [predict(plan, rates, 8).step.seconds for rates in (slow, H200.rates)]
+    over_slow = [seconds[name][0] for name in ("dp", "bf16", "topk-int8", "local")]
+    assert over_slow == sorted(over_slow, reverse=True)
+    assert over_slow[0] > 10 * over_slow[-1]
+    over_nvlink = [both[1] for both in seconds.values()]
+    assert max(over_nvlink) < 1.2 * min(over_nvlink)
+
+
+def test_another_algorithm_is_ranked_only_when_asked_for():
+    def build(name):
+        return build_config(
+            {"strategy": name, "model": "gpt2"},
+            defaults=strategy_defaults,
+            options=strategy_options,
+        )
+
+    def names(asked):
+        return {choice.plan.strategy.name for choice in rank_layouts(build, H200, asked)}
+
+    assert names("local_sgd") - names("dp") == {"local_sgd"}
+    ranked = rank_layouts(build, H200, "local_sgd")
+    own = [choice.plan for choice in ranked if choice.plan.strategy.name == "local_sgd"]
+    assert {plan.mesh["dp_replicate"] for plan in own} == {8}
+    assert best_layout(build, H200.machine, 8, 8).plan.strategy.name != "local_sgd"
+    assert under_strategy(build("local_sgd"), "dp").engine_options == {}
+
+
+def test_layouts_that_compress_are_copies():
+    def build(name):
+        return build_config({"strategy": name, "model": "gpt2", "gradient_compression": "bf16"})
+
+    meshes = [choice.plan.mesh for choice in rank_layouts(build, H200)]
+    assert meshes
+    assert all(mesh["dp_replicate"] == 8 for mesh in meshes)
+
+
+def test_as_typed():
+    for typed in (["--strategy", "local_sgd", "--local_steps", "0"],
+                  ["--strategy", "zero2", "--gradient_compression", "bf16"]):  # fmt: skip
+        shown = light_pool().script([*typed, "--dry-run"])
+        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr

@@ -1,0 +1,137 @@
+"""Peaks of memory against sums by hand, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.plan.data import cut_data
+from distributed_training.predict.memory import TOKENISING_BYTES, estimate_copy, estimate_memory
+from distributed_training.run.prepare import make_plan
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE
+
+SIZE = SIZES["gpt2"]
+B, T, D, L, H = 32, 1024, 768, 12, 12
+TOKENS, VOCABULARY = B * T, 50304
+ONE = dataclasses.replace(GPU_MACHINE, num_gpus=1)
+
+
+def peak(tmp_path, num_processes=1, **config):
+    values = {"model": "gpt2", "batch_size": B, "max_length": T, "checked": False, **config}
+    machine = dataclasses.replace(GPU_MACHINE, num_gpus=num_processes)
+    return estimate_memory(plan_for(tmp_path, machine, num_processes, **values))
+
+
+def test_a_compiled_dp_step_by_hand(tmp_path):
+    """At the loss: fp32 weights and moments, rounded weights, what 12 blocks keep, the logits."""
+    parts = peak(tmp_path, strategy="dp").fullest
+    padded = SIZE.num_parameters + (VOCABULARY - SIZE.vocab_size) * D
+    assert parts["parameters"] == pytest.approx(4 * padded)
+    assert parts["optimizer"] == pytest.approx(8 * padded)
+    assert parts["copies"] == pytest.approx(2 * padded)
+    assert parts["gradients"] == 0  # they come while activations go
+    # x, its norm, q k v, attention, the sum, its norm, and twice the MLP's hidden units
+    block = TOKENS * (2 * D * (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) + 4 * H + 16)
+    ends = 3 * TOKENS * 2 * D + 2 * VOCABULARY * D
+    assert parts["activations"] == pytest.approx(L * block + ends)
+    assert parts["logits"] == pytest.approx(2 * TOKENS * VOCABULARY)
+
+
+def test_ddp_keeps_its_gradients_in_buckets(tmp_path):
+    parts = peak(tmp_path, 4, strategy="dp").fullest
+    assert parts["gradients"] == parts["parameters"] > 0
+
+
+def test_fsdp_divides_state_and_keeps_the_root_gathered(tmp_path):
+    one, four = peak(tmp_path, strategy="dp").fullest, peak(tmp_path, 4, strategy="fsdp").fullest
+    assert four["parameters"] == pytest.approx(one["parameters"] / 4)
+    assert four["optimizer"] == pytest.approx(one["optimizer"] / 4)
+    around = VOCABULARY * D + SIZE.position_parameters + SIZE.final_norm_parameters
+    assert four["copies"] == pytest.approx(2 * (around + 2 * SIZE.block_parameters))
+    assert four["activations"] == one["activations"]
+
+
+def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
+    compiled, eager = (peak(tmp_path, strategy="dp", compile=c).fullest for c in (True, False))
+    assert eager["logits"] == 6 * compiled["logits"]
+
+
+def test_recomputing_keeps_a_blocks_input(tmp_path):
+    full = peak(tmp_path, strategy="dp", activation_checkpointing="full").fullest
+    assert full["activations"] < 0.2 * peak(tmp_path, strategy="dp").fullest["activations"]
+
+
+def test_tensor_parallelism_keeps_what_it_gathers(tmp_path):
+    """Of 16 values a token 2 are whole on every process with sequence parallelism, else 4."""
+
+    def block(tp, **config):
+        parts = peak(tmp_path, tp, strategy="tp", num_microbatches=1, **config)
+        return parts.fullest["activations"]
+
+    whole = peak(tmp_path, 1, strategy="dp").fullest["activations"]
+    # The batch grows with the processes, so a quarter of the model sees four times the tokens.
+    assert pytest.approx(block(4) / whole, rel=0.05) == 4 * (2 + 14 / 4) / 16
+    assert (
+        pytest.approx(block(4, sequence_parallel=False) / whole, rel=0.05) == 4 * (4 + 12 / 4) / 16
+    )
+
+
+def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
+    """1F1B keeps p, p - 1, ... micro-batches; GPipe all of them."""
+    common = {"strategy": "pp", "pp": 4, "batch_size": B, "num_microbatches": 16}
+    peaks = {
+        schedule: [
+            place["activations"]
+            for place in peak(tmp_path, 4, pipeline_schedule=schedule, **common).by_place
+        ]
+        for schedule in ("1f1b", "gpipe")
+    }
+    assert peaks["1f1b"] == sorted(peaks["1f1b"], reverse=True)
+    assert all(a >= b for a, b in zip(peaks["gpipe"], peaks["1f1b"], strict=True))
+    assert peaks["gpipe"][0] == pytest.approx(4 * peaks["1f1b"][0], rel=0.1)
+
+
+def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
+    words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "num_samples": 4}
+    config = build_config({**words, "output_dir": str(tmp_path)})
+
+    def predicted(count):
+        plan = make_plan(
+            config, CPU_MACHINE, num_processes=count, processes_here=count, cut=cut_data
+        )
+        return plan.prediction["host_bytes"]
+
+    first, second = predicted(1), predicted(1)
+    assert first - second == TOKENISING_BYTES
+    assert predicted(2) < first
+
+
+def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
+    """fp32 weights and both moments, divided over all that hold the same."""
+    four, none = (peak(tmp_path, 4, strategy="dp", checkpoint_every=every) for every in (None, 0))
+    assert four.copy_bytes == pytest.approx(3 * four.fullest["parameters"] / 4)
+    assert four.host_bytes == none.host_bytes + four.copy_bytes
+    assert none.copy_bytes == 0
+    small = dataclasses.replace(GPU_MACHINE, ram_bytes=4 * four.host_bytes - 1)
+    plan = plan_for(tmp_path, small, 4, model="gpt2", strategy="dp", checked=False)
+    assert estimate_memory(plan).host_bytes == none.host_bytes
+    infinity = peak(tmp_path, strategy="infinity")
+    assert infinity.copy_bytes == 0, "what does not fit into RAM is not copied there"
+
+
+def test_replicas_that_differ_are_copied_whole(tmp_path):
+    """Weights and moments of each, and what the outer step remembers, beside the mean's."""
+    rates = {"as it is": (1.0, 0.0), "outer rate": (0.7, 0.0), "DiLoCo": (0.7, 0.9)}
+    found = {}
+    for name, (rate, momentum) in rates.items():
+        words = {"model": "gpt2-tiny", "strategy": "local_sgd", "output_dir": str(tmp_path)}
+        words |= {"outer_lr": rate, "outer_momentum": momentum}
+        config = build_config(words, defaults=strategy_defaults, options=strategy_options)
+        plan = make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2)
+        found[name] = estimate_copy(plan) / plan.size.num_parameters
+    assert found == pytest.approx({"as it is": 18, "outer rate": 22, "DiLoCo": 26}, rel=0.01)

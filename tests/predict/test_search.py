@@ -1,0 +1,249 @@
+"""Orders that are found for what operations take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from distributed_training.parallel import private
+from distributed_training.plan.cost import SCHEDULES
+from distributed_training.plan.plan import PLAN_AS_JSON
+from distributed_training.predict import stages
+from distributed_training.predict.orders import build_orders, simulate
+from distributed_training.predict.search import search_orders
+from distributed_training.predict.stages import expect_spans, find_orders
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE
+
+ZB_V = SCHEDULES["zb-v"]
+# Of six gpt2-medium blocks and the loss on an H200, 32 x 1024 tokens, in ms.
+BLOCK, LOSS, MESSAGE = (1.71, 2.73, 1.09), (7.34, 11.0, 0.0), 0.6
+MEDIUM = (2, 4, 4, 4, 3, 3, 3, 1)
+
+
+def durations(blocks, block=BLOCK, loss=LOSS):
+    stages = [[count * took for took in block] for count in blocks]
+    stages[-1] = [own + more for own, more in zip(stages[-1], loss, strict=True)]
+    return tuple(map(tuple, stages))
+
+
+def length(orders, seconds, message=MESSAGE):
+    times = {
+        (kind, s): of
+        for s, each in enumerate(seconds)
+        for kind, of in zip("FIW", each, strict=True)
+    }
+    return simulate(orders, times, ZB_V.ranks(len(seconds) // 2), message)[0]
+
+
+def held(order, blocks):
+    """Blocks whose activations a process holds at most."""
+    now = most = 0
+    for kind, stage, _ in order:
+        now += {"F": 1, "W": -1}.get(kind, 0) * blocks[stage]
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("m", [1, 4, 8, 12])
+@pytest.mark.parametrize("blocks", [MEDIUM, (3, 2, 2, 1)])
+def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
+    seconds, p = durations(blocks), len(blocks) // 2
+    found, known = search_orders(seconds, blocks, m, MESSAGE), build_orders("zb-v", p, m)
+    for rank in range(p):
+        assert sorted(found[rank]) == sorted(known[rank])
+        own = blocks[rank] + blocks[-1 - rank]
+        most = max(held(known[rank], blocks), min(p + 1, m) * own)
+        assert held(found[rank], blocks) <= most
+    # What is not there yet would end the simulation. The loss's backward pass follows at once.
+    assert length(found, seconds) <= length(known, seconds)
+    last = len(blocks) - 1
+    for number in range(m):
+        place = found[0].index(("F", last, number))
+        assert found[0][place + 1] == ("I", last, number)
+
+
+def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
+    """Within 3% of what no order can beat: that of the process which starts last."""
+    seconds = durations(MEDIUM)
+    found = length(search_orders(seconds, MEDIUM, 8, MESSAGE), seconds)
+    assert found < 0.955 * length(build_orders("zb-v", 4, 8), seconds)
+    begins = sum(seconds[stage][0] + MESSAGE for stage in range(3))
+    busy = 8 * sum(seconds[3] + seconds[4])
+    assert begins + busy <= found < 1.03 * (begins + busy)
+
+
+def test_equal_operations_idle_as_the_formula_says():
+    """No order on a V is shorter: the last process waits for p - 1 forward passes."""
+    seconds = ((1.0, 1.0, 1.0),) * 8
+    for m in (7, 10):
+        found = length(search_orders(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
+        assert 1 - 6 * m / found == pytest.approx(SCHEDULES["zb-auto"].bubble(4, m))
+
+
+def test_long_pipelines_get_shorter_too():
+    """Eight processes of a deeper model, 16 micro-batches."""
+    blocks = (1, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
+    seconds = durations(blocks)
+    found = length(search_orders(seconds, blocks, 16, MESSAGE), seconds)
+    assert found < 0.98 * length(build_orders("zb-v", 8, 16), seconds)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
+    draw = random.Random(seed).uniform
+    seconds = tuple((draw(1, 5), draw(1, 5), draw(1, 5)) for _ in range(4))
+    words = [["F0", "F3", "I3", "W3", "I0", "W0"], ["F1", "F2", "I2", "W2", "I1", "W1"]]
+    every = [
+        [tuple((w[0], int(w[1]), 0) for w in order) for order in itertools.permutations(of)]
+        for of in words
+    ]
+    dependent = [("F0", "F3"), ("F3", "I3"), ("I3", "W3"), ("I3", "I0"), ("I0", "W0"),
+                 ("F1", "F2"), ("F2", "I2"), ("I2", "I1"), ("I1", "W1"), ("I2", "W2")]  # fmt: skip
+    before = [((a[0], int(a[1]), 0), (b[0], int(b[1]), 0)) for a, b in dependent]
+    every = [
+        [
+            order for order in orders
+            if all(order.index(a) < order.index(b) for a, b in before if a in order)
+        ]
+        for orders in every
+    ]  # fmt: skip
+    best = min(length(pair, seconds) for pair in itertools.product(*every))
+    found = length(search_orders(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
+    assert found == pytest.approx(best)
+
+
+def plan_of(tmp_path, machine=GPU_MACHINE, **more):
+    words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
+    return plan_for(tmp_path, machine, 4, checked=False, batch_size=8, **words)
+
+
+def test_orders_are_searched_for_once(tmp_path, monkeypatch):
+    """By the process that plans; the others read them in plan.json."""
+    words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
+    plan = plan_for(tmp_path, CPU_MACHINE, 2, tokenizer="embedded", weights="random", **words)
+    expected = find_orders(dataclasses.replace(plan, orders=None))
+    monkeypatch.setattr(stages, "search_orders", None)
+    read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
+    assert find_orders(read) == expected
+    assert set(expected[0]) == set(build_orders("zb-v", 2, plan.batch.num_microbatches)[0])
+
+
+def test_every_machine_finds_the_same_orders(tmp_path):
+    plan = plan_of(tmp_path)
+    other = plan_of(tmp_path, dataclasses.replace(GPU_MACHINE, gpu_name="NVIDIA A100", num_cpus=4))
+    found = find_orders(plan)
+    search_orders.cache_clear()
+    assert find_orders(other) == found
+    assert expect_spans(plan) == expect_spans(other)
+
+
+def lowered(plan):
+    """Each process's actions as torch orders them, with those that FSDP needs."""
+    computing = {
+        rank: schedules._add_reduce_grad(
+            schedules._add_unshard_reshard(
+                [private._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
+            ),
+            plan.batch.num_microbatches,
+        )
+        for rank, order in enumerate(find_orders(plan))
+    }
+    ranks = plan.layout.ranks
+    return schedules._add_send_recv(computing, lambda stage: ranks[stage], len(ranks))
+
+
+PEERS = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1),
+         "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}  # fmt: skip
+MADE = {"SEND_F": ("FORWARD", 0), "SEND_B": ("BACKWARD_INPUT", 0)}
+
+
+def run_blocking(found, ranks):
+    """Run processes whose messages block both ends: how many messages met; None for a deadlock.
+    Asserts that what is sent was made and what is used was received."""
+    place, met = dict.fromkeys(found, 0), 0
+    done = {rank: set() for rank in found}
+
+    def at(rank):
+        actions = found[rank]
+        action = actions[place[rank]] if place[rank] < len(actions) else None
+        return action and (action.computation_type.name, action.stage_index, action[2])
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in found:
+            while (step := at(rank)) is not None:
+                kind, stage, number = step
+                if kind in PEERS:
+                    other, by = PEERS[kind]
+                    peer = ranks[stage + by]
+                    if at(peer) != (other, stage + by, number):
+                        break
+                    for end, name, s in ((rank, kind, stage), (peer, other, stage + by)):
+                        if name in MADE:
+                            assert (MADE[name][0], s, number) in done[end], (end, name, s, number)
+                    place[peer] += 1
+                    done[peer].add((other, stage + by, number))
+                    met += kind.startswith("SEND") or other.startswith("SEND")
+                needed = {"FORWARD": ("RECV_F", -1), "BACKWARD_INPUT": ("RECV_B", 1)}.get(kind)
+                if needed and 0 <= stage + needed[1] < len(ranks):
+                    apart = ranks[stage + needed[1]] != rank
+                    assert not apart or (needed[0], stage, number) in done[rank], (rank, step)
+                place[rank] += 1
+                done[rank].add(step)
+                moved = True
+    return met if all(at(rank) is None for rank in found) else None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_microbatches": 2, "compile": False, "precision": "fp32"},
+        {"strategy": "3d", "pp": 2, "dp_shard": 2, "tp": 1},
+        {"strategy": "3d", "pp": 2, "tp": 2},
+    ],
+)
+def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
+    """Both ends of every edge have them in one order, and none waits for what comes later."""
+    plan = plan_of(tmp_path, **more)
+    ranks, spans = plan.layout.ranks, expect_spans(plan)
+    before = lowered(plan)
+    found = {
+        rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()
+    }
+    for rank, actions in before.items():
+        messages = [action.computation_type.name in PEERS for action in actions]
+        rest = [action for action, is_one in zip(actions, messages, strict=True) if not is_one]
+        assert [a for a in found[rank] if a.computation_type.name not in PEERS] == rest
+        assert sorted(map(str, found[rank])) == sorted(map(str, actions))
+    assert found != before
+    edges = sum(a != b for a, b in itertools.pairwise(ranks))
+    assert run_blocking(found, ranks) == 2 * edges * plan.batch.num_microbatches
+    # A receive is posted while what it receives is being made, or the process has nothing to do.
+    for rank, actions in found.items():
+        for place, action in enumerate(actions):
+            if action.computation_type.name in ("RECV_F", "RECV_B"):
+                forward = action.computation_type.name == "RECV_F"
+                maker = ("F" if forward else "I", action.stage_index + (-1 if forward else 1))
+                made = spans[(*maker, action[2])][1]
+                earlier = [a for a in actions[:place] if a.computation_type in private._KINDS]
+                if earlier:
+                    last = earlier[-1]
+                    name = private._KINDS[last.computation_type], last.stage_index, last[2]
+                    assert spans[name][1] <= made, (rank, action)
+
+
+def test_the_check_above_sees_a_message_in_another_order(tmp_path):
+    plan = plan_of(tmp_path)
+    found = lowered(plan)
+    assert run_blocking(found, plan.layout.ranks)
+    sends = [i for i, action in enumerate(found[0]) if action.computation_type.name == "SEND_F"]
+    found[0][sends[0]], found[0][sends[1]] = found[0][sends[1]], found[0][sends[0]]
+    with pytest.raises(AssertionError):
+        assert run_blocking(found, plan.layout.ranks)

@@ -1,0 +1,131 @@
+"""What `calibrate` writes is what the planner reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_training.predict.rates import (
+    COMPILED_BLOCK_S,
+    HostCosts,
+    cpu_rates,
+    from_calibration,
+    tiled,
+)
+from distributed_training.predict.speed import estimate_step
+from distributed_training.tools import calibrate, harness
+from distributed_training.tools import clock as clock_module
+from tests.conftest import heavy_pool
+from tests.plan.helpers import CPU_CALIBRATION, plan_for
+from tests.support import CPU_MACHINE
+
+# Next to no time for each figure.
+SMALL = (
+    (calibrate, {"FILE_BYTES": 2**16, "TOKENS": (16,), "VALUES": {"cpu": 2**12}}),
+    (clock_module, {"BUDGET_S": 0.0, "LAUNCHES": 1, "CALLS": 2}),
+)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """On the CPU."""
+    for module, values in SMALL:
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    return calibrate.Clock(torch.device("cpu"))
+
+
+def of_all(folder):
+    """What one of several processes finds, in a process of its own."""
+    for module, values in SMALL:
+        for name, value in values.items():
+            setattr(module, name, value)
+    with harness.open_group() as group:
+        process = group.process
+        return calibrate.calibrate(group.device, Path(folder), process.rank, process.world_size)
+
+
+def test_two_processes_measure_at_once(tmp_path):
+    function = "tests.tools.test_calibrate:of_all"
+    document = heavy_pool().call(function, str(tmp_path), num_processes=2)
+    assert list(tmp_path.iterdir()) == []
+    guess = cpu_rates(2, 2)
+    rates = from_calibration(json.loads(json.dumps(document)), guess)
+    assert {entry["members"] for entry in document["collectives"]} == {2}
+    for name in ("memory_bytes", "head_memory_bytes", "update_memory_bytes", "link_latency_s"):
+        assert 0 < getattr(rates, name) < math.inf, name
+    assert rates.link_bytes != guess.link_bytes
+
+
+def test_figures_of_a_cpu_become_rates(clock, tmp_path):
+    document = {
+        "matrix_products": calibrate.matrix_products(clock),
+        "memory_bytes_per_s": calibrate.memory_traffic(clock),
+        "attention": calibrate.attention(clock),
+        "seconds": calibrate.launches(clock),
+        "bytes_per_s": calibrate.copies(clock, tmp_path),
+        "collectives": [],
+    }
+    assert list(tmp_path.iterdir()) == []
+    own = calibrate.of_training(clock, document, num_cpus=2)
+    document["memory_bytes_per_s"] |= own["memory_bytes_per_s"]
+    guess = cpu_rates(2, 1)
+    rates = from_calibration(json.loads(json.dumps(document)), guess)
+    assert not rates.estimated
+    for name in ("gemm_flops", "fp32_gemm_flops", "memory_bytes", "attention_flops", "kernel_s"):
+        value = getattr(rates, name)
+        assert 0 < value < math.inf, name
+    # What was not measured is as guessed.
+    assert (rates.link_bytes, rates.host) == (guess.link_bytes, guess.host)
+
+
+def test_a_model_without_parallelism_takes_what_its_parts_took(clock, monkeypatch, tmp_path):
+    """The laws turned around and back, where products do not take more than the whole."""
+    seconds = iter((0.1, 0.03, 0.005))
+    monkeypatch.setattr(clock, "in_step", lambda call: next(seconds))
+    own = calibrate.of_training(clock, CPU_CALIBRATION, num_cpus=2)
+    assert own["seconds"] == {"model": 0.1, "block": 0.03, "update": 0.005, "head": 0.1 - 2 * 0.03}
+    document = {**CPU_CALIBRATION, "memory_bytes_per_s": own["memory_bytes_per_s"]}
+    rates = from_calibration(document, cpu_rates(2, 1))
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
+    taken = estimate_step(plan, rates).seconds
+    assert taken == pytest.approx(0.105 + rates.host.step, rel=1e-6)
+
+
+def test_rates_are_those_that_the_measured_times_mean():
+    """Products at 10 TFLOP/s in whole tiles, links of 100 GB/s, a host half as quick."""
+    flops, k, n, tokens = 1e13, 1024, 1024, 2048
+    shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
+    seen = {name: flops * math.prod(shape) / tiled(*shape, 100) for name, shape in shapes.items()}
+    products = [
+        {"tokens": tokens, "in": k, "out": n, "dtype": dtype, "flops_per_s": seen}
+        for dtype in ("torch.bfloat16", "torch.float32")
+    ]
+    between = [
+        {"members": 4, "bytes": size, "seconds": {"all_gather": 1e-5 + 0.75 * size / 1e11}}
+        for size in (2**10, 2**30)
+    ]
+    attention = [
+        {"length": length, "flops_per_s": {"both": 4e12 * length / (length + 300)}}
+        for length in (512, 1024)
+    ]
+    document = {
+        "matrix_products": products,
+        "memory_bytes_per_s": {"add": 9.0, "gelu": 1e12, "adamw": 1e12},
+        "attention": attention,
+        "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * COMPILED_BLOCK_S},
+        "collectives": between,
+    }
+    base = dataclasses.replace(cpu_rates(2, 1), num_sms=100, host=HostCosts(), on_host=False)
+    rates = from_calibration(document, base)
+    assert rates.gemm_flops == rates.fp32_gemm_flops == pytest.approx(flops)
+    assert rates.attention_flops == pytest.approx(4e12)
+    assert rates.attention_half == pytest.approx(300)
+    assert rates.link_bytes == pytest.approx(1e11, rel=0.01)
+    assert rates.link_latency_s == pytest.approx(1e-5, rel=0.01)
+    assert rates.host.block == pytest.approx(2 * HostCosts().block)

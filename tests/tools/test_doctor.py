@@ -1,0 +1,112 @@
+"""`doctor` on machines that it is told of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.advise import checks
+from distributed_training.tools import doctor
+from tests.support import CPU_MACHINE, GPU_MACHINE
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
+GPU0\t X \t{link}\t{link}\t{link}\t0-15
+GPU1\t{link}\t X \t{link}\t{link}\t0-15
+GPU2\t{link}\t{link}\t X \t{link}\t0-15
+GPU3\t{link}\t{link}\t{link}\t X \t0-15
+"""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """What nvidia-smi and torch would answer."""
+    told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
+
+    def answer(program, *arguments, seconds=10):
+        if "topo" in arguments:
+            return TOPOLOGY.format(link=told.link)
+        if program == "nvidia-smi":
+            return told.used
+        facts = {"torch": "2.11", "cuda": "13.0", "available": True, "nccl": "2.28", "bf16": True}
+        return None if told.torch is None else json.dumps({**facts, **told.torch}) + "\n"
+
+    monkeypatch.setattr(doctor, "answer", answer)
+    return told
+
+
+def levels(findings):
+    return {finding.what: finding.level for finding in findings}
+
+
+def test_four_linked_gpus_are_fine(machine):
+    found = levels([*doctor.gpus(GPU_MACHINE), *doctor.torch_and_driver(GPU_MACHINE)])
+    assert found == dict.fromkeys(("GPUs", "in use", "links", "torch", "bf16"), "ok")
+
+
+def test_what_is_wrong_with_gpus_is_said(machine):
+    machine.link, machine.used = "SYS", "3\n40000\n2\n1\n"
+    unknown = dataclasses.replace(GPU_MACHINE, gpu_name="Tensor 9000")
+    found = {finding.what: finding for finding in doctor.gpus(unknown)}
+    assert levels(found.values()) == {
+        "GPUs": "ok",
+        "rates": "warn",
+        "in use": "warn",
+        "links": "warn",
+    }
+    assert "GPUs 1 hold" in found["in use"].text
+    assert "prefer dp or pp to tp" in found["links"].text
+
+
+def test_a_torch_that_sees_no_gpu_fails(machine):
+    machine.torch = {"available": False, "cuda": None}
+    (found,) = doctor.torch_and_driver(GPU_MACHINE)
+    assert (found.level, "sees no GPU" in found.text) == ("fail", True)
+    machine.torch = None
+    (found,) = doctor.torch_and_driver(GPU_MACHINE)
+    assert found.fix == "pip install -r requirements.txt"
+    machine.torch = {"available": False, "cuda": None, "bf16": None}
+    assert levels(doctor.torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
+
+
+def test_a_machine_without_gpus_is_a_rehearsal():
+    assert [f.level for f in doctor.gpus(CPU_MACHINE)] == ["warn"]
+
+
+def test_a_stale_lock_is_found_with_what_to_type(tmp_path, monkeypatch):
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    old = time.time() - 600
+    os.utime(lock, (old, old))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(checks, "has_libaio", lambda: True)
+    (found,) = [f for f in doctor.building(CPU_MACHINE) if f.level == "fail"]
+    assert found.fix == f"rm {lock}"
+
+
+def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
+    room = SimpleNamespace(free=2**40)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: room)
+    monkeypatch.setattr(doctor, "_write_speed", lambda _: 1e9)
+    look = doctor.disk(tmp_path / "runs")
+    assert [f.level for f in look(CPU_MACHINE)] == ["ok"]
+    room.free = 2**20
+    assert [f.level for f in look(CPU_MACHINE)] == ["fail"]
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert [f.text for f in look(CPU_MACHINE)] == [f"{tmp_path} cannot be written to"]
+
+
+def test_the_screen_is_as_wide_as_a_terminal(tmp_path, monkeypatch, capsys):
+    began = time.monotonic()
+    code = doctor.main(tmp_path)
+    assert time.monotonic() - began < 20
+    printed = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in printed)
+    assert {line[:4].strip() for line in printed[:-2]} <= {"ok", "warn", "fail", ""}
+    assert code == ("fail" in {line[:4] for line in printed})

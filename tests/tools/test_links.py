@@ -1,0 +1,76 @@
+"""`links`: the fit, the ring's law, and what two processes measure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distributed_training.predict.traffic import sent_bytes
+from distributed_training.tools.links import STEPS, fit_line, summarise
+from tests.conftest import heavy_pool, light_pool
+
+
+def test_a_line_is_found_exactly():
+    points = [(size, 2e-5 + size / 5e9) for size in (2**10, 2**16, 2**24)]
+    latency, each, error = fit_line(points)
+    assert (latency, 1 / each) == (pytest.approx(2e-5), pytest.approx(5e9))
+    assert error < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(10, 1.0), (1000, 1.0)], (1.0, 0.0, 0.0)),  # no slope
+        ([(10, 2.0), (1000, 1.0)], (1.2, 0.0, None)),  # larger is quicker
+        ([(10, 1e-3), (1000, 1.0)], (0.0, None, None)),  # smaller is much quicker
+    ],
+)
+def test_neither_figure_is_below_zero(points, expected):
+    for found, wanted in zip(fit_line(points), expected, strict=True):
+        assert found >= 0
+        assert wanted is None or found == pytest.approx(wanted, abs=1e-9)
+
+
+def test_links_that_keep_the_rings_law_are_found_to_keep_it():
+    """Four processes, messages of 1e-5 s and 1 GB/s."""
+    entries = []
+    for size in (2**12, 2**20, 2**26):
+        seconds = {
+            kind: steps(4) * 1e-5 + sent_bytes(kind, size, 4) / 1e9 for kind, steps in STEPS.items()
+        }
+        entries.append({"members": 4, "bytes": size, "seconds": seconds})
+    found = summarise(entries)
+    for kind, row in found.items():
+        assert [point["seconds"] for point in row["points"]] == pytest.approx(row["ring_s"])
+        assert row["bytes_per_s"] == pytest.approx(1e9)
+        assert row["latency_s"] == pytest.approx(STEPS[kind](4) * 1e-5)
+    last = found["all_reduce"]["points"][-1]
+    assert last["bus_bytes_per_s"] == pytest.approx(1.5 * last["algorithm_bytes_per_s"])
+
+
+def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
+    arguments = ["links", "--largest", "1", "--tp", "2", "--seconds", "0", "--out", tmp_path]
+    shown = heavy_pool().script(arguments, num_processes=4)
+    assert shown.returncode == 0, shown.stderr
+    record = json.loads((tmp_path / "links.json").read_text())
+    assert record["mesh"] == {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "tp": 2}
+    assert {axis: row["members"] for axis, row in record["groups"].items()} == {
+        "dp_replicate": 2, "tp": 2, "all": 4,
+    }  # fmt: skip
+    for group in record["groups"].values():
+        assert set(group["operations"]) == set(STEPS)
+        for row in group["operations"].values():
+            assert [point["bytes"] for point in row["points"]] == [4**n for n in range(5, 11)]
+            assert all(point["seconds"] > 0 for point in row["points"])
+    *lines, _path = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert (tmp_path / "links.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "typed", [("--num_gpus", "1"), ("--num_gpus", "3", "--tp", "2"), ("--largest", "0")]
+)
+def test_refusals(typed):
+    shown = light_pool().script(["links", *typed])
+    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr

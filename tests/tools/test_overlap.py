@@ -1,0 +1,179 @@
+"""Shares of communication: hand-made traces against counts of ticks, and a run of two processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import struct
+
+import pytest
+
+from distributed_training.tools.overlap import kind_of, main, read_trace
+from distributed_training.tools.spans import clip, length, minus, union
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings
+from tests.e2e.support import run_folders
+from tests.support import refused
+from tests.tools.perfetto import opened
+
+TICKS = 80
+
+
+def event(name, span, kind="kernel", thread=7):
+    begin, end = span
+    return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": end - begin, "tid": thread}
+
+
+def drawn(rng, most=9):
+    starts = [rng.randrange(TICKS - 12) for _ in range(rng.randrange(most))]
+    return [(start, start + rng.randrange(1, 12)) for start in starts]
+
+
+def ticks(spans):
+    return {tick for begin, end in spans for tick in range(begin, end)}
+
+
+def test_spans_are_sets_of_ticks():
+    rng = random.Random(1)
+    for _ in range(300):
+        a, b = drawn(rng), drawn(rng)
+        first, last = sorted(rng.sample(range(TICKS), 2))
+        assert ticks(union(a)) == ticks(a)
+        assert all(e < b for (_, e), (b, _) in zip(union(a), union(a)[1:], strict=False))
+        assert ticks(minus(union(a), union(b))) == ticks(a) - ticks(b)
+        assert ticks(clip(union(a), (first, last))) == ticks(a) & set(range(first, last))
+        assert length(union(a)) == len(ticks(a))
+    assert union([(0, 2), (3, 4), (6, 7)], apart=1) == [(0, 4), (6, 7)]
+
+
+def shares(rank):
+    return {name: round(1e6 * seconds * rank.steps) for name, seconds in rank.seconds().items()}
+
+
+def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl():
+    rng = random.Random(2)
+    for _ in range(100):
+        work, copies, sums, gathers = ([*drawn(rng), (0, 1)] for _ in range(4))
+        events = [event("ampere_sgemm", span, thread=rng.choice((7, 9))) for span in work]
+        events += [event("Memcpy HtoD", span, "gpu_memcpy") for span in copies]
+        events += [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span) for span in sums]
+        events += [event("ncclDevKernel_AllGather_RING_LL(x)", span) for span in gathers]
+        # What the process does meanwhile counts for nothing, its steps but for their number.
+        events += [event("aten::mm", (0, 500), "cpu_op"), event("nccl:all_reduce", (0, 500), "x")]
+        events += [event(f"ProfilerStep#{n}", (0, 9), "user_annotation") for n in (5, 6)]
+        rng.shuffle(events)
+        rank = read_trace({"traceEvents": events, "baseTimeNanoseconds": 5_000}, 0)
+        computing, talking = ticks(work + copies), ticks(sums + gathers)
+        assert shares(rank) == {
+            "step": max(computing | talking) + 1,
+            "computing": len(computing),
+            "communicating": len(talking),
+            "exposed": len(talking - computing),
+            "neither": max(computing | talking) + 1 - len(computing | talking),
+        }
+        assert {kind: length(spans) for kind, spans in rank.by_kind.items()} == {
+            "all-reduce": len(ticks(sums)),
+            "all-gather": len(ticks(gathers)),
+        }
+        assert rank.window[0] == 5
+
+
+def test_without_a_gpu_operators_of_all_threads_hide_those_of_gloo():
+    rng = random.Random(3)
+    for _ in range(100):
+        here, there, compiled, waits, sums = (drawn(rng) for _ in range(5))
+        events = [event("aten::addmm", span, "cpu_op", 1) for span in here]
+        events += [event("aten::mm", span, "cpu_op", 2) for span in there]
+        events += [event("## Call CompiledFxGraph f0", span, "cpu_op", 3) for span in compiled]
+        events += [event("_c10d_functional::wait_tensor", span, "cpu_op", 3) for span in waits]
+        events += [event("gloo:all_reduce", span, "user_annotation", 4) for span in sums]
+        events += [event("autograd::engine::evaluate_function", (0, 70), "cpu_op", 1)]
+        events += [event("ProfilerStep#5", (10, 60), "user_annotation", 1), {"ph": "M"}]
+        rank, step = read_trace({"traceEvents": events}, 0), set(range(10, 60))
+        computing = (ticks(here + there) | (ticks(compiled) - ticks(waits))) & step
+        talking = ticks(sums) & step
+        assert shares(rank) == {
+            "step": 50,
+            "computing": len(computing),
+            "communicating": len(talking),
+            "exposed": len(talking - computing),
+            "neither": len(step - computing - talking),
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", "reduce-scatter"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send/receive"),
+        ("gloo:all_gather", "all-gather"), ("gloo:recvAnySource", "send/receive"),
+        ("gloo:all_to_all", "all-to-all"), ("gloo:barrier", "other"),
+    ],
+)  # fmt: skip
+def test_operations_by_name(name, kind):
+    assert kind_of(name) == kind
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A run of two processes: what it printed, its record, its folder."""
+    runs = tmp_path_factory.mktemp("traced")
+    values = {**SMALL, "strategy": "dp", "profile": 2, "max_steps": 5, "output_dir": runs}
+    shown = heavy_pool().script(settings({**values, "export": False}), num_processes=2)
+    assert_ok(shown)
+    (folder,) = run_folders(runs)
+    return shown, only_record(runs), folder
+
+
+def test_perfetto_opens_a_trace_and_finds_its_steps(traced, tmp_path):
+    _, record, folder = traced
+    first, trace = record["profile"]["first_step"], folder / "trace-rank0.json.gz"
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    (pid,) = {event["pid"] for event in events if event.get("name") == "aten::addmm"}
+    with opened(trace, tmp_path) as perfetto:
+        steps = perfetto.slices("ProfilerStep#*")
+        (updates,) = perfetto.slices("Optimizer.step#*").values()
+        (sums,) = perfetto.slices("gloo:all_reduce").values()
+        perfetto.wait_for(f" {pid}\n")  # of a row: process and its number
+    assert sorted(steps) == [f"ProfilerStep#{first - 1}", f"ProfilerStep#{first}"]  # from 0
+    for name, (count, ns) in steps.items():
+        (event,) = (event for event in events if event.get("name") == name)
+        assert (count, ns) == (1, pytest.approx(1000 * event["dur"], abs=2))
+    assert updates[0] == 2
+    assert sums[0] >= 2
+
+
+def test_two_processes_leave_a_trace_each(traced, capsys):
+    shown, run, folder = traced
+    traces = "trace-rank*.json.gz of the run's folder, for ui.perfetto.dev"
+    header, summary = (" ".join(text.split()) for text in shown.stdout.split("step      0/5"))
+    assert f"profile 2 steps after a warm-up in {traces}" in header
+    assert f"profile steps 4 to 5 in {traces}" in summary
+    assert "USDT" not in shown.stderr
+    assert run["profile"] == {
+        "first_step": 4, "last_step": 5, "traces": "trace-rank*.json.gz", "memory": None,
+    }  # fmt: skip
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    for rank in ("0", "1"):
+        (row,) = (row for row in rows if row[:1] == [rank])
+        step, computes, talks, exposed, neither = map(float, row[1:2] + row[2::2])
+        assert min(computes, talks) > 0
+        assert exposed <= talks
+        assert computes + exposed + neither == pytest.approx(step, abs=0.3)  # rounded
+    assert any(row[:1] == ["all-reduce"] for row in rows)
+    width, _ = struct.unpack(">II", (folder / "overlap.png").read_bytes()[16:24])
+    assert width == 900
+
+
+def test_refusals(tmp_path):
+    with refused("holds no trace-rank*.json.gz", "--profile"):
+        main([str(tmp_path)])
+    (tmp_path / "trace-rank0.json.gz").write_text("no gzip")
+    with refused("trace-rank0.json.gz is no trace"):
+        main([str(tmp_path)])
+    with refused("rank 3 has no steps"):
+        read_trace({"traceEvents": [event("gemm", (0, 1))]}, 3)
