@@ -107,7 +107,8 @@ def read_list(path: Path = LIST) -> tuple[dict[str, list[str]], list[Mutation]]:
 def find_stale(mutation: Mutation, sets: dict[str, list[str]], root: Path = ROOT) -> str:
     """Why a mutation cannot be tried, or ""."""
     if mutation.text(root) is None:
-        return f"its old text is not in {mutation.file} exactly once"
+        where = ", ".join(files_with(mutation.old, root)) or "nowhere"
+        return f"its old text is not in {mutation.file} exactly once; once in: {where}"
     for test in tests_of(mutation, sets):
         file, _, function = test.partition("::")
         function = function.partition("[")[0]
@@ -116,6 +117,12 @@ def find_stale(mutation: Mutation, sets: dict[str, list[str]], root: Path = ROOT
         if function and f"def {function}(" not in (root / file).read_text():
             return f"{file} has no {function}"
     return ""
+
+
+def files_with(text: str, root: Path) -> list[str]:
+    """Where a line has gone that was moved."""
+    files = [*root.glob("distributed_training/**/*.py"), *root.glob("strategies/**/*.py")]
+    return [str(file.relative_to(root)) for file in files if file.read_text().count(text) == 1]
 
 
 def tests_of(mutation: Mutation, sets: dict[str, list[str]]) -> tuple[str, ...]:
