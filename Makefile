@@ -19,7 +19,7 @@ lint:  ## ruff, mypy, import-linter, codespell on all files
 	$(setup) && pre-commit run --all-files
 
 docs:  ## Rewrite the generated parts of the documents
-	$(setup) && python real_model_example.py report --write README.md TRAINING_RESULTS.md REAL_MODELS_GUIDE.md strategies/README.md strategies/LAWS.md strategies/*/README.md results/PREDICTIONS.md
+	$(setup) && python results/lab/documents.py
 
 report:  ## Table and plots of your runs, in report/
 	$(setup) && python real_model_example.py report

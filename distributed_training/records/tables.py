@@ -80,7 +80,7 @@ def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> s
 
 
 def _parts(record: Record) -> str:
-    """Where a bubble comes from, in points (results/lab/bubble.py)."""
+    """Where a bubble comes from, in points (results/lab/analysis/bubble.py)."""
     if not record.pipeline:
         return "-"
     parts = (record.bubble or {}).get("parts")

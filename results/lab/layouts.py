@@ -42,7 +42,7 @@ from distributed_training.run.assemble import describe_run, gather
 from distributed_training.tools import harness
 from distributed_training.tools.runs import Measured, Runs, collect, read_plan
 from distributed_training.tools.spans import length, union
-from results.lab.bubble import bubble, explain
+from results.lab.analysis.bubble import bubble, explain
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (

@@ -23,15 +23,15 @@ from tabulate import tabulate
 
 from distributed_training.advise.scaling import count
 from distributed_training.records.display import short_path
-from distributed_training.records.learning import draw_scaling_law
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.schedule import learning_rate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 from distributed_training.tools.harness import Run, every_run, open_group
+from results.lab.analysis.law import Point, fit_law, left_out, residuals
 from results.lab.exchanges import validation_loss
-from results.lab.law import Point, fit_law, left_out, residuals
+from results.lab.pages.learning import draw_scaling_law
 
 PLAN_FILE = "results/plans/scaling-law.json"
 PLAN = load_json(ROOT / PLAN_FILE, "plan")

@@ -35,7 +35,7 @@ from distributed_training.settings.parser import Parser
 
 UNITS = {"MB": 10**6, "GB": 10**9}
 LINES = 50  # that stay together
-CHILD = "import sys; from distributed_training.measure import text; text.prepare(*sys.argv[1:])"
+CHILD = "import sys; sys.path.insert(0, 'results/lab'); import text; text.prepare(*sys.argv[1:])"
 
 
 def write_text(file: Path, size: int) -> None:

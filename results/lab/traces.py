@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=4 results/lab/traces.py PLAN.json FOLDER
 
-After a warm-up a few steps are timed, and two more are traced on every rank and read as `measure
-overlap` reads the traces of a run. FOLDER/overlap.json holds all runs: every rank's seconds, and
+After a warm-up a few steps are timed, and two more are traced on every rank and read as
+`overlap` reads the traces of a run. FOLDER/overlap.json holds all runs: every rank's seconds, and
 what rank 0 does when in the first of the two steps. A run that fails ends the processes, and the
 file says so; the same command then goes on with the runs that are not in the file.
 """

@@ -1,4 +1,4 @@
-"""What `measure cpu` keeps of a run."""
+"""What cpu.py keeps of a run."""
 
 from __future__ import annotations
 

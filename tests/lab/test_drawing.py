@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from results.lab.drawing import drawing
-from results.lab.laws import GIB
+from results.lab.pages.drawing import drawing
+from results.lab.pages.laws import GIB
 
 N = 1_557_611_200  # parameters of gpt2-xl
 ALL, QUARTERS = ["████████"] * 4, ["██······", "··██····", "····██··", "······██"]

@@ -10,10 +10,10 @@ import pytest
 from distributed_training.advise.make import draft_plan
 from distributed_training.advise.scaling import Fit
 from distributed_training.models import find_model
-from distributed_training.records.learning import draw_scaling_law
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_options
-from results.lab.law import fit_law, left_out, residuals
+from results.lab.analysis.law import fit_law, left_out, residuals
+from results.lab.pages.learning import draw_scaling_law
 from results.lab.scaling_law import MODELS, PLAN, cases, describe, summarise
 from tests.support import GPU_MACHINE
 

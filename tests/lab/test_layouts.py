@@ -5,7 +5,7 @@ import pytest
 
 from distributed_training.predict.orders import build_orders
 from distributed_training.settings.files import ROOT
-from results.lab.bubble import bubble, explain
+from results.lab.analysis.bubble import bubble, explain
 from results.lab.layouts import LeftOver, busy_seconds, leave_out_left_over
 from tests.conftest import SMALL, assert_ok, heavy_pool
 

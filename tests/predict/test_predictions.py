@@ -34,7 +34,7 @@ from distributed_training.settings.strategies import (
     strategy_defaults,
     strategy_options,
 )
-from results.lab import validate
+from results.lab.pages import validate
 from tests.plan.helpers import CPU_CALIBRATION, NAMES, plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 

@@ -1,4 +1,4 @@
-"""GPT-2 in six sizes over the small vocabulary, for `measure scaling_law`: a model family."""
+"""GPT-2 in six sizes over the small vocabulary, for scaling_law.py: a model family."""
 
 from __future__ import annotations
 

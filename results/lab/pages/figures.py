@@ -1,6 +1,6 @@
 """The figures of TRAINING_RESULTS.md and README.md, drawn from published records.
 
-`report --write` draws all of them anew, `report --check` compares them with what is there.
+results/lab/documents.py draws them anew or compares them with what is there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distributed_training.records.display import GIB
-from distributed_training.records.learning import draw_losses, draw_scaling_law
 from distributed_training.records.record import Record, load_record
 from distributed_training.records.tables import layout_words
-from distributed_training.records.timelines import draw as draw_timelines
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
+from results.lab.pages.learning import draw_losses, draw_scaling_law
+from results.lab.pages.timelines import draw as draw_timelines
 
 # Okabe and Ito's colours, which the colour-blind tell apart: one for each way to divide.
 COLOURS = {
@@ -287,4 +287,4 @@ def keep_figures(documents: Sequence[Path], records: Path, folder: Path, *, writ
             folder.mkdir(exist_ok=True)
             file.write_text(svg, encoding="utf-8")
         elif not file.is_file() or file.read_text(encoding="utf-8") != svg:
-            raise UserError(f"{file} differs from its records", fix="draw it with report --write")
+            raise UserError(f"{file} differs from its records", fix="draw it: make docs")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distributed_training.records.figures import render
-from distributed_training.records.timelines import INCHES, draw
 from distributed_training.settings.files import ROOT
+from results.lab.pages.figures import render
+from results.lab.pages.timelines import INCHES, draw
 
 SECONDS = {"step": 0.5, "communicating": 0.2, "exposed": 0.05}
 LONG = {

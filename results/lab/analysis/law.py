@@ -44,10 +44,15 @@ def fit_law(points: Sequence[Point], name: str = "ours") -> Fit:
     alpha, beta = np.exp(found[1])
     irreducible, a, b = found[2]
     return Fit(
-        name=name, source="measure scaling_law", uncertainty="", irreducible=float(irreducible),
-        a=float(a * middle[0] ** alpha), alpha=float(alpha), b=float(b * middle[1] ** beta),
+        name=name,
+        source="results/lab/scaling_law.py",
+        uncertainty="",
+        irreducible=float(irreducible),
+        a=float(a * middle[0] ** alpha),
+        alpha=float(alpha),
+        b=float(b * middle[1] ** beta),
         beta=float(beta),
-    )  # fmt: skip
+    )
 
 
 def _not_negative(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from distributed_training.plan.cost import estimate_state_bytes
 from distributed_training.plan.layouts import stage_parameters
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from results.lab.laws import GIB, plan_of
+from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
 WIDTH = 8  # characters of a bar

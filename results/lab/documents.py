@@ -1,0 +1,62 @@
+"""Rewrites the generated parts of the documents and the figures that they show.
+
+    python results/lab/documents.py                        all of them, as `make docs`
+    python results/lab/documents.py --check README.md      fails where one is out of date
+
+The generated parts are cog blocks, which call results/lab/pages/ and the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import checkout
+from cogapp import Cog
+from cogapp.cogapp import CogCheckFailed, CogError
+
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.parser import Parser
+from results.lab.pages import figures, tables
+
+PATTERNS = (
+    "README.md", "TRAINING_RESULTS.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
+    "strategies/LAWS.md", "strategies/*/README.md", "results/PREDICTIONS.md",
+)  # fmt: skip
+COMMAND = "python results/lab/documents.py"
+
+
+def fill_blocks(option: str, documents: Sequence[Path]) -> None:
+    """`cog -r` (write) or `cog --check`. Raises UserError for a document that differs from its
+    records or cannot be read, or a block that cannot be filled."""
+    names = " ".join(map(str, documents))
+    try:
+        Cog().callable_main(["cog", option, "--verbosity=1", *map(str, documents)])
+    except CogCheckFailed:
+        what, fix = "documents differ from results/records", f"type: {COMMAND} {names}"
+        raise UserError(what, fix=fix) from None
+    except CogError as error:
+        cause = error.__context__
+        text = str(cause if isinstance(cause, UserError) else error).splitlines()[-1]
+        raise UserError(f"a block of {names} fails", text) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{names} cannot be read or written", str(error)) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog=COMMAND, description=__doc__.splitlines()[0])
+    parser.add_argument("documents", nargs="*", type=Path, help="default: all that have such parts")
+    parser.add_argument("--check", action="store_true", help="fail where one is out of date")
+    arguments = parser.parse_args(argv)
+    documents = arguments.documents
+    if not documents:
+        documents = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
+    fill_blocks("--check" if arguments.check else "-r", documents)
+    plots = tables.RECORDS_DIR.with_name("plots")
+    figures.keep_figures(documents, tables.RECORDS_DIR, plots, write=not arguments.check)
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)

@@ -1,0 +1,132 @@
+"""The tables of documents, from the published records. Each begins and ends with a blank line, as
+Markdown needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from distributed_training.records.record import load_record
+from distributed_training.records.tables import COLUMNS, DEFAULT, markdown_table, table
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT, did_you_mean, load_json
+from distributed_training.settings.strategies import list_strategies
+
+RECORDS_DIR = ROOT / "results" / "records"
+
+
+def published_table(
+    name: str,
+    columns: str = ", ".join(DEFAULT),
+    where: Mapping[str, Any] | None = None,
+    without: Mapping[str, Any] | None = None,
+) -> str:
+    """A document's table of results/records/<name>/*.json whose CONFIG has all of `where` and none
+    of `without`, by model and strategy. Raises UserError for a word that selects nothing.
+    """
+    order, words = list(list_strategies()), columns.split(", ")
+    records = [load_record(path) for path in sorted((RECORDS_DIR / name).glob("*.json"))]
+    if not records:
+        raise UserError(f"{RECORDS_DIR / name} holds no records", fix=f"see {RECORDS_DIR}")
+    records.sort(key=lambda r: (r.config["precision"], r.started_at))
+    records.sort(key=lambda r: (r.num_parameters, order.index(r.strategy["name"])))
+    _check_words(name, "column", words, COLUMNS)
+    for conditions, wanted in ((where or {}, True), (without or {}, False)):
+        _check_words(name, "key", conditions, records[0].config)
+        for key, value in conditions.items():
+            kept = [r for r in records if (r.config.get(key) == value) is wanted]
+            if not kept or (not wanted and len(kept) == len(records)):
+                raise UserError(f"{name}: {key}={value!r} selects nothing", fix="correct the value")
+            records = kept
+    return f"\n{table(records, words)}\n"  # Markdown needs the blank lines
+
+
+def published_json(file: str, key: str, columns: str) -> str:
+    """A document's table of one entry of any published JSON: a row per key, a column per key of its
+    value. Raises UserError for words that the file does not have."""
+    entries = load_json(RECORDS_DIR / file, "record")
+    words, rows = columns.split(", "), []
+    _check_words(file, "key", [key], [k for k, entry in entries.items() if isinstance(entry, dict)])
+    for row, value in entries[key].items():
+        values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
+        _check_words(f"{file}, {row}", "column", words, values)
+        rows.append([row, *(_figure(values[word]) for word in words)])
+    return markdown_table(rows, ["", *words])
+
+
+def published_operations(file: str) -> str:
+    """A document's table of who uses which operation between processes: KiB that the process which
+    sends most sends in the counted step, of the first case of each strategy."""
+    cases = load_json(RECORDS_DIR / file, "record")["cases"]
+    found: dict[str, dict[str, float]] = {}
+    for name, case in cases.items():
+        strategy, most = name.split()[0], dict[str, float]()
+        for rank in case["ranks"]:
+            sent: dict[str, float] = {}  # over all axes of the mesh
+            for key, counts in rank["counted"].items():
+                kind = key.split()[-1].replace("_", "-")
+                sent[kind] = sent.get(kind, 0.0) + counts["sent_bytes"]
+            most = {kind: max(most.get(kind, 0.0), sent.get(kind, 0.0)) for kind in most | sent}
+        found.setdefault(strategy, most)
+    kinds = sorted({kind for most in found.values() for kind in most})
+    rows = [
+        [kind, ", ".join(f"{name} {most[kind] / 2**10:,.0f}" for name, most in found.items()
+                         if most.get(kind, 0) >= 2**10)]
+        for kind in kinds
+    ]  # fmt: skip
+    return markdown_table(rows, ["operation", "sent a step, KiB"])
+
+
+def published_samples(name: str) -> str:
+    """A document's list of results/records/<name>/*.json: perplexity at the first and the best
+    evaluation, minutes, and what each model wrote before and after, line breaks and repeated spaces
+    left out."""
+    lines = []
+    for path in sorted((RECORDS_DIR / name).glob("*.json")):
+        r = load_record(path)
+        first, best = r.evaluations[0]["perplexity"], r.best or r.evaluations[-1]
+        began, ended = map(datetime.fromisoformat, (r.started_at, r.finished_at or r.started_at))
+        minutes = (ended - began).total_seconds() / 60
+        lines += [
+            f"- `{path.stem[2:]}`: perplexity {first:,.0f} before, {best['perplexity']:.1f} after "
+            f"{best['step']:,} steps; {minutes:.1f} minutes in all. Before and after it wrote:",
+            f"  > {' '.join(str(r.sample_before).split())}",
+            "",
+            f"  > {' '.join(str((r.model_extra or {})['sample']).split())}",
+        ]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def published_links(*files: str, over: str = "") -> str:
+    """A document's table of what `links` found over that group of each file, or its first: fitted
+    latency in microseconds, and GB/s."""
+    records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
+    groups = {
+        name: record["groups"][over or next(iter(record["groups"]))]
+        for name, record in records.items()
+    }
+    rows = [
+        [kind.replace("_", "-")] + [
+            f"{1e6 * group['operations'][kind]['latency_s']:,.0f} us, "
+            f"{group['operations'][kind]['bytes_per_s'] / 1e9:.2f}"
+            for group in groups.values()
+        ]
+        for kind in next(iter(groups.values()))["operations"]
+    ]  # fmt: skip
+    return markdown_table(rows, ["", *groups])
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.1e}"
+
+
+def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
+    for word in set(words).difference(known):
+        what, why = f"{where}: the {what} {word!r} is not known", f"known are {', '.join(known)}"
+        raise UserError(what, why, did_you_mean(word, known))

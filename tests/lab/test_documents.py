@@ -1,0 +1,216 @@
+"""The documents keep what they say: figures equal the records, links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from distributed_training.data.corpus import read_prose
+from distributed_training.records.record import load_record
+from distributed_training.settings.config import KEYS
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.strategies import list_strategies
+from results.lab.documents import main
+from results.lab.pages import tables
+from results.lab.pages.figures import keep_figures
+from results.lab.pages.tables import published_json, published_table
+from tests.records.test_tables import cells
+from tests.support import record_values, refused
+
+DOCUMENTS = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") or part == "runs" for part in path.relative_to(ROOT).parts)
+)
+
+
+def test_figures_equal_their_records():
+    assert main(["--check"]) == 0
+
+
+def test_the_strategies_pages_begin_with_their_drawing():
+    pages = sorted(ROOT.glob("strategies/*/README.md"))
+    for page in pages:
+        name = json.loads(page.with_name("config.json").read_text())["name"]
+        assert f'drawing("{name}")' in page.read_text().partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not target.startswith(("http", "#")):
+            file = path.parent / target.split("#")[0]
+            assert file.exists(), f"{path.name} links to {target}"
+
+
+def test_documents_have_every_key_and_strategy():
+    text = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
+    assert [key for key in KEYS if f"- `{key}=" not in text] == []
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in list_strategies() if f"`{name}`" not in text] == []
+
+
+def test_the_readme_shows_words_that_the_preset_words_wrote():
+    record = load_record(ROOT / "results/records/cpu-words/dp-gpt2-tiny-x2.json")
+    preset = json.loads((ROOT / "configs/presets/words.json").read_text())
+    del preset["_comment"]
+    assert {name: record.config_requested[name] for name in preset} == preset
+    known = set(re.findall(r"[a-z]+", "".join(read_prose()).lower()))
+    before, after = str(record.sample_before), (record.model_extra or {})["sample"]
+    said, babbled = (set(re.findall(r"[a-z]+", text.lower())) for text in (after, before))
+    assert said <= known
+    assert len(said) > 20, "not the same few words again and again"
+    assert not babbled <= known
+    readme = (ROOT / "README.md").read_text().replace("\n> ", " ")
+    assert " ".join(after.split()) in " ".join(readme.split())
+
+
+def test_a_figure_that_differs_from_its_records_is_told(tmp_path):
+    records, folder = ROOT / "results" / "records", tmp_path / "plots"
+    page = tmp_path / "page.md"
+    page.write_text("![bubbles](plots/bubbles.svg)")
+    keep_figures([page], records, folder, write=True)
+    assert [file.name for file in folder.iterdir()] == ["bubbles.svg"]
+    keep_figures([page], records, folder, write=False)
+    (folder / "bubbles.svg").write_text("<svg/>")
+    with pytest.raises(UserError, match="differs from its records"):
+        keep_figures([page], records, folder, write=False)
+
+
+@pytest.mark.parametrize("config", sorted(ROOT.glob("strategies/*/config.json")))
+def test_a_strategy_folder_is_whole(config):
+    folder = Path(config).parent
+    assert (folder / "README.md").is_file()
+    assert (folder / "run.sh").stat().st_mode & 0o111
+
+
+IMPORTS = "<!-- [[[cog\nfrom results.lab.pages.tables import *\n]]] -->\n<!-- [[[end]]] -->\n"
+BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!-- [[[end]]] -->\n"
+DOCUMENT = f"# Results\n{IMPORTS}\nText before.\n\n{BEGIN}{END}\nText after.\n"
+
+
+@pytest.fixture
+def records_dir(tmp_path, monkeypatch):
+    """Three published records, named so that their order by file is not that by strategy, and
+    another published file: differences from a reference, by strategy."""
+    folder = tmp_path / "records" / "h200-x4"
+    folder.mkdir(parents=True)
+    for file, name, size in (("a", "fsdp", 4), ("b", "zero2", 8), ("c", "zero2", 4)):
+        values = record_values(strategy__name=name, batch__micro_batch_size=size)
+        values["config"] |= {"strategy": name, "batch_size": size}
+        (folder / f"{file}.json").write_text(json.dumps(values))
+    parity = {
+        "differences": {"dp": {"loss": 0.0, "norm": 1.25e-7}, "fsdp": {"loss": 3e-5, "norm": 0.5}},
+        "tokens/s": 1.0,
+        "speeds": {"one": 131072.4, "two": 100},
+    }
+    (folder.parent / "parity.json").write_text(json.dumps(parity))
+    monkeypatch.setattr(tables, "RECORDS_DIR", folder.parent)
+    return folder
+
+
+@pytest.fixture
+def document(records_dir, tmp_path):
+    """A document whose table is not filled."""
+    path = tmp_path / "RESULTS.md"
+    path.write_text(DOCUMENT)
+    return path
+
+
+def rows_of(*arguments, **options):
+    return cells(published_table(*arguments, **options).strip())
+
+
+@pytest.mark.usefixtures("records_dir")
+def test_a_table_chooses_rows_and_columns_in_the_order_of_the_strategies():
+    order = [(row["strategy"], row["batch"]) for row in rows_of("h200-x4")]
+    assert order == [("zero2", "8 x 512"), ("zero2", "4 x 512"), ("fsdp", "4 x 512")]
+    where = {"batch_size": 4, "precision": "bf16"}
+    rows = rows_of("h200-x4", "strategy, tokens/s", where=where)
+    assert rows == [{"strategy": name, "tokens/s": "131,072"} for name in ("zero2", "fsdp")]
+    rows = rows_of("h200-x4", "strategy", where=where, without={"strategy": "zero2"})
+    assert rows == [{"strategy": "fsdp"}]
+
+
+@pytest.mark.usefixtures("records_dir")
+def test_a_table_of_other_json():
+    rows = cells(published_json("parity.json", "differences", "norm, loss").strip())
+    assert rows == [
+        {"": "dp", "norm": "1.2e-07", "loss": "0"},
+        {"": "fsdp", "norm": "0.500", "loss": "3.0e-05"},
+    ]
+    rows = cells(published_json("parity.json", "speeds", "tokens").strip())
+    assert rows == [{"": "one", "tokens": "131,072"}, {"": "two", "tokens": "100"}]
+
+
+@pytest.mark.usefixtures("records_dir")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: published_table("h100-x4"), ("h100-x4 holds no records",)),
+        (lambda: published_table("h200-x4", "strategy, tokens"), ("'tokens'", "'tokens/s'?")),
+        (lambda: published_table("h200-x4", where={"modl": "gpt2"}), ("'modl'", "'model'?")),
+        (lambda: published_table("h200-x4", where={"precision": "fp32"}), ("h200-x4", "fp32")),
+        (lambda: published_table("h200-x4", without={"model": "x"}), ("h200-x4", "model='x'")),
+        (lambda: published_json("partiy.json", "x", "y"), ("does not exist", "mean parity.json?")),
+        (lambda: published_json("parity.json", "speed", "x"), ("'speed'", "'speeds'?")),
+        (lambda: published_json("parity.json", "tokens/s", "x"), ("differences, speeds",)),
+        (lambda: published_json("parity.json", "speeds", "one, two"), ("one: the column 'two'",)),
+        (lambda: published_json("parity.json", "differences", "lost"), ("dp: the column 'lost'",)),
+    ],
+)
+def test_words_that_select_nothing_are_refused(make, words):
+    with refused(*words):
+        make()
+
+
+def test_a_document_is_filled_and_stays_so(document):
+    with refused("documents differ", f"documents.py {document}"):
+        main(["--check", str(document)])
+    assert main([str(document)]) == 0
+    text = document.read_text()
+    before, _, rest = text.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    assert before + BEGIN + END + after == DOCUMENT
+    assert table == published_table("h200-x4") + "\n"
+    assert main(["--check", str(document)]) == main([str(document)]) == 0
+    assert document.read_text() == text
+
+
+def test_an_edited_figure_and_an_edited_record_are_detected(document, records_dir):
+    main([str(document)])
+    text = document.read_text()
+    document.write_text(text.replace("Text after", "Other text"))
+    assert main(["--check", str(document)]) == 0, "text around a table may change"
+    document.write_text(text.replace("131,072", "131,073", 1))
+    with refused("differ"):
+        main(["--check", str(document)])
+    document.write_text(text)
+    values = record_values(performance__tokens_per_s=1.0)
+    (records_dir / "a.json").write_text(json.dumps(values))
+    with refused("differ"):
+        main(["--check", str(document)])
+
+
+@pytest.mark.usefixtures("records_dir")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "missing.md"),
+        (b"\x89PNG\xff", "cannot be read"),
+        ((IMPORTS + BEGIN).encode(), "Missing '[[[end]]]'"),
+        ((IMPORTS + BEGIN.replace("x4", "x5") + END).encode(), "h200-x5 holds no records"),
+        ((IMPORTS + BEGIN.replace('4"', '4", colums=""') + END).encode(), "argument 'colums'"),
+    ],
+)
+def test_a_document_that_cannot_be_filled_is_explained(content, words, tmp_path):
+    path = tmp_path / "missing.md"
+    if content is not None:
+        path.write_bytes(content)
+    with refused(words):
+        main([str(path)])
+    assert content is None or path.read_bytes() == content
