@@ -56,7 +56,7 @@ CONFIG: dict[str, Any] = {
     "communication": 0,  # time from one rank to the next
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
     "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
-    "reorder": False,  # V-Half and V-Min: fill and drain sooner, in the same memory
+    "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
     "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
     "chunks": 2,  # stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
@@ -94,7 +94,7 @@ OWN_RULES = {
     "reorder": Rule(
         kind=bool,
         text="V-Half and V-Min: move operations forward while the pipeline fills and drains, in "
-        "the same memory",
+        "the same memory, as published; False: the block repeated, and no more",
     ),
     "verbose": Rule(
         kind=bool,

@@ -64,31 +64,38 @@ function eager1F1B(p, m) {
   return alternating("eager-1f1b", p, m, (s) => 2 * (p - s) - 1);
 }
 
-function alternating(name, p, m, ahead) {
+function zbH1(p, m) {
+  return alternating("zb-h1", p, m, (s) => p - s, (s) => s);
+}
+
+function zbH2(p, m) {
+  return alternating("zb-h2", p, m, (s) => 2 * (p - s) - 1, (s) => 2 * s);
+}
+
+// `ahead` forwards, then a backward for each forward. With a `delay` backward passes are cut, and a
+// W follows each I once `delay` of them are behind.
+function alternating(name, p, m, ahead, delay) {
   const orders = perRank(p, (line, s) => {
     const warmup = Math.min(m, ahead(s));
+    const late = delay ? Math.min(m, delay(s)) : 0;
     line.repeat(warmup, [["F", s]]);
     for (let i = 0; i < m; i++) {
-      line.add("B", s);
+      line.add(delay ? "I" : "B", s);
+      if (delay && i >= late) line.add("W", s);
       if (warmup + i < m) line.add("F", s);
     }
+    line.repeat(late, [["W", s]]);
   });
   return new Schedule(name, orders, oneChain(p));
 }
 
 function interleaved1F1B(p, m, v) {
-  const orders = perRank(p, (line, r) => interleavedLine(line, r, p, m, v, 2 * (p - 1 - r), null));
+  const orders = perRank(p, (line, r) => interleavedLine(line, r, p, m, v));
   return new Schedule("interleaved", orders, oneChain(p * v), v);
 }
 
-function zbH1(p, m) {
-  const orders = perRank(p, (line, r) => interleavedLine(line, r, p, m, 1, p - 1 - r, r));
-  return new Schedule("zb-h1", orders, oneChain(p));
-}
-
-// Forwards, `ahead` of the last stage's rank; then pairs of forward and backward; the rest. With a
-// `delay` backward passes are cut, and a W follows each I once `delay` of them are behind.
-function interleavedLine(line, r, p, m, v, ahead, delay) {
+// Forwards, 2 more for each rank behind; then pairs of forward and backward; the rest.
+function interleavedLine(line, r, p, m, v) {
   const rounds = Math.max(1, Math.floor(m / p));
   if (m % rounds) {
     throw new RuleError(
@@ -98,31 +105,12 @@ function interleavedLine(line, r, p, m, v, ahead, delay) {
   }
   const perRound = m / rounds;
   const total = m * v;
-  const warmup = Math.min(total, (v - 1) * perRound + ahead);
-  const backwardStage = (step) => (v - 1 - (Math.floor(step / perRound) % v)) * p + r;
-  let pending = 0;
+  const warmup = Math.min(total, (v - 1) * perRound + 2 * (p - 1 - r));
   for (let step = 0; step < total + warmup; step++) {
     if (step < total) line.add("F", (Math.floor(step / perRound) % v) * p + r);
     const done = step - warmup;
-    if (done < 0) continue;
-    line.add(delay === null ? "B" : "I", backwardStage(done));
-    if (delay !== null && done >= delay) line.add("W", backwardStage(pending++));
+    if (done >= 0) line.add("B", (v - 1 - (Math.floor(done / perRound) % v)) * p + r);
   }
-  if (delay !== null) while (pending < total) line.add("W", backwardStage(pending++));
-}
-
-function zbH2(p, m) {
-  const orders = perRank(p, (line, r) => {
-    const warmup = Math.min(m, 2 * (p - r) - 1);
-    line.repeat(warmup, [["F", r]]);
-    for (let i = 0; i < m; i++) {
-      line.add("I", r);
-      if (i >= 2 * r) line.add("W", r);
-      if (warmup + i < m) line.add("F", r);
-    }
-    line.repeat(Math.min(m, 2 * r), [["W", r]]);
-  });
-  return new Schedule("zb-h2", orders, oneChain(p));
 }
 
 // Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
@@ -161,24 +149,140 @@ function vHalf(p, m) {
   return repeatedBlock("v-half", p, m, block);
 }
 
-// One microbatch's slots (F down, F up, I up, I down), again every 6 slots; W in those left free.
+const [F_DOWN, F_UP, I_UP, I_DOWN, LATE_W] = [0, 1, 2, 3, 4];
+
+// One microbatch's slots (F down, F up, I up, I down), again every 6 slots; two passes then pull
+// operations forward at both ends, as schedules/building_blocks.py explains.
 function repeatedBlock(name, p, m, block) {
+  const slots = Array.from({ length: p }, (_, r) =>
+    block(r).map((slot) => Array.from({ length: m }, (_, i) => slot + 6 * i)),
+  );
+  for (const own of slots) own.push(weightSlots(own).map(([slot]) => slot));
+  pullForward(slots);
+  squeezeSlots(slots);
+  for (const own of slots) own.pop();
+  pullForward(slots);
   const orders = perRank(p, (line, r) => {
-    const [down, up, taken, waiting] = [r, 2 * p - 1 - r, new Map(), []];
+    const [down, up] = [r, 2 * p - 1 - r];
     const steps = [["F", down], ["F", up], ["I", up], ["I", down]];
-    block(r).forEach((slot, k) => {
-      for (let i = 0; i < m; i++) taken.set(slot + 6 * i, steps[k]);
-    });
-    for (let slot = 0; taken.size || waiting.length; slot++) {
-      if (taken.has(slot)) {
-        const [kind, stage] = taken.get(slot);
-        line.add(kind, stage);
-        if (kind === "I") waiting.push(stage);
-        taken.delete(slot);
-      } else if (waiting.length) line.add("W", waiting.shift());
-    }
+    const placed = slots[r].flatMap((own, kind) => own.map((slot) => [slot, ...steps[kind]]));
+    for (const [slot, kind] of weightSlots(slots[r])) placed.push([slot, "W", steps[kind][1]]);
+    placed.sort((a, b) => a[0] - b[0]);
+    for (const [, kind, stage] of placed) line.add(kind, stage);
   });
   return new Schedule(name, orders, oneChain(2 * p), 2);
+}
+
+// [slot, the I that it belongs to] of each W: in the free slots, those of I_UP first.
+function weightSlots(own) {
+  const taken = new Map(own.flatMap((line, kind) => line.map((slot) => [slot, kind])));
+  const [found, waiting] = [[], { [I_UP]: 0, [I_DOWN]: 0 }];
+  for (let slot = 0, left = taken.size; left || waiting[I_UP] || waiting[I_DOWN]; slot++) {
+    const kind = taken.get(slot);
+    if (kind !== undefined) {
+      left--;
+      if (kind in waiting) waiting[kind]++;
+    } else if (waiting[I_UP] || waiting[I_DOWN]) {
+      const first = waiting[I_UP] ? I_UP : I_DOWN;
+      waiting[first]--;
+      found.push([slot, first]);
+    }
+  }
+  return found;
+}
+
+// Move operations to earlier free slots, where data and memory allow, in the order of time; those of
+// the full pipeline stay, and where W has no slots those before, too.
+function pullForward(slots) {
+  const withWeights = slots[0].length > LATE_W;
+  const lines = slots.map((own) => new SlotLine(own, withWeights));
+  const limit = Math.max(...lines.flatMap((line) => line.states.map(([held]) => held)));
+  const last = slots[0][F_DOWN].length - 1;
+  let [filling, draining] = [true, false];
+  for (const [slot, rank, kind, i] of slotsByTime(slots)) {
+    if (filling && rank === 0 && kind === I_DOWN) filling = false;
+    if (!filling && !draining) {
+      draining = kind === F_DOWN && i === last;
+      continue;
+    }
+    if (filling && !withWeights) continue;
+    const line = lines[rank];
+    for (let sooner = 1 + Math.max(-1, ...slotsBefore(slots, rank, kind, i)); sooner < slot; sooner++) {
+      if (line.kinds[sooner] === null && line.move(slot, sooner, limit)) {
+        slots[rank][kind][i] = sooner;
+        break;
+      }
+    }
+  }
+}
+
+// [slot, rank, kind, microbatch] of all operations, sorted.
+function slotsByTime(slots) {
+  const found = slots.flatMap((own, rank) =>
+    own.flatMap((line, kind) => line.map((slot, i) => [slot, rank, kind, i])),
+  );
+  return found.sort((a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2] || a[3] - b[3]);
+}
+
+// The slots of what has to be done before: the data's source, and the microbatch before.
+function slotsBefore(slots, rank, kind, i) {
+  const own = slots[rank];
+  const found = i ? [own[kind][i - 1]] : [];
+  if (kind === LATE_W) return [...found, [...own[I_UP], ...own[I_DOWN]].sort((a, b) => a - b)[i]];
+  const neighbour = slots[kind === F_DOWN || kind === I_UP ? rank - 1 : rank + 1];
+  if (neighbour) found.push(neighbour[kind][i]);
+  if (kind > F_DOWN) found.push(own[kind - 1][i]);
+  return found;
+}
+
+// A rank's slots. Where none has been given to W, it runs in those that are free.
+class SlotLine {
+  constructor(own, withWeights) {
+    this.withWeights = withWeights;
+    this.kinds = Array(1 + Math.max(...own.map((line) => line.at(-1)))).fill(null);
+    own.forEach((line, kind) => line.forEach((slot) => (this.kinds[slot] = kind)));
+    let state = [0, 0];
+    // After each slot: stages' activations held, and W that wait.
+    this.states = this.kinds.map((kind) => (state = this.after(state, kind)));
+  }
+
+  after([held, waiting], kind) {
+    if (kind === F_DOWN || kind === F_UP) return [held + 1, waiting];
+    if (kind === LATE_W) return [held - 1, waiting];
+    if (kind === null) return waiting ? [held - 1, waiting - 1] : [held, waiting];
+    return this.withWeights ? [held, waiting] : [held, waiting + 1];
+  }
+
+  // Whether the operation was moved to the earlier slot: not if more than `limit` were held then.
+  move(old, sooner, limit) {
+    const { kinds, states } = this;
+    [kinds[sooner], kinds[old]] = [kinds[old], null];
+    let state = sooner ? states[sooner - 1] : [0, 0];
+    const changed = [];
+    for (let slot = sooner; slot < kinds.length; slot++) {
+      state = this.after(state, kinds[slot]);
+      if (slot >= old && state[0] === states[slot][0] && state[1] === states[slot][1]) break;
+      if (state[0] > limit) {
+        [kinds[old], kinds[sooner]] = [kinds[sooner], null];
+        return false;
+      }
+      changed.push(state);
+    }
+    states.splice(sooner, changed.length, ...changed);
+    return true;
+  }
+}
+
+// The same orders, every operation as soon as its rank and its data are ready.
+function squeezeSlots(slots) {
+  const free = slots.map(() => 0);
+  for (const [, rank, kind, i] of slotsByTime(slots)) {
+    // The I of a W is earlier on its rank.
+    const needs = kind === LATE_W ? [] : slotsBefore(slots, rank, kind, i);
+    const begin = Math.max(free[rank], 1 + Math.max(-1, ...needs));
+    slots[rank][kind][i] = begin;
+    free[rank] = begin + 1;
+  }
 }
 
 function dualpipeV(p, m) {

@@ -51,6 +51,23 @@ WRITTEN = {
     ("zb-h1", 2, 2): ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"),
     ("zb-h2", 2, 3): ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"),
     ("chimera", 2, 2): ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1"),
+    # What the authors' zbv_greedy.py makes of these sizes.
+    ("v-half", 3, 4): (
+        "0F0 0F1 0F2 5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 0F3 5F2 "
+        "5I2 5W2 0I1 0W1 5F3 5I3 0I2 5W3 0W2 0I3 0W3",
+        "1F0 1F1 4F0 4F1 4I0 4W0 1F2 1I0 4I1 4W1 4F2 1W0 1F3 "
+        "1I1 4I2 4W2 4F3 1W1 1I2 4I3 4W3 1W2 1I3 1W3",
+        "2F0 3F0 2F1 3F1 3I0 3W0 2I0 2W0 2F2 3F2 3I1 2I1 3W1 "
+        "2F3 2W1 3F3 3I2 2I2 3W2 2W2 3I3 2I3 3W3 2W3",
+    ),
+    ("v-min", 3, 4): (
+        "0F0 0F1 0F2 5F0 5I0 5W0 5F1 0I0 5I1 5W1 0W0 5F2 0F3 "
+        "0I1 5I2 5W2 0W1 5F3 5I3 0I2 5W3 0W2 0I3 0W3",
+        "1F0 1F1 4F0 4F1 4I0 4W0 1I0 1F2 1W0 4I1 4F2 4W1 1I1 "
+        "1F3 1W1 4I2 4F3 4W2 1I2 4I3 4W3 1W2 1I3 1W3",
+        "2F0 3F0 2F1 3F1 3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 "
+        "2W1 2F3 3F3 3I2 2I2 3W2 2W2 3I3 2I3 3W3 2W3",
+    ),
 }
 
 
@@ -97,7 +114,7 @@ def test_sizes_that_a_schedule_does_not_take_are_refused_with_what_to_type() -> 
     with pytest.raises(UserError, match=r"p=4, m=6; take p=4 and a multiple of it"):
         build_schedule("chimera", 4, 6)
     with pytest.raises(UserError, match="take a multiple of 2, such as 6 or 8"):
-        build_schedule("zb-h1", 2, 7)
+        build_schedule("interleaved", 2, 7)
     with pytest.raises(UserError, match="unknown schedule '1f1'; did you mean '1f1b'"):
         build_schedule("1f1", 2, 2)
     with pytest.raises(UserError, match="choose from naive, gpipe"):

@@ -102,6 +102,8 @@ def test_sizes_that_torch_refuses(name: str, kind: str, v: int) -> None:
             assert refused == (m < p)
             s = build_schedule(name, p, m)
             assert simulate(s, build_costs(s)).makespan == 3 * (m + p - 1)
+        elif refused and name == "zb-h1":  # torch's is its interleaved order with one stage a rank
+            build_schedule(name, p, m)
         elif refused:
             with pytest.raises(UserError):
                 build_schedule(name, p, m, v)
@@ -110,7 +112,7 @@ def test_sizes_that_torch_refuses(name: str, kind: str, v: int) -> None:
             build_schedule(name, p, m, v)
     rounds = sum(m % max(1, m // p) > 0 for p, m in SIZES)
     short = sum(m < 2 * p for p, m in SIZES)
-    expected = {"interleaved": rounds, "zb-h1": rounds, "dualpipe-v": short}
+    expected = {"interleaved": rounds, "dualpipe-v": short}
     assert refused_by_both == expected.get(name, 0)
 
 

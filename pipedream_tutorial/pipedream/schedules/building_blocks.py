@@ -1,4 +1,4 @@
-"""V-Min and V-Half: one microbatch's slots, written down once and repeated (arXiv 2405.15362).
+"""V-Half and V-Min: one microbatch's slots, repeated, then pulled together (arXiv 2405.15362).
 
 Two stages a rank in a V, as in ZB-V. Each of a rank's six operations of a microbatch takes one
 slot, so the next microbatch's block comes 6 slots later and a rank without a gap is busy. A block
@@ -7,118 +7,200 @@ how many microbatches overlap, so the block alone decides the memory: in V-Min n
 each other after one slot, which takes about p / 3; V-Half has two slots between the first stages'
 forwards and between the last ones' backwards, which takes p / 2 and idles less.
 
-As a last step the paper moves operations forward while the pipeline fills and drains, within the
-same memory: `reordered`, which is asked for, since it hides the block.
+The blocks leave gaps where the pipeline fills and drains. Two passes close them within the same
+memory, as the authors' code does (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism):
+first all operations of both ends move forward, then those of the draining end once more, with W
+back in whatever is left free. The orders are the authors', operation by operation.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 
-from pipedream.schedules.ops import Item, Op, Schedule, as_orders, one_chain
+from pipedream.schedules.ops import Op, Schedule, as_orders, one_chain
 
 SLOTS = 6
+F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
 
 Block = Callable[[int], tuple[int, int, int, int]]
 """rank -> slots of microbatch 0: F on the way down, F on the way up, I down the V, I up again."""
 
+Slots = list[list[list[int]]]
+"""rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
 
-def v_min(p: int, m: int) -> Schedule:
+
+def v_min(p: int, m: int, *, reorder: bool = True) -> Schedule:
     """A third of 1F1B's activations: every operation is one slot after its neighbour's."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
-    return _repeated(
-        "v-min", p, m, lambda r: (r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r)
-    )
+
+    def block(r: int) -> tuple[int, int, int, int]:
+        return r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r
+
+    return _scheduled("v-min", p, m, block, reorder)
 
 
-def v_half(p: int, m: int) -> Schedule:
+def v_half(p: int, m: int, *, reorder: bool = True) -> Schedule:
     """Half of 1F1B's activations: two slots between neighbours wherever the way leads down."""
     pause = 0 if p % 2 else 3  # likewise
-    return _repeated(
-        "v-half",
-        p,
-        m,
-        lambda r: (2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r),
-    )
+
+    def block(r: int) -> tuple[int, int, int, int]:
+        return 2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r
+
+    return _scheduled("v-half", p, m, block, reorder)
 
 
-def _repeated(name: str, p: int, m: int, block: Block) -> Schedule:
-    """The block m times, 6 slots apart; W, first come first served, in the slots left free."""
-    lines = []
-    for r in range(p):
-        down, up = r, 2 * p - 1 - r
-        steps = (("F", down), ("F", up), ("I", up), ("I", down))
-        taken = {
-            slot + SLOTS * i: Op(kind, stage, i)
-            for (kind, stage), slot in zip(steps, block(r), strict=True)
-            for i in range(m)
-        }
-        line: list[Item] = []
-        waiting: deque[Op] = deque()
-        for slot in range(max(taken) + 2 * m + 1):
-            op = taken.get(slot)
-            if op is not None:
-                line.append(op)
-                if op.kind == "I":
-                    waiting.append(Op("W", op.stage, op.microbatch))
-            elif waiting:
-                line.append(waiting.popleft())
-        lines.append(line)
+def _scheduled(name: str, p: int, m: int, block: Block, reorder: bool) -> Schedule:
+    """The block m times, 6 slots apart; with `reorder` pulled together at both ends."""
+    slots = [[[slot + SLOTS * i for i in range(m)] for slot in block(r)] for r in range(p)]
+    if reorder:
+        for own in slots:
+            own.append([slot for slot, _ in _weights(own)])
+        _pull(slots)
+        _squeeze(slots)
+        for own in slots:
+            own.pop()
+        _pull(slots)
+    lines = [_line(own, down=r, up=2 * p - 1 - r) for r, own in enumerate(slots)]
     return Schedule(name=name, orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2)
 
 
-def reordered(schedule: Schedule) -> Schedule:
-    """The same operations, those of the filling and draining pipeline sooner where memory allows.
+def _line(own: list[list[int]], *, down: int, up: int) -> list[Op]:
+    """A rank's operations by slot, W included."""
+    placed = [
+        (slot, Op(kind, stage, i))
+        for (kind, stage), line in zip(
+            (("F", down), ("F", up), ("I", up), ("I", down)), own, strict=True
+        )
+        for i, slot in enumerate(line)
+    ]
+    done = {up: 0, down: 0}
+    for slot, kind in _weights(own):
+        stage = up if kind == I_UP else down
+        placed.append((slot, Op("W", stage, done[stage])))
+        done[stage] += 1
+    return [op for _, op in sorted(placed)]
 
-    Every operation takes one slot. A rank whose next operation cannot start yet runs the first
-    later one that can, unless the rank would then ever hold more than the fullest rank did. While
-    the pipeline is full no rank waits, and nothing is moved. The backward passes have to be cut.
+
+def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
+    taken = {slot: kind for kind, line in enumerate(own) for slot in line}
+    waiting = {I_UP: 0, I_DOWN: 0}
+    slot, left = 0, len(taken)
+    while left or any(waiting.values()):
+        kind = taken.get(slot)
+        if kind is not None:
+            left -= 1
+            if kind in waiting:
+                waiting[kind] += 1
+        elif any(waiting.values()):
+            first = I_UP if waiting[I_UP] else I_DOWN
+            waiting[first] -= 1
+            yield slot, first
+        slot += 1
+
+
+def _pull(slots: Slots) -> None:
+    """Move operations to earlier free slots, where data and memory allow, in the order of time.
+
+    In the full pipeline, from rank 0's first I_DOWN to its last F_DOWN, everything stays. So do,
+    in the pass that has no slots for W, the operations before.
     """
-    last = len(schedule.chains[0]) - 1
-    left = [[op for item in order for op in item.parts] for order in schedule.orders]
-    limit = max(_most_held(order, 0) for order in left)
-    lines: list[list[Item]] = [[] for _ in left]
-    held = [0] * len(left)
-    done: set[Op] = set()
-    while any(left):
-        running = []
-        for rank, order in enumerate(left):
-            place = _first_to_run(order, done, last, limit - held[rank])
-            if place is not None:
-                op = order.pop(place)
-                held[rank] += _HELD[op.kind]
-                lines[rank].append(op)
-                running.append(op)
-        done.update(running)
-    return replace(schedule, orders=as_orders(lines))
+    with_weights = len(slots[0]) > W
+    lines = [_Line(own, with_weights) for own in slots]
+    limit = max(held for line in lines for held, _ in line.states)
+    last = len(slots[0][F_DOWN]) - 1
+    filling, draining = True, False
+    for slot, rank, kind, i in _by_time(slots):
+        if filling and rank == 0 and kind == I_DOWN:
+            filling = False
+        if not filling and not draining:
+            draining = kind == F_DOWN and i == last
+            continue
+        if filling and not with_weights:
+            continue
+        line = lines[rank]
+        for sooner in range(1 + max(_waits_for(slots, rank, kind, i), default=-1), slot):
+            if line.kinds[sooner] is None and line.move(slot, sooner, limit):
+                slots[rank][kind][i] = sooner
+                break
 
 
-_HELD = {"F": 1, "I": 0, "W": -1}
+def _by_time(slots: Slots) -> list[tuple[int, int, int, int]]:
+    """(slot, rank, kind, microbatch) of all operations, sorted."""
+    return sorted(
+        (slot, rank, kind, i)
+        for rank, own in enumerate(slots)
+        for kind, line in enumerate(own)
+        for i, slot in enumerate(line)
+    )
 
 
-def _most_held(order: Sequence[Op], held: int) -> int:
-    return max(accumulate((_HELD[op.kind] for op in order), initial=held))
+def _waits_for(slots: Slots, rank: int, kind: int, i: int) -> list[int]:
+    """The slots of what has to be done before: the data's source, and the microbatch before."""
+    own = slots[rank]
+    found = [own[kind][i - 1]] if i else []
+    if kind == W:
+        return [*found, sorted(own[I_UP] + own[I_DOWN])[i]]
+    neighbour = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
+    if 0 <= neighbour < len(slots):
+        found.append(slots[neighbour][kind][i])
+    if kind > F_DOWN:
+        found.append(own[kind - 1][i])
+    return found
 
 
-def _first_to_run(order: Sequence[Op], done: set[Op], last: int, room: int) -> int | None:
-    """Its place in the order; None where nothing can start. `room`: forwards that still fit."""
-    most = held = 0
-    for place, op in enumerate(order):
-        own = _HELD[op.kind]
-        if (place == 0 or most + own <= room) and _waits_for(op, last) <= done:
-            return place
-        held += own
-        most = max(most, held)
-    return None
+class _Line:
+    """A rank's slots. Where none has been given to W, it runs in those that are free."""
+
+    def __init__(self, own: list[list[int]], with_weights: bool) -> None:
+        self.with_weights = with_weights
+        self.kinds: list[int | None] = [None] * (1 + max(line[-1] for line in own))
+        for kind, line in enumerate(own):
+            for slot in line:
+                self.kinds[slot] = kind
+        self.states: list[tuple[int, int]] = []
+        """After each slot: stages' activations held, and W that wait."""
+        state = (0, 0)
+        for kind in self.kinds:
+            state = self._after(state, kind)
+            self.states.append(state)
+
+    def _after(self, state: tuple[int, int], kind: int | None) -> tuple[int, int]:
+        held, waiting = state
+        if kind in (F_DOWN, F_UP):
+            return held + 1, waiting
+        if kind == W:
+            return held - 1, waiting
+        if kind is None:
+            return (held - 1, waiting - 1) if waiting else state
+        return state if self.with_weights else (held, waiting + 1)
+
+    def move(self, old: int, new: int, limit: int) -> bool:
+        """Whether the operation was moved to the earlier slot: not if more than `limit` are held
+        at any time then."""
+        kinds = self.kinds
+        kinds[old], kinds[new] = None, kinds[old]
+        state = self.states[new - 1] if new else (0, 0)
+        changed = []
+        for slot in range(new, len(kinds)):
+            state = self._after(state, kinds[slot])
+            if slot >= old and state == self.states[slot]:
+                break
+            if state[0] > limit:
+                kinds[old], kinds[new] = kinds[new], None
+                return False
+            changed.append(state)
+        self.states[new : new + len(changed)] = changed
+        return True
 
 
-def _waits_for(op: Op, last: int) -> set[Op]:
-    kind, stage, i = op
-    if kind == "F":
-        return {Op("F", stage - 1, i)} if stage else set()
-    if kind == "I":
-        return {Op("I", stage + 1, i) if stage < last else Op("F", stage, i)}
-    return {Op("I", stage, i)}
+def _squeeze(slots: Slots) -> None:
+    """The same orders, every operation as soon as its rank and its data are ready."""
+    free = [0] * len(slots)
+    for _, rank, kind, i in _by_time(slots):
+        if kind == W:  # its I is earlier in the rank's own order
+            begin = free[rank]
+        else:
+            begin = max(free[rank], 1 + max(_waits_for(slots, rank, kind, i), default=-1))
+        slots[rank][kind][i] = begin
+        free[rank] = begin + 1

@@ -30,7 +30,8 @@ class ClosedForm:
     idle_holds: Callable[[Case], bool]
     """Whether both are exact, among sizes that the schedule takes."""
     peak_activations: Callable[[Case, int], Fraction]
-    """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes."""
+    """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes, in
+    V-Min and without a flush for m >= p."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
     """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
@@ -179,23 +180,22 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "v-half": ClosedForm(
         makespan_idle=formulas.v_half_idle,
-        span_idle=lambda c, r: formulas.v_half_idle(c) - r * (c.f + c.i) / 2,
-        idle_holds=lambda c: c.m > c.p // 2 and 2 * abs(c.f - c.i) <= c.w <= 2 * min(c.f, c.i),
+        span_idle=formulas.v_half_span,
+        idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 2,
         peak_activations=formulas.v_half_activations,
-        idle_text="(p-1) (F + I - W/4 + h/2), p even: (p-1/2) (F+I) - p W/4 + (p/2-1) h; "
-        "h = max(0, I-F)",
-        range_text="2F-2I, 2I-2F <= W; W <= 2F, 2I; m > p/2",
-        published="about p/2 (F+B), with operations moved forward in the filling pipeline",
+        idle_text="(3 ceil(p/2) - 7/2) F",
+        range_text="F = I = W, m >= p+2, p >= 3",
+        published="about p/2 (F+B) if F = I = W, for the block alone",
         activations_text="p//2 + 1",
         source="2405.15362",
     ),
     "v-min": ClosedForm(
         makespan_idle=formulas.v_min_idle,
         span_idle=formulas.v_min_span,
-        idle_holds=lambda c: c.f == c.i == c.w and c.m >= 2,
+        idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 1,
         peak_activations=formulas.v_min_activations,
-        idle_text="(4p-5) F / 2, (4p-3) F / 2 if 3 divides p",
-        range_text="F = I = W, m >= 2, p >= 2",
+        idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",
+        range_text="F = I = W, m >= p+1, p >= 2",
         published="about 2p/3 (F+B) if F = I = W",
         activations_text="(p+4) // 3",
         source="2405.15362",

@@ -81,35 +81,42 @@ def zb_v_span(c: Case, r: int) -> Fraction:
     return (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w)
 
 
-def v_min_idle(c: Case) -> Fraction:
-    return max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 3)) * c.f / 2)
-
-
-def v_min_span(c: Case, r: int) -> Fraction:
-    """The last rank's two stages are neighbours, so that it ends half an operation later."""
-    early = Fraction(1, 2) if r == c.p - 1 > 0 else 0
-    return v_min_idle(c) - (r - early) * c.f
-
-
-def v_min_activations(c: Case, r: int) -> Fraction:
-    """(p+4) // 3 where the pipeline is full; one less on every third rank if p = 2 mod 3."""
-    most = 2 * ((c.p + 4) // 3)
-    filling = c.m + 1 + (r + (1 if c.p % 3 else 2)) // 3
-    if c.p % 3 == 2:
-        most -= 2 * (r % 3 == 0)
-        filling += r % 3 == 1 and filling == most - 1
-    return Fraction(min(2 * c.m, filling, most), 2)
-
-
 def v_half_idle(c: Case) -> Fraction:
-    rounds, even = c.p // 2, c.p % 2 == 0
-    passes = (2 * rounds - Fraction(even, 2)) * (c.f + c.i)
-    return passes - rounds * c.w / 2 + (rounds - even) * max(Fraction(0), c.i - c.f)
+    if c.p <= 2:
+        return (c.p - 1) * c.f / 2
+    return (3 * ((c.p + 1) // 2) - Fraction(7, 2)) * c.f
+
+
+def v_half_span(c: Case, r: int) -> Fraction:
+    """With p even the last two ranks end an operation later."""
+    late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
+    return v_half_idle(c) - (_started(c, r) - late) * c.f
 
 
 def v_half_activations(c: Case, r: int) -> Fraction:
-    filling = c.m + 1 + (r + (c.p % 2 == 0)) // 2
-    return Fraction(min(2 * c.m, filling, 2 * (c.p // 2 + 1)), 2)
+    return Fraction(min(2 * c.m, c.m + 1 + r, 2 * (c.p // 2 + 1)), 2)
+
+
+def v_min_idle(c: Case) -> Fraction:
+    return max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 7)) * c.f / 2)
+
+
+def v_min_span(c: Case, r: int) -> Fraction:
+    return v_min_idle(c) - _started(c, r) * c.f
+
+
+def v_min_activations(c: Case, r: int) -> Fraction:
+    """(p+4) // 3 where the pipeline is full; on rank 0 one stage's less if p = 2 mod 3."""
+    most = 2 * ((c.p + 4) // 3)
+    if c.p % 3 == 2 and r == 0:
+        most -= 1
+    return Fraction(min(2 * c.m, c.m + 1 + r, most), 2)
+
+
+def _started(c: Case, r: int) -> Fraction:
+    """When rank r starts, in F, less what it ends after rank 0: the last rank's two stages are
+    neighbours."""
+    return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
 def dualpipe_v_span(c: Case, r: int) -> Fraction:

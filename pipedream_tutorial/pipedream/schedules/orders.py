@@ -9,6 +9,7 @@ order is the same as torch's (tests/test_torch.py).
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import Item, Op, Pair, Schedule, as_orders, one_chain
@@ -58,44 +59,55 @@ def eager_1f1b(p: int, m: int) -> Schedule:
     return _alternating("eager-1f1b", p, m, [2 * (p - s) - 1 for s in range(p)])
 
 
-def _alternating(name: str, p: int, m: int, ahead: list[int]) -> Schedule:
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B with the backward pass cut in two: W waits where the rank would idle.
+
+    Rank r puts W off by r microbatches, so that all hold as many activations as rank 0.
+    """
+    return _alternating("zb-h1", p, m, [p - s for s in range(p)], list(range(p)))
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Twice the forwards ahead of ZB-H1, so that nothing is left to wait for; W fills the end."""
+    ahead = [2 * (p - s) - 1 for s in range(p)]
+    return _alternating("zb-h2", p, m, ahead, [2 * s for s in range(p)])
+
+
+def _alternating(
+    name: str, p: int, m: int, ahead: Sequence[int], delay: Sequence[int] | None = None
+) -> Schedule:
+    """By stage: `ahead` forwards, then a backward for each forward.
+
+    With `delay` backward passes are cut, and a W follows each I once `delay` of them are behind.
+    """
     lines = []
     for s in range(p):
         line, warmup = _Line(), min(m, ahead[s])
-        for _ in range(warmup):
-            line.add("F", s)
+        late = 0 if delay is None else min(m, delay[s])
+        _add(line, [("F", s)], warmup)
         for i in range(m):
-            line.add("B", s)
+            line.add("B" if delay is None else "I", s)
+            if delay is not None and i >= late:
+                line.add("W", s)
             if warmup + i < m:
                 line.add("F", s)
+        _add(line, [("W", s)], late)
         lines.append(line.items)
     return Schedule(name=name, orders=as_orders(lines), chains=one_chain(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
     """v stages a rank, p apart: microbatches go round the ranks v times."""
-    lines = [_interleaved_line(r, p, m, v, ahead=2 * (p - 1 - r)) for r in range(p)]
+    lines = [_interleaved_line(r, p, m, v) for r in range(p)]
     return Schedule(
         name="interleaved", orders=as_orders(lines), chains=one_chain(p * v), stages_per_rank=v
     )
 
 
-def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with the backward pass cut in two: W waits where the rank would idle.
-
-    Rank r puts W off by r microbatches, so that all hold as many activations as rank 0.
-    """
-    lines = [_interleaved_line(r, p, m, 1, ahead=p - 1 - r, delay=r) for r in range(p)]
-    return Schedule(name="zb-h1", orders=as_orders(lines), chains=one_chain(p))
-
-
-def _interleaved_line(
-    r: int, p: int, m: int, v: int, *, ahead: int, delay: int | None = None
-) -> list[Item]:
-    """Forwards, `ahead` of the last stage's rank; then pairs of forward and backward; the rest.
+def _interleaved_line(r: int, p: int, m: int, v: int) -> list[Item]:
+    """Forwards, 2 more for each rank behind; then pairs of forward and backward; the rest.
 
     A round is the microbatches that go through one stage before the rank turns to its next stage.
-    With `delay` backward passes are cut, and a W follows each I once `delay` of them are behind.
     """
     rounds = max(1, m // p)
     if m % rounds:
@@ -104,45 +116,16 @@ def _interleaved_line(
             f"take a multiple of {p}, such as {rounds * p} or {(rounds + 1) * p}",
         )
     per_round = m // rounds
-    total, warmup = m * v, min(m * v, (v - 1) * per_round + ahead)
+    total = m * v
+    warmup = min(total, (v - 1) * per_round + 2 * (p - 1 - r))
     line = _Line()
-    backward_stages = [(v - 1 - step // per_round % v) * p + r for step in range(total)]
-    pending = deque(backward_stages)
     for step in range(total + warmup):
         if step < total:
             line.add("F", step // per_round % v * p + r)
         done = step - warmup
-        if done < 0:
-            continue
-        line.add("B" if delay is None else "I", backward_stages[done])
-        if delay is not None and done >= delay:
-            line.add("W", pending.popleft())
-    if delay is not None:
-        for stage in pending:
-            line.add("W", stage)
+        if done >= 0:
+            line.add("B", (v - 1 - done // per_round % v) * p + r)
     return line.items
-
-
-def zb_h2(p: int, m: int) -> Schedule:
-    """Twice the forwards ahead of ZB-H1, so that nothing is left to wait for; W fills the end.
-
-    Rank r runs 2 (p - r) - 1 forwards first and puts W off by 2 r microbatches.
-    """
-    lines = []
-    for r in range(p):
-        line, warmup = _Line(), min(m, 2 * (p - r) - 1)
-        for _ in range(warmup):
-            line.add("F", r)
-        for i in range(m):
-            line.add("I", r)
-            if i >= 2 * r:
-                line.add("W", r)
-            if warmup + i < m:
-                line.add("F", r)
-        for _ in range(min(m, 2 * r)):
-            line.add("W", r)
-        lines.append(line.items)
-    return Schedule(name="zb-h2", orders=as_orders(lines), chains=one_chain(p))
 
 
 def zb_v(p: int, m: int) -> Schedule:

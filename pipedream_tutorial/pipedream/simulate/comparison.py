@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipedream.errors import UserError
 from pipedream.schedules import formulas
-from pipedream.schedules.building_blocks import reordered
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.ops import Pair, Schedule, recomputed, repeat
@@ -38,8 +37,8 @@ class Case:
     a multiple, such as one for each chunk."""
     recompute: Fraction | None = None
     """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
-    reorder: bool = False
-    """Whether REORDERED are filled and drained sooner."""
+    reorder: bool = True
+    """Whether REORDERED are pulled together at both ends, as published."""
 
 
 REORDERED = ("v-half", "v-min")
@@ -131,9 +130,10 @@ def measure(name: str, case: Case, simulated: Simulated | None = None) -> Row:
         key = (entry.build, num_batches, repeats)
         if key not in simulated:
             m = case.num_microbatches * num_batches // repeats
-            batch = build_schedule(name, case.num_stages, m, case.chunks)
-            if case.reorder and name in REORDERED:
-                batch = reordered(batch)
+            if name in REORDERED and not case.reorder:
+                batch = entry.build(case.num_stages, m, reorder=False)
+            else:
+                batch = build_schedule(name, case.num_stages, m, case.chunks)
             schedule = repeat(_recomputed(batch, case), repeats)
             simulated[key] = simulate(schedule, _costs(schedule, case))
         return simulated[key]
@@ -198,7 +198,7 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
     uneven = case.stage_scale is not None and set(case.stage_scale) != {1}
     if form is None or uneven or case.communication or (pairs and case.overlap_saving):
         return None
-    if case.recompute is not None or (case.reorder and name in REORDERED):
+    if case.recompute is not None or (name in REORDERED and not case.reorder):
         return None
     sizes = formulas.Case(
         p=case.num_stages,
