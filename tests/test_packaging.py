@@ -47,7 +47,8 @@ def imported(files: Iterable[Path]) -> set[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module.split(".")[0])
-    tops = {path.stem for path in (*ROOT.iterdir(), *ROOT.glob("pipedream_tutorial/*"))}
+    ours = (ROOT, ROOT / "pipedream_tutorial", ROOT / "results/lab")
+    tops = {path.stem for folder in ours for path in folder.iterdir()}
     helpers = {path.stem for path in ROOT.glob("**/tests/**/*.py") if ".venv" not in path.parts}
     return found - set(sys.stdlib_module_names) - tops - helpers
 

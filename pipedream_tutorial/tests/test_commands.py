@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pipedream.results.pages import FOLDER
+from pipedream.config import FOLDER
 from warm_python import warm_python
 
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -27,7 +27,7 @@ SHORTER = [
     (r"^(python3? pipedream_simple.py(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
     (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
-    (r"results --write$", "results --check"),
+    (r"tutorial_pages.py --write$", "tutorial_pages.py --check"),
 ]
 
 
@@ -95,7 +95,9 @@ def differences(output: str, kind: str, text: str) -> list[str]:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with everything linked in, where files may be written; python is a warm one."""
-    folder = tmp_path_factory.mktemp("tutorial")
+    folder = tmp_path_factory.mktemp("checkout") / "tutorial"
+    folder.mkdir()
+    (folder.parent / "results").symlink_to(FOLDER.parent / "results")
     for path in FOLDER.iterdir():
         if path.name not in ("figures", ".venv") and not path.name.startswith("."):
             (folder / path.name).symlink_to(path)

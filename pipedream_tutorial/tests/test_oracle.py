@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,24 +10,25 @@ from pipedream.errors import UserError
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import FORWARD, Op, Schedule
 from pipedream.simulate.needs import needs
-from pipedream.train.models import build_stages, build_task, evaluate
-from pipedream.train.oracle import build_trainers, run_schedule, train
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import TrainResult, build_trainers, run_schedule, train
 from pipedream.train.trainer import StageTrainer, Weights
 from torch import nn
 
 SEED, RATE = 5, 0.4
 
 
-def run(name: str, p: int, m: int, num_batches: int) -> list[Weights]:
+def run(
+    name: str, p: int, m: int, num_batches: int, *, layers: int = 1, rate: float = RATE, **more: Any
+) -> TrainResult:
     return train(
-        name,
-        num_stages=p,
-        num_microbatches=m,
-        layers_per_stage=1,
-        learning_rate=RATE,
-        num_batches=num_batches,
-        seed=SEED,
-    ).weights
+        name, num_stages=p, num_microbatches=m, layers_per_stage=layers, learning_rate=rate,
+        num_batches=num_batches, seed=SEED, **more,
+    )  # fmt: skip
+
+
+def trained(name: str, p: int, m: int, num_batches: int) -> list[Weights]:
+    return run(name, p, m, num_batches).weights
 
 
 def same_bits(left: list[Weights], right: list[Weights]) -> bool:
@@ -74,15 +76,11 @@ def recurrence(
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4), (4, 8)])
-def test_stashing_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
-    expected = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1 - s)))
-    assert same_bits(run("pipedream", p, m, 4), expected)
-
-
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 3), (3, 4), (4, 8)])
-def test_vertical_sync_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
-    expected = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1)))
-    assert same_bits(run("pipedream-vertical", p, m, 4), expected)
+def test_stashing_and_vertical_sync_are_their_recurrences_bit_for_bit(p: int, m: int) -> None:
+    stashed = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1 - s)))
+    assert same_bits(trained("pipedream", p, m, 4), stashed)
+    vertical = recurrence(p, m, 4 * m, lambda s, i: max(0, i - (p - 1)))
+    assert same_bits(trained("pipedream-vertical", p, m, 4), vertical)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 4), (4, 8)])
@@ -91,26 +89,22 @@ def test_2bw_is_its_recurrence_bit_for_bit(p: int, m: int) -> None:
     stages = build_stages(p, 1, seed=SEED)
     old = new = initial(stages)
     for t in range(5):
-        batch: list[Weights] = []
+        batch = [{n: torch.zeros_like(w) for n, w in own.items()} for own in old]
         for i in range(t * m, (t + 1) * m):
-            own = gradient_at(stages, old, i, m)
-            batch = (
-                [
-                    {n: total[n] + g[n] for n in g}
-                    for total, g in zip(batch or own, own, strict=True)
-                ]
-                if batch
-                else own
-            )
+            for total, g in zip(batch, gradient_at(stages, old, i, m), strict=True):
+                for n in g:
+                    total[n] += g[n]
         old, new = new, [stepped(w, g) for w, g in zip(new, batch, strict=True)]
-    assert same_bits(run("pipedream-2bw", p, m, 5), new)
+    assert same_bits(trained("pipedream-2bw", p, m, 5), new)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 3), (4, 8)])
 def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
     """Each stage adds up its microbatches' gradients in the order 0, 1, 2, ... under all of them,
     so that not even rounding differs."""
-    first, *others = [run(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")]
+    first, *others = [
+        trained(name, p, m, 4) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
+    ]
     assert all(same_bits(first, other) for other in others)
 
 
@@ -120,20 +114,16 @@ def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
     later microbatches, so that sums are in another order."""
 
     def final(name: str) -> list[torch.Tensor]:
-        weights = train(
-            name, num_stages=3, num_microbatches=6, layers_per_stage=2, learning_rate=RATE,
-            num_batches=3, seed=SEED,
-        ).weights  # fmt: skip
-        return [tensor for own in weights for tensor in own.values()]
+        return [w for own in run(name, 3, 6, 3, layers=2).weights for w in own.values()]
 
-    exact = name != "dualpipe-v"
-    torch.testing.assert_close(final(name), final("1f1b"), rtol=0 if exact else 1e-12, atol=0)
+    rtol = 1e-12 if name == "dualpipe-v" else 0
+    torch.testing.assert_close(final(name), final("1f1b"), rtol=rtol, atol=0)
 
 
 def test_the_policies_differ() -> None:
     """Else the tests above could not tell them apart."""
     names = ("1f1b", "pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw")
-    found = [run(name, 3, 4, 3) for name in names]
+    found = [trained(name, 3, 4, 3) for name in names]
     for i, left in enumerate(found):
         assert not any(same_bits(left, right) for right in found[i + 1 :])
 
@@ -167,7 +157,7 @@ def test_the_order_between_stages_cannot_change_the_bits(name: str) -> None:
             cut=schedule.cuts_backward,
         )
         run_schedule(schedule, trainers, build_task(seed=SEED), order=order)
-        assert same_bits([t.weights for t in trainers], run(name, p, m, num_batches))
+        assert same_bits([t.weights for t in trainers], trained(name, p, m, num_batches))
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
@@ -179,55 +169,26 @@ def test_vertical_sync_uses_one_version_on_all_stages(p: int) -> None:
             version = trainers[op.stage].in_flight[op.microbatch].version
             used.setdefault(op.microbatch, set()).add(version)
 
-    train(
-        "pipedream-vertical",
-        num_stages=p,
-        num_microbatches=4,
-        layers_per_stage=1,
-        learning_rate=RATE,
-        num_batches=3,
-        seed=SEED,
-        watch=watch,
-    )
+    run("pipedream-vertical", p, 4, 3, watch=watch)
     assert used == {i: {max(0, i - (p - 1))} for i in range(12)}
 
 
-def test_losses_are_those_of_the_model_in_one_piece() -> None:
-    result = train(
-        "1f1b",
-        num_stages=2,
-        num_microbatches=64,
-        layers_per_stage=1,
-        learning_rate=RATE,
-        num_batches=1,
-        seed=SEED,
-    )
-    stages, task = build_stages(2, 1, seed=SEED), build_task(seed=SEED)
-    assert len(task.targets) == 64 * task.microbatch_size
-    assert result.losses == pytest.approx([evaluate(stages, initial(stages), task)], rel=1e-12)
+def loss_in_one_piece(num_stages: int, layers: int) -> float:
+    """Over all samples, at the initial weights."""
+    task = build_task(seed=SEED)
+    model = nn.Sequential(*build_stages(num_stages, layers, seed=SEED))
+    return nn.functional.cross_entropy(model(task.inputs), task.targets).item()
 
 
-def test_the_same_model_however_it_is_cut() -> None:
-    whole, task = build_stages(1, 4, seed=SEED), build_task(seed=SEED)
-    for p in (2, 4):
-        cut = build_stages(p, 4 // p, seed=SEED)
-        assert evaluate(cut, initial(cut), task) == evaluate(whole, initial(whole), task)
+def test_losses_are_those_of_the_model_in_one_piece_however_it_is_cut() -> None:
+    whole = loss_in_one_piece(1, 4)
+    assert loss_in_one_piece(2, 2) == loss_in_one_piece(4, 1) == whole
+    assert run("1f1b", 4, 64, 1).losses == pytest.approx([whole], rel=1e-12)
 
 
 def test_divergence_is_noticed() -> None:
-    def diverged(learning_rate: float) -> bool:
-        return train(
-            "pipedream-2bw",
-            num_stages=4,
-            num_microbatches=4,
-            layers_per_stage=1,
-            learning_rate=learning_rate,
-            num_batches=8,
-            seed=SEED,
-        ).diverged
-
-    assert not diverged(0.1)
-    assert diverged(50.0)
+    assert not run("pipedream-2bw", 4, 4, 8, rate=0.1).diverged
+    assert run("pipedream-2bw", 4, 4, 8, rate=50.0).diverged
 
 
 @pytest.mark.parametrize(

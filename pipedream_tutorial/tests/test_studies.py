@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import tutorial_staleness as studies
 from pipedream.errors import UserError
 from pipedream.schedules.ops import BACKWARD, Op
-from pipedream.train import studies
 from pipedream.train.gradients import (
     MicrobatchGradients,
     exact_gradient,
@@ -16,22 +17,21 @@ from pipedream.train.gradients import (
 )
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import train
-from pipedream.train.studies import compare_training, final_losses, gradient_errors, save_study
+from pipedream.train.studies import TRAINED, compare_training
 from pipedream.train.trainer import StageTrainer
+from tutorial_staleness import final_losses, gradient_errors, save_study
 
 
-def gradients_of(name: str, p: int, m: int = 4, num_batches: int = 3) -> list[MicrobatchGradients]:
+def sizes(p: int, m: int = 4, num_batches: int = 3, rate: float = 0.5) -> dict[str, Any]:
+    return {
+        "num_stages": p, "num_microbatches": m, "layers_per_stage": 2, "learning_rate": rate,
+        "num_batches": num_batches, "seed": 1,
+    }  # fmt: skip
+
+
+def gradients_of(name: str, p: int) -> list[MicrobatchGradients]:
     seen: list[MicrobatchGradients] = []
-    watch_gradients(
-        name,
-        seen.append,
-        num_stages=p,
-        num_microbatches=m,
-        layers_per_stage=2,
-        learning_rate=0.5,
-        num_batches=num_batches,
-        seed=1,
-    )
+    watch_gradients(name, seen.append, **sizes(p))
     return seen
 
 
@@ -57,7 +57,7 @@ def test_stashed_gradients_are_not_those_at_the_current_weights(p: int) -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-no-stash"])
 def test_current_weights_are_those_after_the_updates_of_all_microbatches_before(name: str) -> None:
-    p, m, num_batches = 3, 4, 3
+    p, m = 3, 4
     stages = build_stages(p, 2, seed=1)
     history = [[{n: w.detach() for n, w in stage.named_parameters()}] for stage in stages]
 
@@ -66,16 +66,7 @@ def test_current_weights_are_those_after_the_updates_of_all_microbatches_before(
             weights = trainers[op.stage].weights
             history[op.stage].append({n: w.detach().clone() for n, w in weights.items()})
 
-    train(
-        name,
-        num_stages=p,
-        num_microbatches=m,
-        layers_per_stage=2,
-        learning_rate=0.5,
-        num_batches=num_batches,
-        seed=1,
-        watch=watch,
-    )
+    train(name, **sizes(p), watch=watch)
     for one in gradients_of(name, p):
         i = one.microbatch
         inputs, target = build_task(seed=1).microbatch(i)
@@ -113,33 +104,16 @@ def test_too_few_microbatches_for_a_median() -> None:
 
 
 def test_comparison_of_all_schedules() -> None:
-    rows = {
-        row.name: row
-        for row in compare_training(num_stages=3, num_microbatches=4, num_batches=6, every=1)
-    }
-    assert tuple(rows) == studies.TRAINED
+    rows = {row.name: row for row in compare_training(every=1, **sizes(3, num_batches=6))}
+    assert tuple(rows) == TRAINED
     assert rows["naive"].losses == rows["gpipe"].losses == rows["1f1b"].losses
-    assert len(rows["1f1b"].losses) == 6
     for name, row in rows.items():
         assert (row.median_gradient_error > 0) == (name == "pipedream-no-stash")
         assert (row.median_staleness_error > 0) == name.startswith("pipedream")
         # Six batches of 32 samples are less than one pass: the mean of all.
         assert row.final_loss == pytest.approx(sum(row.losses) / 6, rel=1e-12)
+        assert row.losses == train(name, **sizes(3, num_batches=6)).losses  # watched or not
     assert rows["pipedream"].peak_versions == [3, 2, 1]
-
-
-def test_watching_changes_nothing() -> None:
-    (row,) = compare_training(["pipedream-no-stash"], num_stages=3, num_batches=4)
-    plain = train(
-        "pipedream-no-stash",
-        num_stages=3,
-        num_microbatches=8,
-        layers_per_stage=2,
-        learning_rate=0.3,
-        num_batches=4,
-        seed=0,
-    )
-    assert row.losses == plain.losses
 
 
 def test_stashing_is_critical_at_depth_times_learning_rate_only() -> None:
@@ -184,12 +158,11 @@ def test_record(
     assert [row["mode"] for row in record["gradient_errors"]] == ["pipedream", "pipedream-no-stash"]
 
 
-def test_record_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_needs_a_path_in_a_folder_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["studies"])
     with pytest.raises(UserError, match="one path is needed"):
         studies.main()
-
-
-def test_record_in_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a folder"):
         save_study(tmp_path / "nowhere" / "record.json")

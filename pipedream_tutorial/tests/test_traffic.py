@@ -7,7 +7,11 @@ from itertools import product
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.results.traffic import (
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.simulate.measures import peak_activations
+from pipedream.simulate.trace import transfers
+from pipedream.train.models import GPT2_SIZES, GPT2Size, gpt2_layers
+from tutorial_traffic import (
     MODELS,
     Layout,
     Model,
@@ -19,10 +23,6 @@ from pipedream.results.traffic import (
     sent,
     stage_parameters,
 )
-from pipedream.schedules.catalogue import build_schedule
-from pipedream.simulate.measures import peak_activations
-from pipedream.simulate.trace import transfers
-from pipedream.train.models import GPT2_SIZES, GPT2Size, gpt2_layers
 
 SMALL = Model(name="small", layers=8, hidden=16, heads=4, vocabulary=40, sequence=8)
 MEDIUM = MODELS["gpt2-medium"]

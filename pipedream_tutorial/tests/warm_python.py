@@ -32,7 +32,7 @@ FOLDER = Path(__file__).resolve().parent.parent
 PRELOAD = (
     "torch.distributed.pipelining", "torch.fx.experimental.symbolic_shapes", "matplotlib.pyplot",
     "PIL.Image", "pipedream.draw.figures", "pipedream.draw.steps", "pipedream.plan.planner",
-    "pipedream.results.pages", "pipedream.runtime.session", "pipedream.simulate.search",
+    "pipedream.runtime.record", "pipedream.runtime.session", "pipedream.simulate.search",
     "pipedream.train.studies",
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The three moving pictures of lecture.ipynb, as GIFs drawn from simulated timelines.
 
-Drawn by python -m pipedream.results --write, as the pictures in steps.py are.
+Drawn by results/lab/tutorial_pages.py --write, as the pictures in steps.py are.
 """
 
 from __future__ import annotations

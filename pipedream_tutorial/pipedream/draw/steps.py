@@ -1,6 +1,6 @@
 """Pictures of single steps of the tutorial: a few timelines above each other, on one time axis.
 
-Drawn by python -m pipedream.results --write, always at the same sizes: README.md quotes them.
+Drawn by results/lab/tutorial_pages.py --write, always at the same sizes: README.md quotes them.
 """
 
 from __future__ import annotations

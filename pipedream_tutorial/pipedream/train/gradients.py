@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +24,12 @@ from pipedream.train.oracle import TrainResult, Watcher, train
 from pipedream.train.trainer import StageTrainer, Weights
 
 Gradients = list[list[torch.Tensor]]
+"""By stage, then in the order of the stage's parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchGradients:
-    """One microbatch's gradients, by stage and then in the order of the stage's parameters."""
+    """One microbatch's gradients."""
 
     microbatch: int
     computed: Gradients
@@ -88,30 +90,13 @@ def exact_gradient(
 
 
 def watch_gradients(
-    name: str,
-    see: Callable[[MicrobatchGradients], None],
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    layers_per_stage: int,
-    learning_rate: float,
-    num_batches: int,
-    seed: int,
-    every: int = 1,
+    name: str, see: Callable[[MicrobatchGradients], None], *, every: int = 1, **settings: Any
 ) -> TrainResult:
-    """oracle.train, with `see` called for every `every`-th microbatch when all stages have run its
-    backward pass."""
-    return train(
-        name,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        layers_per_stage=layers_per_stage,
-        learning_rate=learning_rate,
-        num_batches=num_batches,
-        seed=seed,
-        watch=_watcher(build_task(seed=seed), num_microbatches, see, every),
-        trainer_class=_RecordingTrainer,
-    )
+    """oracle.train with these settings; `see` is called for every `every`-th microbatch when all
+    stages have run its backward pass."""
+    task = build_task(seed=settings["seed"])
+    watch = _watcher(task, settings["num_microbatches"], see, every)
+    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer)
 
 
 def _watcher(
@@ -124,32 +109,25 @@ def _watcher(
         kind, stage, i = op
         if i % every or kind == INPUT_GRADIENT:
             return
-        if kind == FORWARD:
-            used[i][stage] = _copied(trainers[stage].in_flight[i].weights)
-            return
         trainer = trainers[stage]
+        if kind == FORWARD:
+            used[i][stage] = _copied(trainer.in_flight[i].weights)
+            return
         assert isinstance(trainer, _RecordingTrainer)
         newest[i][stage] = trainer.newest
         if len(newest[i]) < len(trainers):
             return
-        forward, last = used.pop(i), newest.pop(i)
-        stages = range(len(trainers))
         modules = [t.module for t in trainers]
         inputs, target = task.microbatch(i)
-
-        def gradient(weights: list[Weights]) -> Gradients:
-            return exact_gradient(modules, weights, inputs, target, batch_size)
-
-        used_at, applied_to = [forward[s] for s in stages], [last[s][1] for s in stages]
-        exact = gradient(used_at)
-        see(
-            MicrobatchGradients(
-                microbatch=i,
-                computed=[last[s][0] for s in stages],
-                exact=exact,
-                current=exact if _equal(used_at, applied_to) else gradient(applied_to),
-            )
-        )
+        used_at = [weights for _, weights in sorted(used.pop(i).items())]
+        last = [found for _, found in sorted(newest.pop(i).items())]
+        applied_to = [weights for _, weights in last]
+        exact = exact_gradient(modules, used_at, inputs, target, batch_size)
+        current = exact
+        if not _equal(used_at, applied_to):
+            current = exact_gradient(modules, applied_to, inputs, target, batch_size)
+        computed = [gradients for gradients, _ in last]
+        see(MicrobatchGradients(microbatch=i, computed=computed, exact=exact, current=current))
 
     return watch
 
@@ -160,38 +138,22 @@ def _equal(ours: Sequence[Weights], theirs: Sequence[Weights]) -> bool:
     )
 
 
-def errors_of(gradients: MicrobatchGradients) -> MicrobatchError:
+def errors_of(found: MicrobatchGradients) -> MicrobatchError:
     """Relative errors of one microbatch's gradients."""
-    computed, exact, current = gradients.computed, gradients.exact, gradients.current
-    by_stage = [_squares(a, b) for a, b in zip(computed, exact, strict=True)]
-    error = _relative(list(chain(*by_stage)))
+    computed = list(chain(*found.computed))
     return MicrobatchError(
-        microbatch=gradients.microbatch,
-        relative_error=error,
-        per_stage=tuple(map(_relative, by_stage)),
-        staleness_error=error
-        if current is exact
-        else relative_difference(list(chain(*computed)), list(chain(*current))),
+        microbatch=found.microbatch,
+        relative_error=relative_difference(computed, list(chain(*found.exact))),
+        per_stage=tuple(map(relative_difference, found.computed, found.exact)),
+        staleness_error=relative_difference(computed, list(chain(*found.current))),
     )
 
 
 def relative_difference(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
     """Norm of the difference by the norm of `exact`, over all tensors; infinite where that is no
     number."""
-    return _relative(_squares(found, exact))
-
-
-def _squares(
-    found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
-) -> list[tuple[float, float]]:
-    """Of each tensor the squared norm of the difference, and that of what is exact."""
-    return [
-        (float((a - b).square().sum()), float(b.square().sum()))
-        for a, b in zip(found, exact, strict=True)
-    ]
-
-
-def _relative(squares: Sequence[tuple[float, float]]) -> float:
-    off, norm = (math.fsum(column) for column in zip(*squares, strict=True))
+    pairs = list(zip(found, exact, strict=True))
+    off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
+    norm = math.fsum(float(b.square().sum()) for _, b in pairs)
     error = math.sqrt(off / norm) if norm > 0 else math.nan
     return error if math.isfinite(error) else math.inf

@@ -6,7 +6,6 @@ out however it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,29 +80,15 @@ def build_task(
     return Task(inputs=inputs.to(dtype), targets=targets, microbatch_size=microbatch_size)
 
 
-def evaluate(
-    stages: Sequence[nn.Module], weights: Sequence[dict[str, torch.Tensor]], task: Task
-) -> float:
-    """Mean cross-entropy over all samples, in nats, of stages run with the given weights."""
-    x = task.inputs
-    with torch.no_grad():
-        for stage, own in zip(stages, weights, strict=True):
-            x = torch.func.functional_call(stage, own, (x,), tie_weights=False)
-        return float(nn.functional.cross_entropy(x, task.targets))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Size:
-    """What fixes the shape of every weight."""
+    """What fixes the shape of every weight; `heads` divides `hidden`."""
 
     num_layers: int
-    """Transformer blocks."""
     hidden: int
     heads: int
-    """Attention heads; they divide `hidden`."""
     vocabulary: int = 50257
     seq_len: int = 1024
-    """Longest sequence, the number of learned positions."""
 
 
 GPT2_SIZES: dict[str, GPT2Size] = {

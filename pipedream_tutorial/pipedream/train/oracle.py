@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Sched
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.train.models import Task, build_stages, build_task
-from pipedream.train.trainer import StageTrainer, Weights
+from pipedream.train.trainer import Loss, StageTrainer, Weights
 
 Watcher = Callable[[Op, list[StageTrainer]], None]
 
@@ -44,6 +45,7 @@ def build_trainers(
     num_microbatches: int,
     learning_rate: float,
     cut: bool = False,
+    loss: Loss = nn.functional.cross_entropy,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> list[StageTrainer]:
     """One trainer a stage; the last one has the loss. `cut`: backward passes in two halves."""
@@ -57,7 +59,7 @@ def build_trainers(
             batch_size=batch_size,
             num_microbatches=num_microbatches,
             learning_rate=learning_rate,
-            loss=nn.functional.cross_entropy if stage == last else None,
+            loss=loss if stage == last else None,
             cut=cut,
         )
         for stage, module in enumerate(stages)
@@ -80,7 +82,10 @@ def run_schedule(
     outputs: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> what F gave
     gradients: dict[tuple[int, int], torch.Tensor | None] = {}  # what B or I gave
     last = len(trainers) - 1
-    for op in _in_time_order(schedule) if order is None else order:
+    if order is None:
+        timeline = simulate(schedule, build_costs(schedule))
+        order = (op for event in timeline.all_events() for op in event.item.parts)
+    for op in order:
         kind, stage, i = op
         trainer = trainers[stage]
         inputs, target = task.microbatch(i)
@@ -94,11 +99,6 @@ def run_schedule(
             trainer.weight_gradient(i)
         if watch is not None:
             watch(op, trainers)
-
-
-def _in_time_order(schedule: Schedule) -> Iterator[Op]:
-    timeline = simulate(schedule, build_costs(schedule))
-    return (op for event in timeline.all_events() for op in event.item.parts)
 
 
 def train(
@@ -129,13 +129,15 @@ def train(
         trainer_class=trainer_class,
     )
     run_schedule(schedule, trainers, build_task(seed=seed), watch)
-    by_microbatch = trainers[-1].losses
-    batches = [
-        [float(by_microbatch[b * num_microbatches + i]) for i in range(num_microbatches)]
-        for b in range(num_batches)
-    ]
     return TrainResult(
-        losses=[sum(batch) / len(batch) for batch in batches],
+        losses=batch_losses(trainers[-1].losses, num_microbatches, num_batches),
         weights=[trainer.weights for trainer in trainers],
         peak_versions=[trainer.peak_versions for trainer in trainers],
     )
+
+
+def batch_losses(losses: Mapping[int, Any], m: int, num_batches: int) -> list[float]:
+    """Mean loss of each batch of m microbatches, from those of the microbatches."""
+    return [
+        sum(float(losses[i]) for i in range(b * m, (b + 1) * m)) / m for b in range(num_batches)
+    ]

@@ -9,6 +9,14 @@ from pipedream.draw.terminal import bold, print_wrapped
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES
 
+TRAINING_KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
+TRAINING_NOTES = (
+    "final loss: mean of the last batches that hold every sample once. gradient off: what the "
+    "backward passes gave against autograd through the whole model, relative; at the weights that "
+    "the microbatch's own forward pass used, and at the newest ones, which are updated. Medians "
+    "over every third microbatch."
+)
+
 
 def print_training(config: dict[str, Any]) -> None:
     """Train a small model under each weight policy, or under the schedule that was named."""
@@ -23,20 +31,27 @@ def print_training(config: dict[str, Any]) -> None:
             "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
         )
         return
-    print_training_heading(config)
+    print(
+        bold(
+            f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} "
+            f"stages, {config['steps']} batches of {config['num_microbatches']} microbatches, SGD "
+            f"at {config['learning_rate']:g}"
+        )
+    )
+    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
+    print(
+        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
+    )
     import torch  # takes seconds, while the tables above are read
 
     from pipedream.train.studies import TRAINED, compare_training
 
     torch.set_num_threads(1)
+    settings = {key: config[key] for key in TRAINING_KEYS}
     refused = []
     for one in TRAINED if name == "all" else [name]:
         try:
-            (row,) = compare_training(
-                schedule_names=[one],
-                num_batches=config["steps"],
-                **{key: config[key] for key in TRAINING_KEYS},
-            )
+            (row,) = compare_training([one], num_batches=config["steps"], **settings)
         except UserError as error:
             refused.append(f"{SCHEDULES[one].title}: {error}")
             continue
@@ -50,27 +65,3 @@ def print_training(config: dict[str, Any]) -> None:
     for text in refused:
         print_wrapped("Not trained: ", text)
     print_wrapped("", TRAINING_NOTES)
-
-
-def print_training_heading(config: dict[str, Any]) -> None:
-    heading = (
-        f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} stages, "
-        f"{config['steps']} batches of {config['num_microbatches']} microbatches, SGD at "
-        f"{config['learning_rate']:g}"
-    )
-    print(bold(heading))
-    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
-    print(
-        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
-    )
-
-
-TRAINING_KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
-
-
-TRAINING_NOTES = (
-    "final loss: mean of the last batches that hold every sample once. gradient off: what the "
-    "backward passes gave against autograd through the whole model, relative; at the weights that "
-    "the microbatch's own forward pass used, and at the newest ones, which are updated. Medians "
-    "over every third microbatch."
-)

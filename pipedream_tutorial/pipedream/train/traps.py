@@ -44,6 +44,13 @@ def copy_into_data(module: nn.Module, gradients: list[torch.Tensor]) -> None:
         parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
+WAYS: dict[str, Update] = {
+    "p.data = new": replace_data,
+    "optimizer.step()": step_optimizer,
+    "p.data.copy_(new)": copy_into_data,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """What the backward pass after an update gave."""
@@ -102,12 +109,7 @@ def _gradients(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 def main() -> None:
     """Print what each way of updating does to the gradient of the microbatch in flight."""
     print("Forward pass, update of the weights, backward pass. The gradient's error:")
-    ways: dict[str, Update] = {
-        "p.data = new": replace_data,
-        "optimizer.step()": step_optimizer,
-        "p.data.copy_(new)": copy_into_data,
-    }
-    for text, update in ways.items():
+    for text, update in WAYS.items():
         for kind, build in (("Linear", linear_stage), ("Linear and LayerNorm", normed_stage)):
             print(f"  {text:18} {kind:21} {_describe(run_trap(build, update))}")
     print("Only p.data.copy_(new) is training without stashing, whatever the layers.")

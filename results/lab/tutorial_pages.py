@@ -1,10 +1,11 @@
-"""TEST_RESULTS.md, the tables in README.md and COMPARISON.md, and the pictures of records.
+"""The tutorial's TEST_RESULTS.md, the tables in its pages, and its pictures of records.
 
-    python -m pipedream.results --write
-    python -m pipedream.results --check
+    python results/lab/tutorial_pages.py --write
+    python results/lab/tutorial_pages.py --check
 
---write makes all of it anew from records/, the closed forms and the simulator. --check writes
-nothing and ends with code 1 where a page or a picture is not what --write would make.
+--write makes all of it anew from pipedream_tutorial/records/, the closed forms and the simulator:
+type it after any change of a schedule, a formula or a record. --check writes nothing and ends with
+code 1 where a page or a picture is not what --write would make.
 
 In a page, what stands between `<!-- table: NAME -->` and `<!-- end -->` is made here.
 """
@@ -20,14 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tutorial_checkout  # noqa: F401
 from pipedream.config import FOLDER
-from pipedream.errors import UserError, nearest
-from pipedream.results.tables import bubble_table, cut_table
-from pipedream.results.text import describe, printed, render_page
-from pipedream.results.traffic import comparison_table
+from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.record import RECORD_FORMAT
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
+from tutorial_tables import bubble_table, cut_table
+from tutorial_text import describe, printed, render_page
+from tutorial_traffic import comparison_table
 
 PAGES = ("README.md", "QUICKSTART.md", "COMPARISON.md")
 ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "cpu-runtime-zero-bubble.json")
@@ -205,7 +207,11 @@ def main() -> None:
         return
     names = stale(FOLDER)
     if names:
-        fix = "type python -m pipedream.results --write"
+        fix = "type python results/lab/tutorial_pages.py --write"
         print(f"error: not up to date: {', '.join(names)}; {fix}", file=sys.stderr)
         sys.exit(1)
     print("all is up to date")
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+import tutorial_checkout  # noqa: F401
 from pipedream.schedules.catalogue import SCHEDULES, title_of
 
 Record = Mapping[str, Any]
@@ -26,8 +27,9 @@ def study_intro(study: Record) -> list[str]:
     ]
     return [
         wrapped(
-            f"Made by `{study['command']}` in {study['cpu_seconds']:.0f} s of CPU time. A residual "
-            f"network is trained under each order with SGD, in {study['dtype']}."
+            "Made by `python results/lab/tutorial_staleness.py` in "
+            f"{study['cpu_seconds']:.0f} s of CPU time. A residual network is trained under each "
+            f"order with SGD, in {study['dtype']}."
         ),
         wrapped(
             "How far a microbatch's gradient is from autograd's, at the weights that its forward "

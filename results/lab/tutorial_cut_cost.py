@@ -1,8 +1,8 @@
 """What a backward pass in two halves costs: (I + W) / B, measured on this machine's CPU.
 
-    python -m pipedream.train.cut_cost records/cpu-cut.json
+    python results/lab/tutorial_cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-Blocks of GPT-2, one thread. Three ways of cutting: ours (cut.py), torch's own helpers for its
+Blocks of GPT-2, one thread. Three ways of cutting: ours (train/cut.py), torch's own helpers for its
 pipelines, and asking autograd twice. All take turns with the whole pass, so that what else the
 machine does meets all alike; times are medians.
 """
@@ -19,16 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipedream.errors import UserError, errors_in_one_line, main_with_errors
-
-with errors_in_one_line():  # torch may be missing
-    import torch
-    from torch import nn
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    from pipedream.schedules.policies import POLICIES
-    from pipedream.train.models import GPT2_SIZES, gpt2_layers
-    from pipedream.train.trainer import StageTrainer
+import torch
+import tutorial_checkout  # noqa: F401
+from pipedream.errors import UserError, main_with_errors
+from pipedream.schedules.policies import POLICIES
+from pipedream.train.models import GPT2_SIZES, gpt2_layers
+from pipedream.train.trainer import StageTrainer
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 SETTINGS: dict[str, Any] = {"model": "gpt2", "blocks": 2, "sequences": 2, "tokens": 128}
 REPEATS = 30
@@ -135,11 +133,11 @@ def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "one path in a folder that exists is needed",
-            "type python -m pipedream.train.cut_cost records/cpu-cut.json",
+            "type python results/lab/tutorial_cut_cost.py pipedream_tutorial/records/cpu-cut.json",
         )
     ways = measure()
     record = {
-        "command": f"python -m pipedream.train.cut_cost {sys.argv[1]}",
+        "command": f"python results/lab/tutorial_cut_cost.py {sys.argv[1]}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipedream.results.tables import (
-    LOSS_INTRO,
-    final_loss_table,
-    gradient_table,
-    study_intro,
-    wrapped,
-)
+import tutorial_checkout  # noqa: F401
 from pipedream.runtime.record import (
     goal_of,
     makespan_error,
@@ -22,6 +16,7 @@ from pipedream.runtime.record import (
     waited_for_host,
 )
 from pipedream.schedules.catalogue import title_of
+from tutorial_tables import LOSS_INTRO, final_loss_table, gradient_table, study_intro, wrapped
 
 Record = Mapping[str, Any]
 
@@ -81,8 +76,8 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "# Measured results",
         wrapped(verdict(records)),
         wrapped(
-            "Made by `python -m pipedream.results --write` from [records/](records/), which hold "
-            "command, machine and versions."
+            "Made by `python results/lab/tutorial_pages.py --write` from [records/](records/), "
+            "which hold command, machine and versions."
         ),
         "## Prediction against measurement",
         wrapped(

@@ -1,1 +1,0 @@
-"""What keeps the pages true to records and formulas."""
