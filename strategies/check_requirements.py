@@ -7,7 +7,7 @@ from pathlib import Path
 try:
     from packaging.requirements import Requirement
 except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 
 def missing(lines: list[str]) -> list[str]:

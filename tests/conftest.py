@@ -44,7 +44,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
     """This environment without launcher variables, without GPUs, without the network's Hub."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = [str(ROOT), str(ROOT / "results" / "lab")]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     environment.update(extra)

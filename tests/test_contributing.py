@@ -102,7 +102,11 @@ def test_config_key():
 
 def test_measurement(folder):
     file = folder / "results/lab/first_evaluation.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "results/lab")]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     answer = subprocess.run(
         [sys.executable, "-P", file] if sys.version_info >= (3, 11) else [sys.executable, file],
         cwd=folder,

@@ -63,7 +63,8 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) 
             if not is_whole(folder, say=True):
                 _fill(folder, corpus, tokenizer, by_line=not pack)
     except OSError as error:
-        what, fix = f"the token cache {cache_dir} cannot be written", "set output_dir elsewhere"
+        what = f"the token cache {cache_dir} cannot be written"
+        fix = "set output_dir elsewhere"
         raise UserError(what, str(error), fix) from None
     return folder
 
@@ -139,7 +140,8 @@ def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
 def _fill_split(
     building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
 ) -> None:
-    note, eos = _note(building, split), np.array([tokenizer.eos_id])
+    note = _note(building, split)
+    eos = np.array([tokenizer.eos_id])
     with contextlib.ExitStack() as stack:
         done, arrays = _open_arrays(building, split, tokenizer)
         ids, starts, counts = (stack.enter_context(array) for array in arrays)
@@ -197,13 +199,15 @@ def _encode(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch, size = list[Piece](), 0
+    batch = list[Piece]()
+    size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text) + 64  # a short piece costs something, too
         if size > _BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -213,7 +217,8 @@ class _GrowingArray:
 
     def __init__(self, path: Path, dtype: type, length: int) -> None:
         """Keep the first `length` entries; ValueError where there are fewer."""
-        self._dtype, self._length = np.dtype(dtype), length
+        self._dtype = np.dtype(dtype)
+        self._length = length
         self._file = path.open("r+b" if path.exists() else "w+b")
         self._write_header(0)  # numpy leaves room for a longer one
         end = self._file.tell() + length * self._dtype.itemsize

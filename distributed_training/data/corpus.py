@@ -19,7 +19,8 @@ from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 
-EMBEDDED, PROSE = "embedded", "embedded-prose"
+EMBEDDED = "embedded"
+PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that hold tests, vendored code or generated tables, not prose or code.
@@ -141,7 +142,8 @@ def ask_hub(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
 
 
 def _read_from_hub(key: str, dataset: str) -> Corpus:
-    splits, what = ask_hub(key, dataset, download=True), f"{key}={dataset!r}"
+    splits = ask_hub(key, dataset, download=True)
+    what = f"{key}={dataset!r}"
     if "train" not in splits:
         raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
     used = {split: splits[split] for split in ("train", "validation") if split in splits}
@@ -210,7 +212,8 @@ def read_embedded() -> list[str]:
 def read_prose() -> list[str]:
     """The sentences of the pydoc topics, a paragraph a line: no code, grammar, tables or titles.
     Topics repeat each other, which would put what validates into what trains: each comes once."""
-    found, seen = list[str](), set[str]()
+    found = list[str]()
+    seen = set[str]()
     for text in _shuffle(_read_topics()):
         parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
         new = [part for part in dict.fromkeys(parts) if part not in seen and _is_prose(part)]

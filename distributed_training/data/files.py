@@ -82,7 +82,8 @@ def read_blocks(path: Path) -> Iterator[str]:
             try:
                 text = held + decoder.decode(data, final=not more)
             except UnicodeDecodeError as error:
-                byte, place = error.object[error.start], position - begun + error.start
+                byte = error.object[error.start]
+                place = position - begun + error.start
                 why = f"{error.encoding}: {error.reason}, 0x{byte:02x} in position {place}"
                 raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
             position += len(data)

@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
-RUNNING, TEXT, PROMPT, MESSAGES = "running text", "text", "prompt", "messages"
+RUNNING = "running text"
+TEXT = "text"
+PROMPT = "prompt"
+MESSAGES = "messages"
 ANSWERS = (PROMPT, MESSAGES)  # forms of which only a part is learnt
 ASSISTANT = "assistant"
 _EXAMPLES = {
@@ -28,7 +31,8 @@ _EXAMPLES = {
     MESSAGES: '{"messages": [{"role": "user", "content": "..."}, '
     '{"role": "assistant", "content": "..."}]}',
 }
-_MIN, _MAX = 2**15, 2**20  # characters of a piece
+_MIN = 2**15
+_MAX = 2**20  # characters of a piece
 _BREAK = re.compile(r"(?<=\S)[ \n]")
 
 
@@ -47,9 +51,12 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
     Byte-level BPE joins no character with a space or line feed after it, so these are where a text
     may be cut. One without any for a million characters is cut there.
     """
-    rest, start, piece = "", 0, None
+    rest = ""
+    start = 0
+    piece = None
     for block in blocks:
-        rest, start = rest[start:] + block, 0
+        rest = rest[start:] + block
+        start = 0
         while len(rest) - start > _MIN:
             found = _BREAK.search(rest, start + _MIN, start + _MAX)
             if found is None and len(rest) - start < _MAX:
@@ -57,7 +64,8 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
             end = found.start() if found else start + _MAX
             if piece is not None:
                 yield Piece(piece, eos=False, ends=False)
-            piece, start = rest[start:end], end
+            piece = rest[start:end]
+            start = end
     if piece is not None and start < len(rest):
         yield Piece(piece, eos=False, ends=False)
         piece = None
@@ -102,7 +110,9 @@ def cut_record(record: Any, form: str, where: str) -> list[Piece]:
 
 
 def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
-    messages, pieces, before = record.get(MESSAGES), list[Piece](), ""
+    messages = record.get(MESSAGES)
+    pieces = list[Piece]()
+    before = ""
     if not isinstance(messages, list):
         raise _wrong(where, MESSAGES, MESSAGES, "list")
     for message in messages:

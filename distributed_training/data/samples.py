@@ -43,7 +43,8 @@ class Samples:
     def take(self, first: int, last: int) -> Samples:
         """Samples first..last-1, without copying tokens."""
         learnt = None if self.learnt is None else self.learnt[first:last]
-        starts, lengths = self.starts[first:last], self.lengths[first:last]
+        starts = self.starts[first:last]
+        lengths = self.lengths[first:last]
         return replace(self, starts=starts, lengths=lengths, learnt=learnt)
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +54,8 @@ class Samples:
         targets = np.full((len(indices), self.seq_len), IGNORE_INDEX, dtype=np.int64)
         for row, index in enumerate(indices):
             if index != EMPTY:
-                start, length = self.starts[index], self.lengths[index]
+                start = self.starts[index]
+                length = self.lengths[index]
                 after = slice(start + 1, start + length + 1)
                 inputs[row, :length] = self.tokens[start : start + length]
                 learnt = True if self.counts is None else self.counts[after]
@@ -127,7 +129,8 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
     asked = config.num_samples
     wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
     if wanted > len(train):
-        what, fix = f"num_samples={wanted} is more than the dataset has", f"at most {len(train)}"
+        what = f"num_samples={wanted} is more than the dataset has"
+        fix = f"at most {len(train)}"
         raise UserError(what, why, f"set num_samples to {fix}, or to auto or -1 for all")
     if wanted != -1:
         train = train.take(0, wanted)
@@ -148,9 +151,11 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
         starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
         lengths = np.broadcast_to(np.int64(seq_len), len(starts))
     else:
-        starts, lengths = texts[:-1], np.minimum(np.diff(texts) - 1, seq_len)
+        starts = texts[:-1]
+        lengths = np.minimum(np.diff(texts) - 1, seq_len)
         if not (kept := lengths > 0).all():
-            starts, lengths = starts[kept], lengths[kept]
+            starts = starts[kept]
+            lengths = lengths[kept]
     if counts is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id)
     # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
@@ -158,7 +163,9 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
     learnt = np.add.reduceat(counts, edges[:-1] if edges[-1] == len(ids) else edges, dtype=np.int64)
     learnt = learnt[::2]
     kept = learnt > 0
-    starts, lengths, learnt = starts[kept], lengths[kept], learnt[kept]
+    starts = starts[kept]
+    lengths = lengths[kept]
+    learnt = learnt[kept]
     return Samples(ids, starts, lengths, seq_len, padding_id, counts, learnt)
 
 

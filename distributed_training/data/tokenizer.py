@@ -37,7 +37,8 @@ class Tokenizer:
         vocabulary = self._bpe.get_vocab()
         if END_OF_TEXT not in vocabulary:
             raise UserError(f"tokenizer {folder} has no {END_OF_TEXT} token")
-        self.eos_id, self.num_tokens = vocabulary[END_OF_TEXT], max(vocabulary.values()) + 1
+        self.eos_id = vocabulary[END_OF_TEXT]
+        self.num_tokens = max(vocabulary.values()) + 1
 
     @property
     def fingerprint(self) -> str:

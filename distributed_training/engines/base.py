@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,19 +36,22 @@ class StepResult:
     gradients: torch.Tensor | None = None
 
 
-class Engine(Protocol):
+class Engine(abc.ABC):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
     optimizer: torch.optim.Optimizer
     gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
 
+    @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Forward, backward and one update over *all* micro-batches of the step. The gradient is
         that of (sum of token losses of the global batch) / `num_targets`."""
 
+    @abc.abstractmethod
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""
 
+    @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[1, T] -> [1, T, vocab], no gradient; the same on every rank."""
 
@@ -57,17 +60,21 @@ class Engine(Protocol):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
+    @abc.abstractmethod
     def describe_dtypes(self) -> dict[str, str]:
         """dtype of parameters, gradients, optimizer state and reduction."""
 
+    @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """What this rank holds of weights and Adam's moments, "exp_avg/<name>", fp32 under the
         model's names and shapes (the vocabulary without padding), for a checkpoint. Local."""
 
+    @abc.abstractmethod
     def counters(self) -> dict[str, float]:
         """The rest of the state, the same on every rank: "adam_steps", and for fp16 "loss_scale"
         and "good_steps", those since the last overflow."""
 
+    @abc.abstractmethod
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         """Restore what `state_parts` and `counters` gave under any engine and layout."""
 
@@ -75,9 +82,10 @@ class Engine(Protocol):
         """fp32 tensors that no other rank has, for going on exactly under the same layout."""
         return {}
 
-    def load_own(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `own_state` gave on this rank; after `load`."""
+    def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
+        """Restore what `own_state` gave on this rank, if anything; after `load`."""
 
+    @abc.abstractmethod
     def full_state(self) -> dict[str, torch.Tensor] | None:
         """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""
 
@@ -113,7 +121,8 @@ def collect_stages(
     state: dict[str, torch.Tensor], topology: Topology
 ) -> dict[str, torch.Tensor] | None:
     """Parameters of all stages on rank 0, from the first process of each; None elsewhere."""
-    per_stage, cpu = topology.world_size // topology.pp, torch.device("cpu")
+    per_stage = topology.world_size // topology.pp
+    cpu = torch.device("cpu")
     if topology.rank == 0:
         for sender in range(per_stage, topology.world_size, per_stage):
             shapes: list[dict[str, torch.Size]] = [{}]

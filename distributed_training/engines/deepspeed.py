@@ -45,10 +45,13 @@ class DeepSpeedEngine(base.Engine):
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self.topology, self.plan = topology, plan
-        config, strategy = plan.config, plan.strategy
+        self.topology = topology
+        self.plan = plan
+        config = plan.config
+        strategy = plan.strategy
         names = {parameter: name for name, parameter in model.named_parameters()}
-        tables, rows = set(model.vocabulary_parameters()), model.size.vocab_size
+        tables = set(model.vocabulary_parameters())
+        rows = model.size.vocab_size
         self.copied = tables if model.size.tied else set()
         self.shapes = {  # before they are divided, and without padding
             name: (rows if name in tables else len(parameter), *parameter.shape[1:])
@@ -163,7 +166,8 @@ class DeepSpeedEngine(base.Engine):
         )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
-        adam, scaler = self.optimizer.optimizer, self.optimizer.loss_scaler
+        adam = self.optimizer.optimizer
+        scaler = self.optimizer.loss_scaler
         first, *_ = private.zero_partitions(self.optimizer)
         good = scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0
         return {
@@ -174,13 +178,16 @@ class DeepSpeedEngine(base.Engine):
 
     @torch.no_grad()
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        adam, scaler = self.optimizer.optimizer, self.optimizer.loss_scaler
-        fragments, steps = self._fragments(), int(counters["adam_steps"])
+        adam = self.optimizer.optimizer
+        scaler = self.optimizer.loss_scaler
+        fragments = self._fragments()
+        steps = int(counters["adam_steps"])
         with private.writing_zero(self.optimizer):
             for group in range(len(private.zero_partitions(self.optimizer))):
                 with private.writing_zero_group(self.optimizer, group) as flat:
                     # Moments that are there are written to: whoever keeps them on disk knows them.
-                    state, held = adam.state[flat], {"weight": flat}
+                    state = adam.state[flat]
+                    held = {"weight": flat}
                     state["step"] = self._adam_steps(steps, flat)
                     for moment in base.MOMENTS:
                         if moment not in state:
@@ -191,7 +198,8 @@ class DeepSpeedEngine(base.Engine):
                         part.set(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
-            scaler.last_overflow_iter, scaler.cur_iter = -1, int(counters["good_steps"])
+            scaler.last_overflow_iter = -1
+            scaler.cur_iter = int(counters["good_steps"])
         if self.plan.strategy.steps_on_host:
             private.restore_cpu_adam_powers(adam, **base.ADAM)
 
@@ -229,7 +237,9 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
         """Takes modules over from `model`, which is of no use afterwards. Collective."""
-        self.loss, self.project, self.vocab_size = model.loss, model.project, model.size.vocab_size
+        self.loss = model.loss
+        self.project = model.project
+        self.vocab_size = model.size.vocab_size
         self.scale = 1.0
         start = model.stage(range(0), is_first=True, is_last=False)
         norm, *rows = [model.get_submodule(name) for name in model.last_modules]
@@ -287,9 +297,11 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         logits = self._evaluate(input_ids, None)
         if logits is None:
-            shape, dtypes = (*input_ids.shape, self.model.vocab_size), self.engine.get_data_types()
+            shape = (*input_ids.shape, self.model.vocab_size)
+            dtypes = self.engine.get_data_types()
             logits = torch.empty(shape, dtype=dtypes[0], device=self.topology.device)
-        grid, logits = self.engine.grid, logits.contiguous()
+        grid = self.engine.grid
+        logits = logits.contiguous()
         last = grid.stage_to_global(self.topology.pp - 1)
         dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
         return logits

@@ -57,9 +57,12 @@ class NativeEngine(base.Engine):
     """Composes the mechanisms of parallel/ in one visible order and steps AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
-        config, layout = plan.config, plan.layout
-        self.config, self.topology = config, topology
-        self.compute_dtype, self.size = model.compute_dtype, model.size
+        config = plan.config
+        layout = plan.layout
+        self.config = config
+        self.topology = topology
+        self.compute_dtype = model.compute_dtype
+        self.size = model.size
         self.tp_parts = plan.tp_parts
         # DDP works over the default group, as it does in everybody's script.
         self.copies_only = topology.dp_size == topology.world_size == topology.dp_replicate
@@ -80,7 +83,8 @@ class NativeEngine(base.Engine):
         self.overlaps = bool(config.async_tp) and can_overlap(self.tp_group)
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
         self.remembered: Any = None  # what compressing gradients has lost so far
-        self.module, *_ = [self._spread(part, mesh) for part in stages.values()]
+        modules = [self._spread(part, mesh) for part in stages.values()]
+        self.module = modules[0]  # the whole model, where there is no pipeline
         self.parameters = list(self.parts.parameters())
         # Now: after an evaluation these are FSDP's gathered, rounded copies.
         self.named = [(part, list(part.named_parameters())) for part in stages.values()]
@@ -109,7 +113,8 @@ class NativeEngine(base.Engine):
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
         """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
-        topology, config = self.topology, self.config
+        topology = self.topology
+        config = self.config
         terms: set[str] = set()
         part.to(topology.device)
         if topology.tp > 1:
@@ -119,7 +124,7 @@ class NativeEngine(base.Engine):
         if config.compile:
             apply_compile(part, ends=topology.tp == 1, whole=config.compile == "whole")
         if self.copies_only and topology.world_size > 1:
-            return self._replicate(part)
+            return self.replicate(part)
         if topology.dp_size > 1:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
@@ -128,7 +133,7 @@ class NativeEngine(base.Engine):
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 
-    def _replicate(self, part: Decoder) -> nn.Module:
+    def replicate(self, part: Decoder) -> nn.Module:
         """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
         options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
         options |= ddp_options(self.config, self.topology.device_type)
@@ -177,7 +182,7 @@ class NativeEngine(base.Engine):
             self.pipeline.add_tied_gradients()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return own_sum, *self._update()
+        return own_sum, *self.update()
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
@@ -195,7 +200,7 @@ class NativeEngine(base.Engine):
             loss_sum += loss.detach()
         return loss_sum
 
-    def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale, clip, step (not where fp16 gradients overflowed or, with on_nonfinite=skip, are
         not finite); the norms before clipping."""
         for parameter, local in self.local.items():
@@ -276,7 +281,8 @@ class NativeEngine(base.Engine):
                 writes = name not in copied and number % copies == place
                 held = {"weight": parameter, **self.optimizer.state.get(self.local[parameter], {})}
                 for kind in ("weight", *filter(held.__contains__, base.MOMENTS)):
-                    local, shape = local_part(held[kind]), (rows, *parameter.shape[1:])
+                    local = local_part(held[kind])
+                    shape = (rows, *parameter.shape[1:])
                     yield part_of(f"{kind}/{name}", local, shape, start, writes=writes)
 
     def counters(self) -> dict[str, float]:
@@ -295,7 +301,8 @@ class NativeEngine(base.Engine):
                 state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
         for part in self.state_parts():
             part.set(saved.read(part))
-        self.loss_scale, self._good_steps = counters["loss_scale"], int(counters["good_steps"])
+        self.loss_scale = counters["loss_scale"]
+        self._good_steps = int(counters["good_steps"])
         self.step.forget(NUM_EAGER_STEPS)
 
     def own_state(self) -> dict[str, torch.Tensor]:

@@ -127,7 +127,8 @@ def find_model(name: str) -> ModelSpec:
     known = {size: family for family in FAMILIES for size in _load(family).sizes()}
     if name in known:
         family = _load(known[name])
-        size, hub_id = family.sizes()[name], getattr(family, "HUB_IDS", {}).get(name)
+        size = family.sizes()[name]
+        hub_id = getattr(family, "HUB_IDS", {}).get(name)
         return ModelSpec(label=name, family=known[name], size=size, hub_id=hub_id)
     folder = user_path("model", name).resolve()
     if (folder / "config.json").is_file():
@@ -140,13 +141,15 @@ def find_model(name: str) -> ModelSpec:
         return ModelSpec(label=folder.name, family=family, size=size, weights_dir=folder)
     path, _, chosen = name.partition(":")
     folder = user_path("model", path).resolve()
-    names, wanted = list(known), name
+    names = list(known)
+    wanted = name
     if (folder / "__init__.py").is_file():
         sizes = _load(str(folder)).sizes()
         label = chosen or next(iter(sizes))
         if label in sizes:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
-        names, wanted = [f"{folder}:{size}" for size in sizes], f"{folder}:{label}"
+        names = [f"{folder}:{size}" for size in sizes]
+        wanted = f"{folder}:{label}"
     why = f"model is {', '.join(names)}, 'auto', or a folder with config.json or __init__.py"
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
 

@@ -61,7 +61,8 @@ class Decoder(nn.Module):
 
     def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.size, self.dropout = size, dropout
+        self.size = size
+        self.dropout = dropout
         self.is_first = self.is_last = True
         self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
         # What follows the last norm, to be compiled or replaced.
@@ -120,7 +121,8 @@ class Decoder(nn.Module):
         for name, value in vars(self).items():  # settings; modules have names of their own below
             if not name.startswith("_"):
                 setattr(part, name, value)
-        part.is_first, part.is_last = is_first, is_last
+        part.is_first = is_first
+        part.is_last = is_last
         for name in self.first_modules if is_first else ():
             setattr(part, name, getattr(self, name))
         part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
@@ -162,7 +164,8 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], f
     model.to_empty(device="cpu")
 
     def fill(index: int, named: tuple[str, nn.Parameter]) -> None:
-        name, values = named[0], named[1].data
+        name = named[0]
+        values = named[1].data
         if values.dim() < 2:
             values.fill_(0.0 if name.endswith("bias") else 1.0)
         else:

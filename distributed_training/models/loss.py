@@ -40,7 +40,7 @@ class ChunkedCrossEntropy:
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
         compute = loss_and_gradient
-        self.compute = torch.compile(compute) if compiled else compute
+        self.compute = torch.compile(compute, dynamic=False) if compiled else compute
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
@@ -48,8 +48,8 @@ class ChunkedCrossEntropy:
         if torch.is_grad_enabled():
             return _Chunked.apply(x, weight, targets, vocab_size, self)
         pieces = zip(x.flatten(0, -2).split(self.tokens), self._split(targets), strict=True)
-        each = [summed_cross_entropy(part, weight, aims, vocab_size) for part, aims in pieces]
-        return torch.stack(each).sum()
+        losses = [summed_cross_entropy(part, weight, own, vocab_size) for part, own in pieces]
+        return torch.stack(losses).sum()
 
     def _split(self, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return targets.flatten().split(self.tokens)
@@ -58,15 +58,16 @@ class ChunkedCrossEntropy:
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(summed loss, its gradients by x [N, D] and by weight [P, D])."""
-        of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=x.device)
-        chunks = (x.split(self.tokens), self._split(targets), of_x.split(self.tokens))
-        for part, aims, of_part in zip(*chunks, strict=True):
-            loss, of_logits = self.compute(F.linear(part, weight), aims, vocab_size)
+        chunks = (x.split(self.tokens), self._split(targets), grad_x.split(self.tokens))
+        for part, own, grad_part in zip(*chunks, strict=True):
+            loss, grad_logits = self.compute(F.linear(part, weight), own, vocab_size)
             total += loss
-            torch.mm(of_logits, weight, out=of_part)
-            of_weight += of_logits.t() @ part
-        return total, of_x, of_weight.to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_part)
+            grad_weight += grad_logits.t() @ part
+        return total, grad_x, grad_weight.to(weight.dtype)
 
 
 class _Chunked(torch.autograd.Function):
@@ -78,8 +79,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
-        of_x, of_weight = ctx.saved_tensors
-        return of_x * scale, of_weight * scale, None, None, None
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * scale, grad_weight * scale, None, None, None
 
 
 def loss_and_gradient(
@@ -88,9 +89,9 @@ def loss_and_gradient(
     """Logits [N, P], targets [N] -> (summed loss, fp32 scalar; its gradient, like the logits)."""
     z = mask_padding(logits.float(), vocab_size)
     normaliser = torch.logsumexp(z, -1, keepdim=True)
-    counts = (targets != IGNORE_INDEX)[:, None]
-    right = torch.arange(z.shape[1], device=z.device) == targets[:, None]
-    of_target = torch.where(right, z, 0.0).sum(-1, keepdim=True)
-    loss = torch.where(counts, normaliser - of_target, 0.0).sum()
-    gradient = torch.where(counts, torch.exp(z - normaliser) - right.float(), 0.0)
+    loss_mask = (targets != IGNORE_INDEX)[:, None]
+    one_hot = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+    target_logit = torch.where(one_hot, z, 0.0).sum(-1, keepdim=True)
+    loss = torch.where(loss_mask, normaliser - target_logit, 0.0).sum()
+    gradient = torch.where(loss_mask, torch.exp(z - normaliser) - one_hot.float(), 0.0)
     return loss, gradient.to(logits.dtype)

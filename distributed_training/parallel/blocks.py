@@ -36,6 +36,11 @@ def apply_chunked_loss(model: Decoder, tokens: int, *, compiled: bool) -> None:
         model.loss = ChunkedCrossEntropy(tokens, compiled=compiled)
 
 
+# A block that meets another shape is compiled again for it. Left to itself torch would then make
+# shapes symbolic, which DTensors cannot be (torch 2.11), and which runs slower.
+_compile = functools.partial(torch.compile, dynamic=False)
+
+
 def apply_compile(model: Decoder, *, ends: bool, whole: bool = False) -> None:
     """Compile every block's forward, all of which share one graph, and what follows the last norm,
     in place. With `ends`, what precedes and follows the blocks, too: not where ZeRO-3's hooks
@@ -43,18 +48,18 @@ def apply_compile(model: Decoder, *, ends: bool, whole: bool = False) -> None:
     fuses what lies between blocks. A loss in chunks has compiled its own part."""
     chunked = isinstance(model.loss, ChunkedCrossEntropy)
     if whole:
-        model.hidden = torch.compile(model.hidden)  # type: ignore[method-assign]
+        model.hidden = _compile(model.hidden)  # type: ignore[method-assign]
     else:
         for block in model.blocks.values():
-            block.forward = torch.compile(block.forward)
+            block.forward = _compile(block.forward)
         if ends:
-            model.enter = torch.compile(model.enter)
+            model.enter = _compile(model.enter)
     if ends and not chunked:
-        model.leave = torch.compile(model.leave)
+        model.leave = _compile(model.leave)
     elif ends and model.is_last:
-        model.norm_out.forward = torch.compile(model.norm_out.forward)
+        model.norm_out.forward = _compile(model.norm_out.forward)
     elif not chunked:
-        model.loss = torch.compile(model.loss)
+        model.loss = _compile(model.loss)
 
 
 def apply_fsdp(

@@ -37,7 +37,8 @@ def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
     """fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]: of each row the exact values, their
     places, the scale of the rest, the rest."""
     places = x.abs().topk(num_exact, dim=1).indices
-    exact, rest = x.gather(1, places), x.scatter(1, places, 0.0)
+    exact = x.gather(1, places)
+    rest = x.scatter(1, places, 0.0)
     scale = rest.abs().amax(1, keepdim=True) / LEVELS
     small = (rest / scale.where(scale > 0, 1.0)).round().to(torch.int8)
     parts = (exact, places.to(torch.int32), scale, small)
@@ -49,7 +50,8 @@ def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
     sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
     whole = torch.contiguous_format
     parts = [part.clone(memory_format=whole) for part in message.split(sizes, dim=1)]
-    exact, scale = parts[0].view(torch.float32), parts[2].view(torch.float32)
+    exact = parts[0].view(torch.float32)
+    scale = parts[2].view(torch.float32)
     places = parts[1].view(torch.int32).long()
     return (parts[3].view(torch.int8) * scale).scatter(1, places, exact)
 
@@ -65,7 +67,9 @@ class TopkInt8:
 
 def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean of a bucket's gradients over all processes, nearly. Two collectives over them."""
-    flat, index, count = bucket.buffer(), bucket.index(), dist.get_world_size()
+    flat = bucket.buffer()
+    index = bucket.index()
+    count = dist.get_world_size()
     part = -(-flat.numel() // count)
     k = num_exact(part, state.share)
     own = flat.new_zeros(count * part)
@@ -124,7 +128,8 @@ def ddp_options(config: RunConfig, device_type: str) -> dict[str, Any]:
 def forget(remembered: Any) -> None:
     """Begin anew: with nothing lost, in a DDP that has arranged its buckets."""
     if isinstance(remembered, TopkInt8):
-        remembered.lost, remembered.lost_of_means = {}, {}
+        remembered.lost = {}
+        remembered.lost_of_means = {}
     else:
         remembered.iter = FIRST_POWERSGD_STEP
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,14 @@ def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> N
 
 
 @torch.no_grad()
-def average(tensors: list[torch.Tensor]) -> None:
+def average(tensors: Sequence[torch.Tensor]) -> None:
     """Replace each tensor by its mean over all processes, in one all-reduce."""
     _all_reduce(tensors, None, dist.get_world_size())
 
 
-def _all_reduce(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int) -> None:
+def _all_reduce(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, divisor: int
+) -> None:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= divisor
@@ -71,7 +73,8 @@ def global_norm(
         return torch.linalg.vector_norm(each), each
     alike: dict[int, list[torch.Tensor]] = {}
     for parameter, norm in zip(parameters, norms, strict=True):
-        gradient, num_parts = parameter.grad, 1  # different ones, over the ranks of the stage
+        gradient = parameter.grad
+        num_parts = 1  # different ones, over the ranks of the stage
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
             num_parts = math.prod(size for size, place in sizes if not place.is_replicate())

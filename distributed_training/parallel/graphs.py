@@ -31,7 +31,9 @@ class StepGraph:
         num_eager_steps: int | None,
     ) -> None:
         """`num_eager_steps` come before the capture; None: every step is launched op by op."""
-        self.step, self.device, self.left = step, device, num_eager_steps
+        self.step = step
+        self.device = device
+        self.left = num_eager_steps
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             self.copies = torch.cuda.Stream(device)
@@ -66,7 +68,8 @@ class StepGraph:
     def forget(self, num_eager_steps: int) -> None:
         """Capture again: state has moved. Without effect where steps are launched op by op."""
         if self.graph is not None:
-            self.graph, self.left = None, num_eager_steps
+            self.graph = None
+            self.left = num_eager_steps
 
     def stop(self) -> None:
         """From now on launch every step op by op."""
@@ -86,7 +89,9 @@ class StepGraph:
 
     def _capture(self, tensors: list[torch.Tensor]) -> None:
         """Record a step without running it, on every rank or on none. Collective."""
-        self.inputs, graph, failure = [t.clone() for t in tensors], torch.cuda.CUDAGraph(), ""
+        self.inputs = [t.clone() for t in tensors]
+        graph = torch.cuda.CUDAGraph()
+        failure = ""
         try:
             # Other threads, such as NCCL's watchdog, may go on asking how far the GPU has come.
             with torch.cuda.graph(

@@ -40,16 +40,24 @@ class Pipeline:
         self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
         """`stages`: those of this process. `group`: the processes of its pipeline."""
-        config, ranks, device = plan.config, plan.layout.ranks, topology.device
-        self.stages, self.ranks, self.group, self.device = stages, ranks, group, device
+        config = plan.config
+        ranks = plan.layout.ranks
+        device = topology.device
+        self.stages = stages
+        self.ranks = ranks
+        self.group = group
+        self.device = device
         self.tp_parts = plan.tp_parts
         some = next(iter(stages.values()))
-        self.size, self.dtype = some.size, some.compute_dtype or torch.float32
-        self.first, self.last = stages.get(0), stages.get(len(ranks) - 1)
+        self.size = some.size
+        self.dtype = some.compute_dtype or torch.float32
+        self.first = stages.get(0)
+        self.last = stages.get(len(ranks) - 1)
         self._scale = torch.ones((), device=device)
         other = topology.new_pipeline_group()
         # NCCL connects two processes at their first message and waits for both: here, at once.
-        place, count = dist.get_rank(other), dist.get_world_size(other)
+        place = dist.get_rank(other)
+        count = dist.get_world_size(other)
         peers = [dist.get_global_rank(other, (place + i) % count) for i in (1, -1)]
         numbers = torch.zeros(4, device=device).split(1)
         _exchange(other, zip(peers, numbers[:2], numbers[2:], strict=True))
@@ -63,11 +71,13 @@ class Pipeline:
             later = None
             if cost.SCHEDULES[config.pipeline_schedule].splits_backward:
                 later = WeightGradients(stage, device, self.tp_parts).take
-            given, made = ids if stage.is_first else hidden, loss if stage.is_last else hidden
+            given = ids if stage.is_first else hidden
+            made = loss if stage.is_last else hidden
             shape: Any = (stage, index, len(ranks), device, given, made)
             wrapped.append(TwoWayStage(*shape, group=group, dw_builder=later))
             wrapped[-1].other = other
-        kind, order = SCHEDULES[config.pipeline_schedule], dict[str, Any]()
+        kind = SCHEDULES[config.pipeline_schedule]
+        order = dict[str, Any]()
         if issubclass(kind, GivenOrder):
             order = {"orders": find_orders(plan), "spans": expect_spans(plan)}
         self.schedule = kind(
@@ -182,7 +192,8 @@ class RoundedWeights:
             [local_part(parameter) for parameter in self.parameters],
         )
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            copy.grad, parameter.grad = parameter.grad, None
+            copy.grad = parameter.grad
+            parameter.grad = None
         self._put(self.copies)
 
     def __exit__(self, *_error: object) -> None:

@@ -44,7 +44,8 @@ resolve_process_group = dist.distributed_c10d._resolve_process_group
 
 def first_index(tensor: DTensor) -> tuple[int, ...]:
     """Where this process's part of a tensor begins."""
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
 
 
@@ -167,7 +168,8 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
-    place, first = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+    place = mapping.hp_fragment_address
+    first = mapping.lp_fragment_address.start
     return mapping.param_group_index, place.start, first, place.numel
 
 
@@ -270,5 +272,6 @@ def forget_pipeline_grid() -> None:
 
 def shared_reduce_buffer(rank: int) -> Path:
     """The file of the buffer through which processes without a GPU reduce (DeepSpeed's shm.cpp)."""
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     return Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")

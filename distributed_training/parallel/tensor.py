@@ -183,17 +183,17 @@ class _SplitCrossEntropy(torch.autograd.Function):
         own = torch.where(mine, x.gather(1, local[:, None])[:, 0] - top, 0.0)
         sums = torch.stack([exponentials.sum(dim=1), own])
         total, own = all_reduce_functional(sums, "sum", group).unbind(0)
-        counted = targets != IGNORE_INDEX
-        ctx.save_for_backward(exponentials / total[:, None], local, mine & counted, counted)
+        loss_mask = targets != IGNORE_INDEX
+        ctx.save_for_backward(exponentials / total[:, None], local, mine & loss_mask, loss_mask)
         ctx.dtype = logits.dtype
-        return torch.where(counted, total.log() - own, 0.0).sum()
+        return torch.where(loss_mask, total.log() - own, 0.0).sum()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        probabilities, local, mine, counted = ctx.saved_tensors
-        of_logits = probabilities * counted[:, None]
-        of_logits = of_logits.scatter_add(1, local[:, None], -mine[:, None].float())
-        return (of_logits * gradient).to(ctx.dtype), None, None, None, None
+        probabilities, local, mine, loss_mask = ctx.saved_tensors
+        grad_logits = probabilities * loss_mask[:, None]
+        grad_logits = grad_logits.scatter_add(1, local[:, None], -mine[:, None].float())
+        return (grad_logits * gradient).to(ctx.dtype), None, None, None, None
 
 
 split_cross_entropy = _SplitCrossEntropy.apply

@@ -70,19 +70,23 @@ def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ..
     """(where this process's part of a parameter begins, the process's place among those that hold
     the same part, how many these are)."""
     start: tuple[int, ...] = (0,) * parameter.dim()
-    axes, others = set[str](), list[tuple[int, int]]()
+    axes = set[str]()
+    others = list[tuple[int, int]]()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        start, axes = first_index(parameter), set(mesh.mesh_dim_names or ())
+        start = first_index(parameter)
+        axes = set(mesh.mesh_dim_names or ())
         places = zip(mesh.get_coordinate() or (), mesh.shape, parameter.placements, strict=True)
         others = [(place, size) for place, size, layout in places if layout.is_replicate()]
     if not axes & {"dp_replicate", "dp_shard"}:
         others.append((topology.dp_rank, topology.dp_size))
     if "tp" not in axes:
         others.append((topology.tp_rank, topology.tp))
-    place, copies = 0, 1
+    place = 0
+    copies = 1
     for along, size in others:
-        place, copies = place * size + along, copies * size
+        place = place * size + along
+        copies = copies * size
     return start, place, copies
 
 
@@ -93,7 +97,8 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     header: dict[str, Any] = {}
     end = 0
     for part in parts:
-        begin, end = end, end + _bytes_of(part)
+        begin = end
+        end = end + _bytes_of(part)
         place = {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": [begin, end]}
         header[part.name] = place
     places = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
@@ -103,7 +108,8 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     with open(path, "wb") as file:
         for data in _contents(text, parts):
             file.write(data)
-            checksum, size = zlib.crc32(data, checksum), size + len(data)
+            checksum = zlib.crc32(data, checksum)
+            size = size + len(data)
             del data  # or the part would stay in memory beside the next one
         file.flush()
         os.fsync(file.fileno())
@@ -126,7 +132,8 @@ class HostMemory:
             return
         torch.cuda.set_device(gpu)  # a thread's own choice; else the driver would open the first
         self.memory.zero_()  # the kernel hands out pages as they are first written to
-        address, runtime = self.memory.data_ptr(), torch.cuda.cudart()
+        address = self.memory.data_ptr()
+        runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
         self.page_locked = code == runtime.cudaError.success
         if self.page_locked:
@@ -222,7 +229,9 @@ class TensorFiles:
 
         Raises ValueError where a tensor is missing, incomplete or of another shape.
         """
-        stored, start, size = self.stored.get(part.name, []), part.start, part.size
+        stored = self.stored.get(part.name, [])
+        start = part.start
+        size = part.size
         for shape in {found.shape for found in stored}:
             if shape != part.shape:
                 expected = f"{list(shape)} instead of {list(part.shape)}"
@@ -240,7 +249,8 @@ class TensorFiles:
             rows = self._rows(part, start[0], start[0] + size[0])
             columns = zip(start[1:], size[1:], strict=True)
             return rows[(slice(None), *(slice(first, first + n) for first, n in columns))]
-        first, last = start[0] // width, -(-(start[0] + size[0]) // width)
+        first = start[0] // width
+        last = -(-(start[0] + size[0]) // width)
         return self._rows(part, first, last).flatten()[start[0] - first * width :][: size[0]]
 
     def whole(self, name: str) -> torch.Tensor:
@@ -252,7 +262,8 @@ class TensorFiles:
     def _rows(self, part: Part, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` of the part's tensor."""
         rows = torch.empty((last - first, *part.shape[1:]), dtype=part.dtype)
-        flat, width = rows.view(-1), math.prod(part.shape[1:])
+        flat = rows.view(-1)
+        width = math.prod(part.shape[1:])
         origin = (first, *(0 for _ in part.shape[1:]))
         filled = 0
         for found in self.stored[part.name]:

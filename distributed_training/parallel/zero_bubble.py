@@ -33,14 +33,16 @@ class WeightGradients:
         dtype = stage.compute_dtype or torch.float32
         self.start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         for block in stage.blocks.values():
-            linears = [module for module in block.modules() if isinstance(module, Linear)]
+            linears: list[Any] = [each for each in block.modules() if isinstance(each, Linear)]
             for linear in linears:
-                linear.__class__ = _TappedLinear
+                linear.tap = linear.seen = None
+                linear.forward = functools.partial(_forward_tapped, linear)
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def take(self) -> Callable[[], None]:
         """The second part of the backward passes since the last call, to be run once."""
-        products, self.pending = self.pending, []
+        products = self.pending
+        self.pending = []
         return functools.partial(_add_weight_gradients, products)
 
     def _forward(
@@ -66,24 +68,20 @@ class WeightGradients:
         return out
 
 
-class _TappedLinear(Linear):
-    """A Linear that notes its input and gives its output's gradient to the tap, if it has one."""
-
-    tap: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tap is None:
-            return super().forward(x)
-        assert self.seen is None, "a block calls each of its Linears once"
-        self.seen = local_part(x.detach())
-        y = F.linear(x, self.weight.detach().to(x.dtype), self.own_bias(x.dtype))
-        if not isinstance(y, DTensor):
-            return _Tapped.apply(y, self.tap)
-        # The gradient of a sum is that of each of its terms.
-        of_terms = [Replicate() if place.is_partial() else place for place in y.placements]
-        tapped = _Tapped.apply(y.to_local(grad_placements=of_terms), self.tap)
-        return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
+def _forward_tapped(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """A Linear's forward that notes its input and gives its output's gradient to the tap, if the
+    Linear has one."""
+    if linear.tap is None:
+        return Linear.forward(linear, x)
+    assert linear.seen is None, "a block calls each of its Linears once"
+    linear.seen = local_part(x.detach())
+    y = F.linear(x, linear.weight.detach().to(x.dtype), linear.own_bias(x.dtype))
+    if not isinstance(y, DTensor):
+        return _Tapped.apply(y, linear.tap)
+    # The gradient of a sum is that of each of its terms.
+    grad_placements = [Replicate() if place.is_partial() else place for place in y.placements]
+    tapped = _Tapped.apply(y.to_local(grad_placements=grad_placements), linear.tap)
+    return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
 
 
 class _Tapped(torch.autograd.Function):
@@ -109,7 +107,8 @@ class _Taps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
         # The last stage's losses, and with them this node, live until the end of the step.
-        keep, ctx.keep = ctx.keep, None
+        keep = ctx.keep
+        ctx.keep = None
         keep(gradients)
         return None, None, None
 

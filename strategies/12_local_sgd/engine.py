@@ -35,4 +35,6 @@ class OPTIONS(Options):
 
     def bytes_a_parameter(self) -> int:
         """fp32 weights of the last meeting, and the outer momentum."""
-        return 0 if self.averages else 4 + 4 * (self.outer_momentum > 0)
+        if self.averages:
+            return 0
+        return 8 if self.outer_momentum else 4

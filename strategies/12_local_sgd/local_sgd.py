@@ -7,7 +7,8 @@ meeting towards that mean. AdamW's moments stay each replica's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,46 +29,39 @@ class LocalSGD(NativeEngine):
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
-        self.options = plan.options
+        options: Any = plan.options  # engine.py's OPTIONS
+        self.local_steps = options.local_steps
         # Clipping and Adam are not linear: with one local step only the mean of the *gradients*
         # gives what dp computes, and then the weights never part.
-        self.averages_gradients = self.options.local_steps == 1 and self.options.averages
+        self.averages_gradients = options.local_steps == 1 and options.averages
         self.since = 0  # steps since the replicas met
-        self.own: list[torch.Tensor] | None = None  # weights, while the mean is in their place
-        self.outer: torch.optim.SGD | None = None
-        if not self.options.averages:
-            start = [parameter.detach().clone() for parameter in self.parameters]
-            rate, momentum = self.options.outer_lr, self.options.outer_momentum
-            self.outer = torch.optim.SGD(start, rate, momentum, nesterov=momentum > 0)
+        self.own: list[torch.Tensor] = []  # weights, while the mean is in their place
+        self.outer: OuterStep | None = None
+        if not options.averages:
+            self.outer = OuterStep(self.parameters, options.outer_lr, options.outer_momentum)
 
-    def _replicate(self, part: Decoder) -> nn.Module:
+    def replicate(self, part: Decoder) -> nn.Module:
         return part  # no DDP: the backward pass exchanges nothing
 
     def train_step(self, batch: StepBatch) -> StepResult:
         self._take_own()
         return super().train_step(batch)
 
-    def _update(self) -> torch.Tensor:
+    def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.averages_gradients:
-            average([parameter.grad for parameter in self.parameters])
-        norm = super()._update()
-        self.since = (self.since + 1) % self.options.local_steps
+            gradients = [parameter.grad for parameter in self.parameters]
+            average([gradient for gradient in gradients if gradient is not None])
+        norms = super().update()
+        self.since = (self.since + 1) % self.local_steps
         if self.since == 0 and not self.averages_gradients:
             self._meet()
-        return norm
+        return norms
 
     @torch.no_grad()
     def _meet(self) -> None:
         average(self.parameters)
-        if self.outer is None:
-            return
-        start = self.outer.param_groups[0]["params"]
-        for old, mean in zip(start, self.parameters, strict=True):
-            old.grad = old - mean
-        self.outer.step()
-        self.outer.zero_grad()
-        for new, parameter in zip(start, self.parameters, strict=True):
-            parameter.copy_(new)
+        if self.outer is not None:
+            self.outer.step(self.parameters)
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         self._take_mean()
@@ -83,54 +77,85 @@ class LocalSGD(NativeEngine):
 
     def _take_mean(self) -> None:
         """Between two meetings: put the replicas' mean in the place of the weights."""
-        if self.since and self.own is None:
+        if self.since and not self.own:
             self.own = [parameter.detach().clone() for parameter in self.parameters]
             average(self.parameters)
 
     @torch.no_grad()
     def _take_own(self) -> None:
-        for parameter, own in zip(self.parameters, self.own or (), strict=bool(self.own)):
-            parameter.copy_(own)
-        self.own = None
+        if self.own:
+            for parameter, own in zip(self.parameters, self.own, strict=True):
+                parameter.copy_(own)
+            self.own = []
 
     def state_parts(self) -> Iterator[Part]:
         self._take_mean()
         return super().state_parts()
 
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        self.since, self.own = 0, None
+        """The replicas begin together, at the saved mean; `load_own` knows better where it can."""
         super().load(saved, counters)
+        self.since = 0
+        self.own = []
+        if self.outer is not None:
+            self.outer.begin_at(self.parameters)
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Each replica's own weights and moments, and what the outer step remembers."""
         if self.averages_gradients:
             return {}
         state = {"since": torch.tensor([float(self.since)])}
-        for number, parameter in enumerate(self.parameters):
-            held = self.optimizer.state.get(self.local[parameter], {})
-            state |= {f"{name}/{number}": held[name] for name in MOMENTS if name in held}
-            state[f"weight/{number}"] = parameter if self.own is None else self.own[number]
-        for number, start in enumerate(self.outer.param_groups[0]["params"] if self.outer else ()):
-            state[f"start/{number}"] = start
-            if (momentum := self.outer.state[start].get("momentum_buffer")) is not None:
-                state[f"momentum/{number}"] = momentum
+        for name, tensors in self._own_tensors().items():
+            state |= {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
         return state
 
     @torch.no_grad()
     def load_own(self, state: dict[str, torch.Tensor]) -> None:
-        for key, tensor in state.items():
-            name, _, number = key.partition("/")
-            if name == "since":
-                self.since = int(tensor)
-                continue
-            parameter = self.parameters[int(number)]
-            start = self.outer and self.outer.param_groups[0]["params"][int(number)]
-            if name == "momentum":
-                self.outer.state[start]["momentum_buffer"] = tensor.to(start.device)
-            else:
-                held = {
-                    "weight": parameter,
-                    "start": start,
-                    **self.optimizer.state[self.local[parameter]],
-                }
-                held[name].copy_(tensor)
+        if not state:
+            return
+        self.since = int(state["since"])
+        for name, tensors in self._own_tensors().items():
+            for number, tensor in enumerate(tensors):
+                tensor.copy_(state[f"{name}/{number}"])
+
+    def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What no other rank has, by kind; moments only after the first step."""
+        found = {"weight": self.own or list(self.parameters)}
+        adam = [self.optimizer.state.get(self.local[p], {}) for p in self.parameters]
+        found |= {name: [held[name] for held in adam] for name in MOMENTS if name in adam[0]}
+        if self.outer is not None:
+            found |= {"start": self.outer.start, "momentum": self.outer.momenta}
+        return found
+
+
+class OuterStep:
+    """DiLoCo's Nesterov SGD from the weights of the last meeting, with (start - mean) as gradient.
+
+    As torch.optim.SGD(nesterov=True), whose first step has a momentum of 0 to begin with.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], rate: float, momentum: float) -> None:
+        self.rate = rate
+        self.momentum = momentum
+        self.start = [weight.detach().clone() for weight in weights]
+        self.momenta = [torch.zeros_like(weight) for weight in self.start] if momentum else []
+
+    @torch.no_grad()
+    def begin_at(self, weights: Sequence[torch.Tensor]) -> None:
+        """The weights of the last meeting, with nothing remembered of those before."""
+        for start, weight in zip(self.start, weights, strict=True):
+            start.copy_(weight)
+        for velocity in self.momenta:
+            velocity.zero_()
+
+    @torch.no_grad()
+    def step(self, means: Sequence[torch.Tensor]) -> None:
+        """Replace the mean of the replicas' weights by what the outer step makes of it."""
+        for number, (start, mean) in enumerate(zip(self.start, means, strict=True)):
+            update = start - mean
+            if self.momentum:
+                velocity = self.momenta[number]
+                velocity.mul_(self.momentum).add_(update)
+                update = update.add(velocity, alpha=self.momentum)
+            start.sub_(update, alpha=self.rate)
+            mean.copy_(start)

@@ -91,7 +91,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     fix = "give a GPT-2 of the published form, or set weights to random"
     file = folder / "config.json"
     config = parse_as(_Config, load_json(file, "model"), str(file), fix)
-    heads, width = config.num_heads, config.hidden_size
+    heads = config.num_heads
+    width = config.hidden_size
     if width % heads:
         raise UserError(f"{folder}: n_head={heads} does not divide n_embd={width}", fix=fix)
     if config.n_inner not in (None, 4 * width):
@@ -120,7 +121,8 @@ def load(model: Decoder, folder: Path) -> None:
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in stored}
     for ours, values in model.state_dict().items():
         name = _hf_name(ours)
-        tensor, expected = theirs.get(name), _to_hf(name, values.to("meta"), model.size).shape
+        tensor = theirs.get(name)
+        expected = _to_hf(name, values.to("meta"), model.size).shape
         if tensor is None or tensor.shape != expected or not tensor.is_floating_point():
             found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             why = f"{name} ({ours} here) is {found} and should be a float {list(expected)}"

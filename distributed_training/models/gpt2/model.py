@@ -17,7 +17,8 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm in the dtype of its input; its statistics are fp32 inside the kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
