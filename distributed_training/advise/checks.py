@@ -20,6 +20,7 @@ from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.state import estimate_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy
 
@@ -96,7 +97,8 @@ def check_gpu_memory(plan: Plan) -> None:
 
 def check_host_memory(plan: Plan) -> None:
     """Every process builds the model once in fp32; offload adds its share of state."""
-    on_host = plan.state.host + plan.state.on_device * (plan.machine.num_gpus == 0)
+    state = estimate_state(plan)
+    on_host = state.host + state.on_device * (plan.machine.num_gpus == 0)
     needed = (4 * plan.size.num_parameters + on_host) * plan.processes_here
     if needed > plan.machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"

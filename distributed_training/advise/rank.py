@@ -14,11 +14,11 @@ from tqdm import tqdm
 from distributed_training.advise.cluster import Cluster, machine_rates
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model, choose_settings
-from distributed_training.plan.cost import SCHEDULES, schedule_of
 from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import all_meshes, divides, fill_mesh, show_settings
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import SCHEDULES, schedule_of
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, fits, fits_gpu, predict
 from distributed_training.settings.config import AUTO, RunConfig

@@ -36,7 +36,12 @@ def layout_name(plan: Plan) -> str:
 
 def table(choices: Sequence[Choice]) -> str:
     """One row a layout: GiB of the fullest process, in all and by component."""
-    away = any(c.plan.state.host or c.plan.state.disk for c in choices)
+    offloaded = (
+        choice.plan.strategy.offload_device(what) != "none"
+        for choice in choices
+        for what in ("optimizer", "param")
+    )
+    away = any(offloaded)
     rows = [[*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]]
     rows += [_row(choice, away) for choice in choices]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

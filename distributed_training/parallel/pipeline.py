@@ -18,7 +18,6 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.private import GivenOrder, TwoWayStage, foreach_copy_
 from distributed_training.parallel.zero_bubble import WeightGradients
-from distributed_training.plan import cost
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.stages import expect_spans, find_orders
@@ -69,7 +68,7 @@ class Pipeline:
         wrapped = []
         for index, stage in stages.items():
             later = None
-            if cost.SCHEDULES[config.pipeline_schedule].splits_backward:
+            if plan.schedule.splits_backward:
                 later = WeightGradients(stage, device, self.tp_parts).take
             given = ids if stage.is_first else hidden
             made = loss if stage.is_last else hidden

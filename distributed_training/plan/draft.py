@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 from distributed_training.models import find_model
-from distributed_training.plan import cost
 from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import schedule_of
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
-from distributed_training.settings.strategies import Strategy, own_options
+from distributed_training.settings.strategies import Strategy
 
 
 def lay_out(
@@ -31,7 +31,7 @@ def lay_out(
     requested, notes, num_processes = config, list[str](), math.prod(mesh.values())
     model = find_model(config.model)
     layout = build_layout(config, strategy, model.size, mesh)
-    schedule = cost.schedule_of(config, strategy, mesh["pp"])
+    schedule = schedule_of(config, strategy, mesh["pp"])
     batch = cut_batch(config, mesh, schedule)
     size, count, tp = batch.micro_batch_size, batch.num_microbatches, mesh["tp"]
     config = with_values(config, micro_batch_size=size, num_microbatches=count)
@@ -43,7 +43,6 @@ def lay_out(
     offload = output_dir / ".offload"
     if config.offload_dir is not None and strategy.swaps_to_disk:
         offload = user_path("offload_dir", config.offload_dir)
-    own = own_options(config).bytes_a_parameter() + cost.lost_bytes(config, mesh)
     plan = Plan(
         requested=requested,
         config=config,
@@ -54,9 +53,6 @@ def lay_out(
         mesh=mesh,
         batch=batch,
         layout=layout,
-        state=cost.estimate_state_bytes(
-            strategy, layout.num_parameters, config.precision, mesh, own=own
-        ),
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload.absolute() / run_dir.name if strategy.swaps_to_disk else None,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from distributed_training.models import ModelSize
-from distributed_training.plan.cost import Schedule, activation_share, schedule_of
+from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -167,13 +167,16 @@ def cut_batch(config: RunConfig, mesh: Mapping[str, int], schedule: Schedule) ->
 def _choose_count(
     config: RunConfig, mesh: Mapping[str, int], schedule: Schedule, sequences: int
 ) -> int:
-    share = activation_share(mesh["tp"], sequence_parallel=config.sequence_parallel)
+    # Of the 16 values that a block keeps (predict/memory.py), 4 lie between the split layers, where
+    # only sequence parallelism divides them.
+    tp = mesh["tp"]
+    share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
         kept = size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share
         # The loss is computed one micro-batch at a time, its logits divided over tp.
-        return max(kept, size / mesh["tp"]) <= int(config.batch_size)
+        return max(kept, size / tp) <= int(config.batch_size)
 
     counts = schedule.counts(mesh["pp"], sequences)
     fitting = [count for count in counts if fits(count)] or counts[-1:]

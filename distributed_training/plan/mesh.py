@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed_training.models import ModelSize, find_model
-from distributed_training.plan.cost import Schedule, divisors, schedule_of
 from distributed_training.plan.layouts import build_layout, cut_batch
+from distributed_training.plan.schedules import Schedule, divisors, schedule_of
 from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from distributed_training.models import ModelSize, ModelSpec, find_model
-from distributed_training.plan.cost import Schedule, StateBytes, schedule_of
 from distributed_training.plan.layouts import Layout
 from distributed_training.plan.machine import Machine
+from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
@@ -38,7 +38,6 @@ class Plan:
     mesh: dict[str, int]  # sizes of the axes, the slowest with the rank first
     batch: Batch
     layout: Layout
-    state: StateBytes
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such

@@ -1,19 +1,19 @@
 """Memory of one process by component: what a step holds at its fullest moment. No torch import.
 
-State comes from plan/cost.py; here come copies, buffers and activations. A block's activations are
-counted in values of the arithmetic's width for each token and unit of hidden size, tensor by tensor
-as the model (models/gpt2/model.py) and torch.compile keep them.
+State comes from predict/state.py; here come copies, buffers and activations. A block's activations
+are counted in values of the arithmetic's width for each token and unit of hidden size, tensor by
+tensor as the model (models/gpt2/model.py) and torch.compile keep them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distributed_training.plan.cost import lost_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.orders import Order
 from distributed_training.predict.stages import find_orders
+from distributed_training.predict.state import estimate_state, lost_bytes
 from distributed_training.predict.traffic import Formulas
 
 COMPONENTS = (
@@ -78,6 +78,7 @@ class MemoryEstimate:
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
     places = range(plan.mesh["pp"])
+    state = estimate_state(plan)
     on_gpu, several = plan.machine.num_gpus > 0, plan.num_processes > 1
     by_place = tuple(_Process(plan, place).peak() for place in places)
     host = CUDA_HOST_BYTES if on_gpu else HOST_BYTES
@@ -86,7 +87,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     host += TOKENISING_BYTES * (not several and not tokenised)
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     held = max(sum(parts.values()) for parts in by_place) * (not on_gpu)
-    held = round(host + max(held, 4 * plan.size.num_parameters) + PINNED * plan.state.host)
+    held = round(host + max(held, 4 * plan.size.num_parameters) + PINNED * state.host)
     copy = estimate_copy(plan)
     copy *= (held + copy) * plan.processes_here <= plan.machine.ram_bytes
     return MemoryEstimate(
@@ -94,7 +95,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
         context_bytes=(CONTEXT_BYTES + NCCL_BYTES * several) * on_gpu,
         host_bytes=held + copy,
         copy_bytes=copy,
-        disk_bytes=plan.state.disk,
+        disk_bytes=state.disk,
     )
 
 
@@ -105,7 +106,7 @@ def estimate_copy(plan: Plan) -> int:
         return 0
     held = max(_Process(plan, place).parameters for place in range(plan.mesh["pp"]))
     copies = plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]
-    own = plan.options.bytes_a_parameter() + lost_bytes(plan.config, plan.mesh)
+    own = plan.options.bytes_a_parameter() + lost_bytes(plan)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
         own += 12
     return round(held * (12 / copies + own))
@@ -169,7 +170,7 @@ class _Process:
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
         plan, traits, held = self.plan, self.plan.strategy.traits, self.parameters
         scale = held / plan.layout.num_parameters  # of the fullest place, without padding
-        state = plan.state
+        state = estimate_state(plan)
         parts = {
             "parameters": state.parameters * scale,
             "gradients": state.gradients * scale,
@@ -180,7 +181,7 @@ class _Process:
         if traits.rounded_weights:
             parts["copies"] = self._gathered_by_deepspeed()
         elif plan.mesh["pp"] > 1:
-            # What plan/cost.py counts as parameters: shards, and what is gathered or rounded.
+            # What predict/state.py counts as parameters: shards, and what is gathered or rounded.
             copies = parts["parameters"] - 4 * held / self.shards
             parts |= {"parameters": 4 * held / self.shards, "copies": copies}
         elif plan.mesh["dp_replicate"] * self.shards > 1 and self._fsdp:

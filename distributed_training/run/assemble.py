@@ -16,6 +16,7 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
+from distributed_training.predict.state import estimate_state
 from distributed_training.records.display import Display
 from distributed_training.run.launch import Process
 from distributed_training.settings.errors import UserError
@@ -127,7 +128,7 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "dtypes": None,  # known when the engine is built
-        "estimated_state_bytes": asdict(plan.state),
+        "estimated_state_bytes": asdict(estimate_state(plan)),
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from distributed_training.advise.make import draft_plan
 from distributed_training.models.gpt2 import SIZES
-from distributed_training.plan.cost import Schedule, schedule_of
 from distributed_training.plan.layouts import Layout, build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import RunConfig, build_config

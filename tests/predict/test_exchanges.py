@@ -11,6 +11,7 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import best_layout, rank_layouts, under_strategy
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import predict
+from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.conftest import light_pool
@@ -82,7 +83,8 @@ def test_a_step_that_compresses_is_not_captured():
 
 def test_state_bytes():
     def optimizer(**values):
-        return plan_of(**values).state.optimizer / plan_of(strategy="dp").state.optimizer
+        one, dp = (estimate_state(plan_of(**each)) for each in (values, {"strategy": "dp"}))
+        return one.optimizer / dp.optimizer
 
     assert optimizer(strategy="local_sgd") == 1
     assert optimizer(strategy="local_sgd", outer_lr=0.7) == 12 / 8

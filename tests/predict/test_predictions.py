@@ -15,7 +15,7 @@ from distributed_training.advise.checks import check_gpu_memory
 from distributed_training.advise.cluster import machine_rates, parse_cluster, this_machine
 from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
-from distributed_training.plan.cost import SCHEDULES, divisors
+from distributed_training.plan.schedules import SCHEDULES, divisors
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.orders import build_orders, simulate
 from distributed_training.predict.rates import (
@@ -25,6 +25,7 @@ from distributed_training.predict.rates import (
     rates_of,
 )
 from distributed_training.predict.speed import estimate_step
+from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -162,7 +163,7 @@ def test_more_processes_never_raise_the_state_of_one(name, model, tmp_path):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
         words = {"checked": False, "strategy": name, "model": model, "batch_size": 4}
         with contextlib.suppress(UserError):  # not every number of processes has a layout
-            state = plan_for(tmp_path, machine, count, **words).state
+            state = estimate_state(plan_for(tmp_path, machine, count, **words))
             found.append(state.on_device + state.host + state.disk)
     assert len(found) > 2
     assert found == sorted(found, reverse=True)

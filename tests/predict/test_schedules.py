@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from distributed_training.parallel import pipeline
-from distributed_training.plan.cost import NO_PIPELINE, SCHEDULES, divisors, schedule_of
+from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, divisors, schedule_of
 from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.settings.engines import ENGINES
 from distributed_training.settings.files import ROOT

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from distributed_training.parallel import private
-from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.plan import PLAN_AS_JSON
+from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict import stages
 from distributed_training.predict.orders import build_orders, simulate
 from distributed_training.predict.search import search_orders

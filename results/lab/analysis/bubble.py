@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distributed_training.plan.cost import SCHEDULES
+from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.orders import Order, simulate
 
 

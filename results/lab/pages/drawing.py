@@ -6,10 +6,12 @@ holds it. Sizes are those of the plan of a run. No torch import.
 
 from __future__ import annotations
 
-from distributed_training.plan.cost import estimate_state_bytes
+from dataclasses import replace
+
 from distributed_training.plan.layouts import stage_parameters
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
+from distributed_training.predict.state import estimate_state
 from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
@@ -44,10 +46,8 @@ def _line(first: str, cells: list[str]) -> str:
 
 def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
     """(label, bytes of the fullest process, whether dp_shard divides it), by where it lies."""
-    strategy, state = plan.strategy, plan.state
-    undivided = estimate_state_bytes(
-        strategy, plan.layout.num_parameters, plan.config.precision, {**plan.mesh, "dp_shard": 1}
-    )
+    strategy, state = plan.strategy, estimate_state(plan)
+    undivided = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
     away: dict[str, list[str]] = {"host": [], "disk": []}
     places = {"cpu": "host", "nvme": "disk"}
     for name, what in (("parameters", "param"), ("optimizer", "optimizer")):

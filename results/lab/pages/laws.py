@@ -8,9 +8,10 @@ from typing import Any
 
 from distributed_training.advise.cluster import cluster_of
 from distributed_training.advise.make import draft_plan
-from distributed_training.plan.cost import SCHEDULES
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import block_bytes
+from distributed_training.predict.state import estimate_state
 from distributed_training.records.tables import markdown_table
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -53,7 +54,7 @@ def _merged(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
 def _state_of(strategy: str, num_processes: int) -> str:
     with contextlib.suppress(UserError):
         plan = plan_of(strategy, num_processes)
-        return f"{plan.state.on_device / GIB:.1f}"
+        return f"{estimate_state(plan).on_device / GIB:.1f}"
     return NONE
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from distributed_training.plan.cost import activation_share, estimate_state_bytes
+from distributed_training.predict.state import bytes_a_parameter
 from tests.plan.helpers import NAMES
 from tests.support import named_strategy
 
@@ -14,13 +14,12 @@ WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
 PARTS = ("parameters", "gradients", "optimizer", "host", "disk")
 
 
-def state(strategy, precision="bf16", count=1000, **axes):
-    """Bytes a parameter, by part, of a process that holds `count` parameters."""
+def state(strategy, precision="bf16", **axes):
+    """Bytes a parameter, by part."""
     if isinstance(strategy, str):
         strategy = named_strategy(strategy)
-    estimate = estimate_state_bytes(strategy, count, precision, {**WHOLE, **axes})
-    assert estimate.on_device == estimate.parameters + estimate.gradients + estimate.optimizer
-    return tuple(getattr(estimate, part) / count for part in PARTS)
+    each = bytes_a_parameter(strategy, precision, {**WHOLE, **axes})
+    return tuple(each[part] for part in PARTS)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -28,7 +27,7 @@ def test_zero_papers_example(stage, gigabytes):
     """Figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
     document = {"zero_optimization": {"stage": stage}}
     strategy = dataclasses.replace(named_strategy("zero1"), document=document)
-    total = sum(state(strategy, count=7_500_000_000, dp_shard=64)) * 7.5
+    total = sum(state(strategy, dp_shard=64)) * 7.5
     assert total == pytest.approx(gigabytes, abs=0.05)
 
 
@@ -77,10 +76,3 @@ def test_one_process_shards_nothing_and_eight_hold_no_more(name):
     rounded = name in ("pp", "3d")  # a stage's weights, 2 bytes, while a step runs
     assert sum(one) == (18 if on_host or rounded else 16)
     assert sum(eight) < sum(one)
-
-
-def test_share_of_a_blocks_activations():
-    for sequence_parallel in (True, False):
-        assert activation_share(1, sequence_parallel=sequence_parallel) == 1
-    assert activation_share(8, sequence_parallel=True) == 1 / 8
-    assert activation_share(8, sequence_parallel=False) == pytest.approx((10 + 24 / 8) / 34)

@@ -1,0 +1,74 @@
+"""Bytes of model state of a process. No torch import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributed_training.plan.plan import Plan
+from distributed_training.settings.strategies import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Bytes of model state of one process, without activations."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int  # what offload keeps in RAM; `disk` in files
+    disk: int
+
+    @property
+    def on_device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def estimate_state(plan: Plan) -> StateBytes:
+    """Of the process that holds most of the model."""
+    each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
+    each["optimizer"] += plan.options.bytes_a_parameter() + lost_bytes(plan)
+    count = plan.layout.num_parameters
+    return StateBytes(**{part: round(size * count) for part, size in each.items()})
+
+
+def bytes_a_parameter(
+    strategy: Strategy, precision: str, mesh: Mapping[str, int]
+) -> dict[str, float]:
+    """Part of StateBytes -> bytes a parameter of a process's part of the model under tp and pp.
+
+    With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
+    both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8),
+    and of a pipeline's stages also what they gather, or round, for all micro-batches of a step.
+    """
+    width = 4 if precision == "fp32" else 2
+    shards = mesh["dp_shard"]
+    stage = strategy.zero_stage
+    each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
+    if strategy.traits.rounded_weights:
+        each["parameters"] = width / (shards if stage >= 3 else 1)
+        each["gradients"] = width / (shards if stage >= 2 else 1)
+        each["optimizer"] = 12 / (shards if stage >= 1 else 1)
+    elif mesh["pp"] > 1:
+        if mesh["dp_replicate"] * shards > 1 or precision != "fp32":
+            each["parameters"] += width
+        each["gradients"] = 4
+    each |= {"host": 0, "disk": 0}
+    for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
+        device = strategy.offload_device(what)
+        if device != "none":
+            each["disk" if device == "nvme" else "host"] += each[part]
+            each[part] = 0
+    if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
+        each["host"] += 4 / shards
+        each["gradients"] = 0
+    return each
+
+
+def lost_bytes(plan: Plan) -> float:
+    """Bytes a parameter of what compressing gradients has lost and adds to the next."""
+    if plan.config.gradient_compression == "powersgd":
+        return 4
+    if plan.config.gradient_compression == "topk-int8":
+        return 4 + 4 / plan.mesh["dp_replicate"]
+    return 0
