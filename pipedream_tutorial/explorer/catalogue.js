@@ -1,35 +1,128 @@
-// The schedules by name (schedules/catalogue.py), and those that the reader brings: from search,
-// from a CSV, from a trace.
+// The schedules by name (schedules/catalogue.py): what each does, and how long a rank idles.
 "use strict";
 
+// `idle`: of a rank up to the end, for even stages and c = 0 without overlap, where `when` holds; in
+// p, m, v, F, I, W and B = I + W.
 const SCHEDULES = {
-  naive: { build: naive, policy: "flush", title: "Naive" },
-  gpipe: { build: gpipe, policy: "flush", title: "GPipe" },
-  "1f1b": { build: oneFOneB, policy: "flush", title: "1F1B with flush" },
-  "eager-1f1b": { build: eager1F1B, policy: "flush", title: "Eager 1F1B" },
-  pipedream: { build: oneFOneB, policy: "stash", title: "PipeDream" },
+  naive: {
+    build: naive, policy: "flush", title: "Naive", idle: "(p - 1) * m * (F + B)",
+    says: "One microbatch goes through all ranks and back before the next one starts.",
+  },
+  gpipe: {
+    build: gpipe, policy: "flush", title: "GPipe", idle: "(p - 1) * (F + B)",
+    says: "All forward passes, then all backward passes: a rank holds all m microbatches.",
+  },
+  "1f1b": {
+    build: oneFOneB, policy: "flush", title: "1F1B with flush", idle: "(p - 1) * (F + B)",
+    says: "Each backward pass as early as it can run: rank r holds only p-r microbatches.",
+  },
+  "eager-1f1b": {
+    build: eager1F1B, policy: "flush", title: "Eager 1F1B", idle: "(p - 1) * (F + B)",
+    says: "1F1B with more forward passes ahead, so that messages arrive before they are needed.",
+  },
+  pipedream: {
+    build: oneFOneB, policy: "stash", title: "PipeDream", idle: "(p - 1) * (F + B)",
+    says: "1F1B without a flush: an update after each backward pass, and old weights are kept for it.",
+  },
   "pipedream-vertical": {
     build: oneFOneB, policy: "vertical", title: "PipeDream, vertical sync",
+    idle: "(p - 1) * (F + B)",
+    says: "PipeDream, and a microbatch uses the same version of the weights on every stage.",
   },
   "pipedream-no-stash": {
     build: oneFOneB, policy: "in-place", title: "PipeDream, no stashing",
+    idle: "(p - 1) * (F + B)",
+    says: "PipeDream that keeps no old weights: backward passes see newer ones, and gradients are wrong.",
   },
-  "pipedream-2bw": { build: oneFOneB, policy: "2bw", title: "PipeDream-2BW" },
+  "pipedream-2bw": {
+    build: oneFOneB, policy: "2bw", title: "PipeDream-2BW", idle: "(p - 1) * (F + B)",
+    says: "Without a flush, one update a batch, one batch behind: two versions of the weights do.",
+  },
   interleaved: {
     build: interleaved1F1B, policy: "flush", chunks: true, title: "Interleaved 1F1B",
+    idle: "(p - 1) * (F + B) / v", when: "m >= p",
+    says: "Each rank has v shorter stages, so that the pipeline fills v times as fast; more messages.",
   },
-  "zb-h1": { build: zbH1, policy: "flush", title: "ZB-H1" },
-  "zb-h2": { build: zbH2, policy: "flush", title: "ZB-H2" },
-  "zb-v": { build: zbV, policy: "flush", title: "ZB-V" },
-  "v-half": { build: vHalf, policy: "flush", title: "V-Half" },
-  "v-min": { build: vMin, policy: "flush", title: "V-Min" },
-  "dualpipe-v": { build: dualpipeV, policy: "flush", title: "DualPipeV" },
-  dualpipe: { build: dualpipe, policy: "flush", title: "DualPipe" },
-  chimera: { build: chimera, policy: "flush", title: "Chimera" },
+  "zb-h1": {
+    build: zbH1, policy: "flush", title: "ZB-H1",
+    idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
+    says: "The backward pass cut in two: W waits until its rank would idle, in 1F1B's memory.",
+  },
+  "zb-h2": {
+    build: zbH2, policy: "flush", title: "ZB-H2",
+    idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
+    says: "More forward passes ahead: no rank pauses between its first and last operation, in twice the memory.",
+  },
+  "zb-v": {
+    build: zbV, policy: "flush", title: "ZB-V",
+    idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
+    says: "Two stages a rank, down the ranks and up again: ZB-H2's density in 1F1B's memory.",
+  },
+  "v-half": {
+    build: vHalf, policy: "flush", title: "V-Half",
+    says: "ZB-V's two stages a rank, spaced so that a microbatch is gone sooner: half of 1F1B's memory.",
+  },
+  "v-min": {
+    build: vMin, policy: "flush", title: "V-Min",
+    idle: "(4 * p - (p % 3 ? 5 : 3)) * F / 2", when: "F === I && I === W && m >= 2 && p >= 2",
+    says: "As tight as two stages a rank allow: a third of 1F1B's memory, and pauses in between.",
+  },
+  "dualpipe-v": {
+    build: dualpipeV, policy: "flush", title: "DualPipeV",
+    idle: "(p - 1) * (2 * F + I - min(I, W)) / 2", when: "F >= I",
+    says: "Two stages a rank; a forward and a backward pass run as one pair, to hide messages.",
+  },
+  dualpipe: {
+    build: dualpipe, policy: "flush", title: "DualPipe",
+    idle: "(p / 2 - 1) * (2 * F + I - min(I, W))", when: "F >= I",
+    says: "Two copies of the model, filled from both ends of the pipeline; passes run in pairs.",
+  },
+  chimera: {
+    build: chimera, policy: "flush", title: "Chimera",
+    idle: "(p - 2) * (max(F, B) + (m / p - 1) * abs(F - B))",
+    says: "Two copies of the model in opposite directions: each fills the other one's pauses.",
+  },
+};
+const OWN = {
+  search: "Search within the memory limit",
+  csv: "From your file",
+};
+const OWN_SAYS = {
+  search: "Moves single operations and keeps what is not longer, within the memory limit.",
+  csv: "The orders of your file, timed by the same rules.",
 };
 
 function buildSchedule(name, p, m, v = 2) {
   const entry = SCHEDULES[name];
   if (!entry) throw new RuleError(`unknown schedule ${name}`);
   return entry.build(p, m, v);
+}
+
+function titleOf(name) {
+  return SCHEDULES[name]?.title ?? OWN[name];
+}
+
+function policyOf(name) {
+  return POLICIES[SCHEDULES[name]?.policy ?? "flush"];
+}
+
+// What an expression of `idle` or `when` comes to for these choices.
+function evaluate(expression, { p, m, v, F, I, W }) {
+  const numbers = [F, I, W].map((value) => Fraction.parse(value).toNumber());
+  const [f, i, w] = numbers;
+  const formula = new Function(
+    "p", "m", "v", "F", "I", "W", "B", "min", "max", "abs", `return ${expression};`,
+  );
+  return formula(p, m, v, f, i, w, i + w, Math.min, Math.max, Math.abs);
+}
+
+// A sentence on a schedule, and its idle time as a formula, with its value where it holds.
+function aboutOf(name, chosen) {
+  const { says, idle, when = "true" } = SCHEDULES[name] ?? { says: OWN_SAYS[name] };
+  if (!idle) return says;
+  const text = idle.replace(/\(p % 3 \? 5 : 3\)/, "5").replaceAll(" * (", " (").replaceAll(" * ", " ");
+  const even = chosen.scale.length === 0 && Number(chosen.c) === 0 && Number(chosen.saving) === 0;
+  const plain = even && !chosen.cut && !chosen.recompute && !chosen.moves.length && policyOf(name).flushes;
+  const holds = plain && chosen.n === 1 && evaluate(when, chosen);
+  return `${says} A rank idles ${text}` + (holds ? ` = ${shortNumber(evaluate(idle, chosen))}.` : ".");
 }

@@ -22,49 +22,51 @@ const SWITCHES = [
   ["cut", "cut every B into I and W"], ["recompute", "recompute activations (R)"],
 ];
 
-function buildControls(store) {
-  const menus = byId("menus");
+function buildControls(store, say) {
   for (const [key, text] of [["schedule", "Schedule"], ["other", "Compare with"]]) {
     const select = el("select", { id: key, onchange: () => store.change({ [key]: select.value }) });
-    menus.append(el("label", {}, text, select));
+    byId("menus").append(el("label", {}, text, select));
   }
-  byId("sliders").append(...SLIDERS.map(([key, name, help]) => slider(store, key, name, help)));
-  byId("switches").append(
-    ...SWITCHES.map(([key, name]) => {
-      const box = el("input", { type: "checkbox", id: key });
-      box.onchange = () => store.change({ [key]: box.checked });
-      return el("label", { className: "switch" }, box, name);
-    }),
-  );
+  const sliders = SLIDERS.map(([key, name, help]) => slider(store, say, key, name, help));
+  byId("sliders").append(...sliders);
+  for (const [key, name] of SWITCHES) {
+    const box = el("input", { type: "checkbox", id: key });
+    box.onchange = () => store.change({ [key]: box.checked });
+    byId("switches").append(el("label", { className: "switch" }, box, name));
+  }
   const zoom = el("input", { type: "range", id: "zoom", min: 1, max: 32, step: 1 });
   zoom.oninput = () => store.change({ zoom: Number(zoom.value) });
   byId("switches").append(el("label", { className: "switch" }, "zoom", zoom));
+  byId("rate").onchange = () => enter(store, say, "rate", byId("rate").value);
 }
 
 // A range to drag and a field that takes exact numbers, such as 1/3.
-function slider(store, key, name, help) {
-  const [low, high] = WHOLE[key] ?? RANGES[key];
+function slider(store, say, key, name, help) {
+  const [low, high] = key === "K" ? [0, WHOLE.K[1]] : WHOLE[key] ?? RANGES[key];
   const range = el("input", { type: "range", id: key, min: low, max: high, title: help });
   range.step = key in WHOLE ? 1 : 0.25;
+  range.oninput = () => store.change({ [key]: accepted(key, range.value) });
   const field = el("input", { id: `${key}-field`, className: "field", inputMode: "decimal" });
   field.setAttribute("aria-label", `${name}, ${help}`);
-  range.oninput = () => store.change({ [key]: key in WHOLE ? Number(range.value) : range.value });
-  field.onchange = () => {
-    const value = readField(key, field.value);
-    if (value === null) showField(store.chosen, key, range, field);
-    else store.change({ [key]: value });
-  };
+  field.onchange = () => enter(store, say, key, field.value);
   const label = el("label", { for: key, title: help }, name);
   return el("div", { className: "slider", id: `${key}-box` }, label, range, field);
 }
 
-function readField(key, text) {
-  if (!(key in WHOLE)) return checkDuration(key, text);
-  const [value, [low, high]] = [Number(text), WHOLE[key]];
-  return Number.isInteger(value) && value >= low && value <= high ? value : null;
+// What was typed; where it is refused, the field shows again what holds.
+function enter(store, say, key, text) {
+  try {
+    store.change({ [key]: accepted(key, text) });
+    say("", "same");
+  } catch (error) {
+    if (!(error instanceof RuleError)) throw error;
+    store.change({});
+    say(`error: ${error.message}`, "illegal");
+  }
 }
 
-function showField(chosen, key, range, field) {
+function showField(chosen, key) {
+  const [range, field] = [byId(key), byId(`${key}-field`)];
   const value = Fraction.parse(chosen[key]).toNumber();
   if (!(key in WHOLE)) {
     range.max = Math.max(RANGES[key][1], 2 ** Math.ceil(Math.log2(Math.max(value, 1))));
@@ -77,7 +79,8 @@ function showField(chosen, key, range, field) {
 function fillMenu(select, entries, value) {
   const wanted = entries.map(([name]) => name).join();
   if (select.dataset.entries !== wanted) {
-    select.replaceChildren(...entries.map(([name, text]) => option(name, text)));
+    const options = entries.map(([name, text]) => el("option", { value: name, textContent: text }));
+    select.replaceChildren(...options);
     select.dataset.entries = wanted;
   }
   select.value = value;
@@ -90,19 +93,17 @@ function showControls(chosen, level) {
   const allowed = all.filter(([name]) => !level?.schedules || level.schedules.includes(name));
   fillMenu(byId("schedule"), allowed, chosen.schedule);
   fillMenu(byId("other"), [["", "nothing"], ...own, ["search", OWN.search]], chosen.other);
+  const locked = (key) => Boolean(level) && !level.controls.includes(key);
   for (const [key] of SLIDERS) {
-    showField(chosen, key, byId(key), byId(`${key}-field`));
-    const locked = Boolean(level) && !level.controls.includes(key);
-    byId(key).disabled = byId(`${key}-field`).disabled = locked;
-    byId(`${key}-box`).hidden = locked || !isOfUse(key, chosen);
+    showField(chosen, key);
+    byId(key).disabled = byId(`${key}-field`).disabled = locked(key);
+    byId(`${key}-box`).hidden = locked(key) || !isOfUse(key, chosen);
   }
-  for (const [key] of SWITCHES) {
-    byId(key).checked = chosen[key];
-  }
-  for (const key of ["cut", "recompute"]) {
-    byId(key).parentElement.hidden = Boolean(level) && !level.controls.includes(key);
-  }
+  for (const [key] of SWITCHES) byId(key).checked = chosen[key];
+  for (const key of ["cut", "recompute"]) byId(key).parentElement.hidden = locked(key);
+  byId("uneven").hidden = locked("scale");
   byId("zoom").value = chosen.zoom;
+  byId("rate").value = chosen.rate;
 }
 
 function isOfUse(key, { schedule, other, recompute }) {
@@ -113,42 +114,41 @@ function isOfUse(key, { schedule, other, recompute }) {
 }
 
 // One small slider for each p-th of the layers, or for each stage where a rank has several.
-function showScales(store, level, schedule) {
+function showScales(store, schedule) {
   const { p, scale } = store.chosen;
   const perRank = schedule?.stagesPerRank ?? 1;
   const count = scale.length || p;
-  byId("uneven").hidden = Boolean(level) && !level.controls.includes("scale");
+  const set = (now) => {
+    store.change({ scale: now.length === p && now.every((f) => f === "1") ? [] : now });
+  };
   byId("chunked").parentElement.hidden = perRank === 1 && count === p;
   byId("chunked").checked = count > p;
   byId("chunked").onchange = () => {
     const parts = byId("chunked").checked ? p * perRank : p;
-    const now = Array.from({ length: parts }, (_, k) => scale[Math.floor((k * count) / parts)] ?? "1");
-    store.change({ scale: parts === p && now.every((f) => f === "1") ? [] : now });
+    set(Array.from({ length: parts }, (_, k) => scale[Math.floor((k * count) / parts)] ?? "1"));
   };
   const box = byId("scales");
   if (box.children.length !== count) {
-    box.replaceChildren(...Array.from({ length: count }, (_, part) => partSlider(store, part)));
+    box.replaceChildren(...Array.from({ length: count }, () => {
+      const range = el("input", { type: "range", min: 0.25, max: 4, step: 0.25 });
+      return el("label", {}, el("span"), range, el("output"));
+    }));
   }
   const ranks = schedule?.chains[0].length === count ? rankOfPlaces(schedule) : null;
   [...box.children].forEach((label, part) => {
-    const value = Fraction.parse(scale[part] ?? "1").toNumber();
-    const [range, shown] = [label.querySelector("input"), label.querySelector("output")];
-    label.firstChild.textContent = `part ${part}` + (ranks ? `, rank ${ranks[part]}` : "");
+    const factor = scale[part] ?? "1";
+    const value = Fraction.parse(factor).toNumber();
+    const [name, range, shown] = label.children;
+    name.textContent = `part ${part}` + (ranks ? `, rank ${ranks[part]}` : "");
     range.step = Number.isInteger(value * 4) ? 0.25 : "any";
     range.value = value;
-    shown.textContent = `× ${scale[part] ?? "1"}`;
+    range.oninput = () => {
+      const now = scale.length ? [...scale] : new Array(p).fill("1");
+      now[part] = range.value;
+      set(now);
+    };
+    shown.textContent = `× ${factor}`;
   });
-}
-
-function partSlider(store, part) {
-  const range = el("input", { type: "range", min: 0.25, max: 4, step: 0.25 });
-  range.oninput = () => {
-    const { p, scale } = store.chosen;
-    const now = scale.length ? [...scale] : new Array(p).fill("1");
-    now[part] = range.value;
-    store.change({ scale: now.length === p && now.every((f) => f === "1") ? [] : now });
-  };
-  return el("label", {}, el("span"), range, el("output"));
 }
 
 // The rank of each place in the model.

@@ -12,12 +12,8 @@ function el(tag, properties = {}, ...children) {
     if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
     else made[name] = value;
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
+  made.append(...children);
   return made;
-}
-
-function option(value, text) {
-  return el("option", { value, textContent: text });
 }
 
 function saveFile(name, text, type) {

@@ -11,23 +11,26 @@ function attachFiles(app) {
   for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
     byId(id).onchange = async () => {
       const [file] = byId(id).files;
-      if (file) refusable(app, load.bind(null, app, await file.text(), file.name));
+      if (file) await openFile(app, load, file);
       byId(id).value = "";
     };
   }
   document.addEventListener("dragover", (event) => event.preventDefault());
-  document.addEventListener("drop", async (event) => {
+  document.addEventListener("drop", (event) => {
     event.preventDefault();
     const [file] = event.dataTransfer.files;
-    if (!file) return;
-    const load = file.name.endsWith(".json") ? loadTrace : loadCsv;
-    refusable(app, load.bind(null, app, await file.text(), file.name));
+    if (file) openFile(app, file.name.endsWith(".json") ? loadTrace : loadCsv, file);
   });
+}
+
+async function openFile(app, load, file) {
+  const text = await file.text();
+  refusable(app, () => load(app, text, file.name));
 }
 
 // The file's name; RuleError for what a CSV cannot say.
 function save({ store, pane }) {
-  const { schedule, n } = store.chosen;
+  const { schedule, n } = resolved(store.chosen);
   if (!pane.run) throw new RuleError("there is no order");
   if (!pane.run.policy.flushes) {
     throw new RuleError("it does not flush, and a CSV has no operation that updates weights");
@@ -38,9 +41,9 @@ function save({ store, pane }) {
   return name;
 }
 
-function refusable(app, act, ...rest) {
+function refusable(app, act) {
   try {
-    act(...rest);
+    act();
   } catch (error) {
     if (!(error instanceof RuleError)) throw error;
     app.say(`Not possible: ${error.message}.`, "illegal");
@@ -54,17 +57,18 @@ function loadCsv(app, text, name) {
   app.say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
 }
 
-// The trace's own orders and mean durations are what is predicted; one unit is a millisecond.
+// The trace's own orders and mean durations are what is simulated; one unit is a millisecond.
 function loadTrace(app, text, name) {
   const trace = readTrace(text);
-  const { durations, schedule } = trace;
+  const { durations, schedule, group } = trace;
   const [F, I, W, c] = [..."FIWc"].map((key) => String(durations[key]));
   app.store.change({
     ...fixedBy(schedule), csv: toCsv(schedule), F, I, W, c, level: 0,
     scale: durations.scale.every((f) => f === 1) ? [] : durations.scale.map(String),
   });
   app.setMeasured(trace);
-  app.say(`${name}: the ${trace.group} run lies under the prediction. Durations are its own, in ms.`, "same");
+  const what = `${name}: the ${group} run lies under its simulation, which takes the trace's orders`;
+  app.say(`${what} and mean durations, in ms.`, "same");
 }
 
 function fixedBy(schedule) {

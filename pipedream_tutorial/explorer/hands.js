@@ -1,11 +1,13 @@
-// Pointer and keyboard on a timeline: focus an operation, drag it within its rank.
+// Pointer, finger and keyboard on a timeline: focus an operation, drag it within its rank.
 "use strict";
+
+const LONG_PRESS_MS = 450;
 
 // app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), busy(), onKey(event)}
 function attachHands(pane, app, { editable }) {
   const { canvas } = pane;
-  let pressed = null;
-  attachKeys(pane, app, editable);
+  let pressed = null; // {place, x}: what is held
+  let waiting = null; // {timer, x, y}: a finger that lies still
 
   const pointAt = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -13,13 +15,21 @@ function attachHands(pane, app, { editable }) {
   };
   const under = (event) => {
     if (!pane.run || !pane.layout) return null;
-    const [x, y] = pointAt(event);
-    return itemAt(pane.layout, pane.run.timeline, x, y, pane.scroller.scrollLeft);
+    return itemAt(pane.layout, pane.run.timeline, ...pointAt(event), pane.scroller.scrollLeft);
+  };
+  const stopWaiting = () => {
+    clearTimeout(waiting?.timer);
+    waiting = null;
+  };
+  const pickUp = (event, place) => {
+    pressed = { place, x: pointAt(event)[0] };
+    canvas.setPointerCapture(event.pointerId);
   };
 
   canvas.addEventListener("pointermove", (event) => {
+    const [x, y] = pointAt(event);
+    if (waiting && Math.hypot(x - waiting.x, y - waiting.y) > 8) stopWaiting();
     if (pressed && !app.busy()) {
-      const [x] = pointAt(event);
       if (!pane.drag && Math.abs(x - pressed.x) < 5) return;
       const to = placeFor(pane.layout, pane.run.timeline, pressed.place, x, pane.scroller.scrollLeft);
       aim(pane, app, { rank: pressed.place.rank, from: pressed.place.index, to });
@@ -27,7 +37,7 @@ function attachHands(pane, app, { editable }) {
     }
     const place = event.pointerType === "touch" ? null : under(event);
     canvas.style.cursor = place && editable ? "grab" : "default";
-    if (place && !same(place, pane.focus)) {
+    if (place && (place.rank !== pane.focus?.rank || place.index !== pane.focus.index)) {
       pane.focus = place;
       app.onFocus(pane);
     }
@@ -36,39 +46,44 @@ function attachHands(pane, app, { editable }) {
     const place = under(event);
     pane.focus = place;
     app.onFocus(pane);
-    if (!place || !editable || event.pointerType === "touch" || event.button) return;
-    pressed = { place, x: pointAt(event)[0] };
-    canvas.setPointerCapture(event.pointerId);
+    if (!place || !editable || event.button) return;
+    if (event.pointerType !== "touch") return pickUp(event, place);
+    const [x, y] = pointAt(event);
+    const timer = setTimeout(() => {
+      stopWaiting();
+      if (app.busy()) return;
+      pickUp(event, place);
+      aim(pane, app, { rank: place.rank, from: place.index, to: place.index });
+      app.say("Picked up: drag it along its rank.", "same");
+    }, LONG_PRESS_MS);
+    waiting = { timer, x, y };
   });
-  const release = () => {
+  canvas.addEventListener("pointerup", () => {
+    stopWaiting();
     pressed = null;
     if (pane.drag) drop(pane, app);
-  };
-  canvas.addEventListener("pointerup", release);
+  });
   canvas.addEventListener("pointercancel", () => {
+    stopWaiting();
     pressed = pane.drag = null;
     pane.draw();
   });
-}
-
-function attachKeys(pane, app, editable) {
-  pane.canvas.addEventListener("keydown", (event) => {
+  // A finger that holds an operation neither scrolls the page nor opens a menu.
+  canvas.addEventListener("touchmove", (event) => pressed && event.preventDefault(), { passive: false });
+  canvas.addEventListener("contextmenu", (event) => (pressed || waiting) && event.preventDefault());
+  canvas.addEventListener("keydown", (event) => {
     const plain = !event.ctrlKey && !event.metaKey && !event.altKey;
     if (pane.run && plain && onKey(pane, app, event, editable)) event.preventDefault();
   });
 }
 
-function same(a, b) {
-  return a && b && a.rank === b.rank && a.index === b.index;
-}
-
 // Says what a move would do, and shows where it would go.
 function aim(pane, app, move) {
   if (pane.drag && pane.drag.to === move.to) return;
-  const unmoved = move.to === move.from;
-  const judged = unmoved
-    ? { verdict: "same", text: "Here it is now." }
-    : judge(pane.run.timeline, pane.run.costs, move, pane.chosen.K || Infinity);
+  const judged =
+    move.to === move.from
+      ? { verdict: "same", text: "Here it is now." }
+      : judge(pane.run.timeline, pane.run.costs, move, pane.chosen.K || Infinity);
   pane.drag = { ...move, verdict: judged.verdict, text: judged.text };
   app.say(judged.text, judged.verdict);
   pane.draw();
@@ -90,7 +105,7 @@ function onKey(pane, app, event, editable) {
   if (pane.drag) return onDragKey(pane, app, event, orders);
   const { key } = event;
   if (!pane.focus) {
-    if (!key.startsWith("Arrow")) return false;
+    if (!key.startsWith("Arrow")) return app.onKey(event);
     pane.focus = { rank: orders.findIndex((order) => order.length), index: 0 };
   } else if (key === "ArrowLeft" || key === "ArrowRight" || key === "Home" || key === "End") {
     const last = orders[pane.focus.rank].length - 1;
@@ -101,9 +116,8 @@ function onKey(pane, app, event, editable) {
     pane.focus = neighbour(pane.run.timeline, pane.focus, key === "ArrowUp" ? -1 : 1);
   } else if (key === "Enter" && editable && !app.busy()) {
     const { rank, index } = pane.focus;
-    pane.drag = { rank, from: index, to: index, verdict: "same" };
+    aim(pane, app, { rank, from: index, to: index });
     app.say("Picked up. Left and right move it, Enter puts it down, Escape leaves it.", "same");
-    pane.draw();
     return true;
   } else if (key === "Escape") {
     pane.focus = null;

@@ -1,8 +1,12 @@
 // The page: one state, and everything that is drawn from it.
 "use strict";
 
+const MOST_CELLS = 30000; // Python has no such limit; a page should answer at once.
+const WIDE = matchMedia("(min-width: 1100px)"); // as in style.css: controls left, timelines right
+
+const opened = fromHash(location.hash);
 const store = {
-  chosen: fromHash(location.hash),
+  chosen: opened.chosen,
   change(patch) {
     store.set(changed(store.chosen, patch));
   },
@@ -10,8 +14,7 @@ const store = {
     measured = null;
     player.reset();
     main.focus = main.drag = null;
-    byId("said").textContent = "";
-    byId("said").className = "";
+    say("", "");
     store.set(chosen);
   },
   set(chosen) {
@@ -25,15 +28,18 @@ const store = {
   },
 };
 
-const MOST_CELLS = 30000;
-
 let measured = null;
 let theme = readTheme();
 const main = new Pane(byId("panes"), "Timeline. Arrow keys choose an operation, Enter picks it up.");
 const beside = new Pane(byId("panes"), "Timeline of the schedule beside it");
 const panes = [main, beside];
-const player = new Player((time) => panes.forEach((pane) => pane.draw(time)));
-const searcher = new Searcher((improved) => (improved ? refresh() : showSearch()));
+const player = new Player(
+  (time) => panes.forEach((pane) => pane.draw(time)),
+  () => main.run && main.run.numbers.idle.makespan,
+);
+const searcher = new Searcher((improved) =>
+  improved ? refresh() : showSearch(searcher, store.chosen),
+);
 
 // What the engine says of a schedule, or {error}.
 function attempt(name, chosen, moves) {
@@ -44,11 +50,10 @@ function attempt(name, chosen, moves) {
     return run(name, chosen, { words, moves: searcher.busy ? [] : moves });
   } catch (error) {
     if (!(error instanceof RuleError)) throw error;
-    return { error: `This cannot run: ${error.message}.` };
+    return { error: `error: ${error.message}` };
   }
 }
 
-// Python has no such limit; a page should answer at once.
 function checkSize(name, { p, m, n, v }) {
   const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
   if (count > MOST_CELLS) {
@@ -57,77 +62,58 @@ function checkSize(name, { p, m, n, v }) {
 }
 
 function refresh() {
-  const { chosen } = store;
+  const chosen = resolved(store.chosen);
   const level = LEVELS[chosen.level - 1];
   const result = attempt(chosen.schedule, chosen, chosen.moves);
   const title = titleOf(chosen.schedule) + (chosen.moves.length ? ", changed by you" : "");
-  main.show(title, result, chosen.schedule === "csv" ? measured : null);
+  const about = aboutOf(chosen.schedule, chosen);
+  main.show(title, about, result, chosen.schedule === "csv" ? measured : null);
   beside.box.hidden = !chosen.other;
-  if (chosen.other) beside.show(titleOf(chosen.other), attempt(chosen.other, chosen, []), null);
-  else beside.run = null;
+  beside.run = null;
+  if (chosen.other) {
+    const other = attempt(chosen.other, chosen, []);
+    beside.show(titleOf(chosen.other), aboutOf(chosen.other, chosen), other, null);
+  }
   showControls(chosen, level);
-  showScales(store, level, result.timeline?.schedule);
+  showScales(store, result.timeline?.schedule);
   const trained = result.error ? null : train(result, chosen);
   showTrained(trained, chosen);
-  showSearch();
-  showLimit(result);
+  showSearch(searcher, chosen);
+  showLimit(result, chosen.K);
   byId("undo").disabled = byId("reset").disabled = !chosen.moves.length;
+  byId("link").hidden = true;
   place();
   showFocus(main.focus ? main : beside.focus ? beside : main);
   showLesson(store, result.error ? null : { ...result, trained });
 }
 
 function place() {
+  const chosen = resolved(store.chosen);
   const longest = Math.max(...panes.map((pane) => pane.units));
-  const times = panes.flatMap(({ run: own }) =>
-    own ? [...own.timeline.starts, ...own.timeline.ends].flat().map((t) => t * own.timeline.tick.toNumber()) : [],
-  );
-  panes.forEach((pane) => pane.place(store.chosen, theme, longest));
-  player.setTimes(times);
-  showLegend();
+  showLegend(legendOf(panes, chosen, theme));
+  panes.forEach((pane) => pane.place(chosen, theme, longest, roomForPane()));
+  player.setTimes(panes.flatMap(({ run: own }) => {
+    if (!own) return [];
+    const tick = own.timeline.tick.toNumber();
+    return [...own.timeline.starts, ...own.timeline.ends].flat().map((ticks) => ticks * tick);
+  }));
 }
 
-function showSearch() {
-  const { schedule, other } = store.chosen;
-  byId("searching").hidden = ![schedule, other].includes("search");
-  if (byId("searching").hidden || !searcher.found) return;
-  const { length, bound, tried, tries, ticksPerUnit } = searcher.found;
-  const [best, least] = [length, bound].map((ticks) => shortNumber(ticks / ticksPerUnit));
-  const state = length === bound ? "shortest possible" : `no order takes less than ${least}`;
-  byId("searching").textContent = `Search: ${best} after ${tried} of ${tries} tries; ${state}.`;
+// On a wide window all timelines are in view together.
+function roomForPane() {
+  if (!WIDE.matches) return Infinity;
+  const top = byId("panes").getBoundingClientRect().top + scrollY;
+  const shown = panes.filter((pane) => pane.run).length;
+  return (innerHeight - top - 8) / Math.max(1, shown) - 10;
 }
 
 // A limit binds the search and what is dragged; fixed schedules are only said to exceed it.
-function showLimit(result) {
-  const { K } = store.chosen;
-  const over = [];
-  if (K && !result.error) {
-    result.numbers.peakActivations.forEach((held, rank) => {
-      if (held.toNumber() > K) over.push(rank);
-    });
-  }
+function showLimit(result, limit) {
+  const held = limit && !result.error ? result.numbers.peakActivations : [];
+  const over = held.flatMap((most, rank) => (most.toNumber() > limit ? [rank] : []));
   byId("limit").hidden = !over.length;
-  byId("limit").textContent = `Over the memory limit of ${K} on rank${over.length > 1 ? "s" : ""} ${over.join(", ")}.`;
-}
-
-function showLegend() {
-  const names = {
-    F: "forward", R: "forward again", B: "backward", I: "input gradient", W: "weight gradient",
-  };
-  const ops = panes.flatMap((pane) => pane.run?.timeline.schedule.ops() ?? []);
-  const kinds = Object.keys(names).filter((kind) => ops.some((op) => op.kind === kind));
-  const swatches = kinds.map((kind) => {
-    const box = el("span", { className: "swatch" });
-    box.style.background = fillOf(theme, kind, 0).fill;
-    return el("span", {}, box, `${kind}, ${names[kind]}`);
-  });
-  const several = panes.some((pane) => pane.pale && pane.run && [...pane.pale.values()].some(Boolean));
-  if (several) swatches.push(el("span", {}, "paler: a rank's later stages, or the second copy"));
-  if (store.chosen.byVersion) {
-    const text = "at the foot; above it the version of the weights that a pass runs with (W reads none)";
-    swatches.push(el("span", {}, text));
-  }
-  byId("legend").replaceChildren(...swatches);
+  byId("limit").textContent =
+    `Over the memory limit of ${limit} on rank${over.length > 1 ? "s" : ""} ${over.join(", ")}.`;
 }
 
 function say(text, verdict) {
@@ -143,14 +129,15 @@ function showFocus(pane) {
   byId("detail").hidden = !pane.focus || !pane.run;
   if (byId("detail").hidden) return;
   byId("lines").replaceChildren(...describe(pane).map((line) => el("p", {}, line)));
-  const own = pane === main && !main.measured;
-  byId("earlier").hidden = byId("later").hidden = !own;
+  byId("movers").hidden = pane !== main || Boolean(main.measured);
 }
 
-function move(by) {
+// Moves the operation in focus to the place that `target` gives for its own and the last one.
+function move(target) {
   const { rank, index } = main.focus;
-  const to = index + by;
-  if (hands.busy() || to < 0 || to >= main.run.timeline.schedule.orders[rank].length) return;
+  const last = main.run.timeline.schedule.orders[rank].length - 1;
+  const to = target(index, last);
+  if (hands.busy() || to < 0 || to > last || to === index) return;
   aim(main, hands, { rank, from: index, to });
   drop(main, hands);
 }
@@ -174,26 +161,40 @@ const hands = {
   },
 };
 
+// The address stands in a field, whether or not the browser lets a page use the clipboard.
+async function share() {
+  store.write();
+  const field = byId("link");
+  field.hidden = false;
+  field.value = location.href;
+  const what = "It holds all that you see but a measured run.";
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say(`The address is in the clipboard. ${what}`, "same");
+  } catch { // no clipboard without https, or not allowed
+    field.focus();
+    field.select();
+    say(`The browser gives this page no clipboard: copy the address from the field. ${what}`, "same");
+  }
+}
+
 function attachButtons() {
   byId("undo").onclick = () => store.change({ moves: store.chosen.moves.slice(0, -1) });
   byId("reset").onclick = () => store.change({ moves: [] });
-  byId("earlier").onclick = () => move(-1);
-  byId("later").onclick = () => move(1);
-  byId("share").onclick = async () => {
-    store.write();
-    await navigator.clipboard?.writeText(location.href);
-    say("The address of this page holds all that you see but a trace; it is in the clipboard now.", "same");
-  };
+  byId("earlier").onclick = () => move((index) => index - 1);
+  byId("later").onclick = () => move((index) => index + 1);
+  byId("last").onclick = () => move((index, last) => last);
+  byId("share").onclick = share;
   byId("again").onclick = () => startLevel(store, store.chosen.level);
-  byId("rate").onchange = () => {
-    const rate = checkDuration("rate", byId("rate").value);
-    store.change({ rate: rate ?? store.chosen.rate });
-  };
 }
 
-function start() {
+function showRefused(refused) {
+  if (refused.length) say(`error: ${refused.join("; ")}`, "illegal");
+}
+
+function begin() {
   buildLevelBar(store);
-  buildControls(store);
+  buildControls(store, say);
   attachHands(main, hands, { editable: true });
   attachHands(beside, hands, { editable: false });
   attachFiles({ store, pane: main, say, setMeasured(found) {
@@ -202,16 +203,20 @@ function start() {
   } });
   attachButtons();
   new ResizeObserver(place).observe(byId("panes"));
+  addEventListener("resize", place);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     theme = readTheme();
     place();
   });
   addEventListener("hashchange", () => {
-    store.chosen = fromHash(location.hash);
+    const found = fromHash(location.hash);
+    store.chosen = found.chosen;
     refresh();
+    showRefused(found.refused);
   });
   refresh();
+  showRefused(opened.refused);
 }
 
-start();
+begin();
 window.explorer = { store, main, beside, player, searcher, run }; // for the console, and the tests

@@ -63,6 +63,24 @@ function criticalPath(timeline) {
   return path.reverse();
 }
 
+// By rank and item: how much later, in ticks, it could end without the whole ending later.
+function slackOf({ schedule, wanted, starts, ends, sequence, communication, last }) {
+  const at = placesOf(schedule);
+  const latest = ends.map((line) => line.map(() => last));
+  const lower = (rank, index, time) => {
+    latest[rank][index] = Math.min(latest[rank][index], time);
+  };
+  for (const [rank, index] of [...sequence].reverse()) {
+    const start = latest[rank][index] - (ends[rank][index] - starts[rank][index]);
+    if (index) lower(rank, index - 1, start);
+    for (const need of wanted.ofItem(schedule.orders[rank][index])) {
+      const from = at.get(need);
+      lower(from.rank, from.index, start - (from.rank === rank ? 0 : communication));
+    }
+  }
+  return latest.map((line, rank) => line.map((time, index) => time - ends[rank][index]));
+}
+
 // operation -> {rank, index of its item}
 function placesOf(schedule) {
   const found = new Map();

@@ -1,19 +1,6 @@
 // From what the reader chose to a timeline with its numbers.
 "use strict";
 
-const OWN = {
-  search: "Search within the memory limit",
-  csv: "From your file",
-};
-
-function titleOf(name) {
-  return SCHEDULES[name]?.title ?? OWN[name];
-}
-
-function policyOf(name) {
-  return POLICIES[SCHEDULES[name]?.policy ?? "flush"];
-}
-
 function problemOf(chosen) {
   const schedule = buildSchedule("1f1b", chosen.p, 1);
   return buildProblem(buildCosts(schedule, chosen), chosen.m, Math.min(chosen.K || chosen.m, chosen.m));

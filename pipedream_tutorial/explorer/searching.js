@@ -46,3 +46,12 @@ class Searcher {
     requestAnimationFrame(frame);
   }
 }
+
+function showSearch(searcher, { schedule, other }) {
+  byId("searching").hidden = ![schedule, other].includes("search") || !searcher.found;
+  if (byId("searching").hidden) return;
+  const { length, bound, tried, tries, ticksPerUnit } = searcher.found;
+  const [best, least] = [length, bound].map((ticks) => shortNumber(ticks / ticksPerUnit));
+  const state = length === bound ? "shortest possible" : `no order takes less than ${least}`;
+  byId("searching").textContent = `Search: ${best} after ${tried} of ${tries} tries; ${state}.`;
+}

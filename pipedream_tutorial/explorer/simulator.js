@@ -62,7 +62,7 @@ function buildClock(schedule, costs) {
   return { tick, communication: inTicks(costs.communication), durations };
 }
 
-// {schedule, tick, starts, ends, bounds}: of the last three a list a rank, in its order, in ticks.
+// {schedule, tick, starts, ends, bounds ...}: of the last three a list a rank, in its order, in ticks.
 // A bound is the operation whose end (and sending) fixed the start; null at time 0.
 function simulate(schedule, costs) {
   const wanted = new Needs(schedule);
@@ -71,6 +71,7 @@ function simulate(schedule, costs) {
   const lists = () => schedule.orders.map(() => []);
   const run = {
     schedule, wanted, clock, starts: lists(), ends: lists(), bounds: lists(),
+    sequence: [], // [rank, index] of items, each after all that it needs
     done: new Map(), // operation -> [when it ended, on which rank]
     waiting: new Map(), // operation -> ranks that wait for it
   };
@@ -80,10 +81,10 @@ function simulate(schedule, costs) {
     checkNeeds(schedule, wanted);
     throw deadlock(schedule, run.ends.map((line) => line.length), wanted, run.done);
   }
-  const { starts, ends, bounds } = run;
+  const { starts, ends, bounds, sequence } = run;
   const last = Math.max(...ends.map((line) => line.at(-1) ?? 0));
   const { tick, communication } = clock;
-  return { schedule, wanted, tick, communication, starts, ends, bounds, last };
+  return { schedule, wanted, tick, communication, starts, ends, bounds, sequence, last };
 }
 
 // Run the rank's operations up to the first that has to wait; the ranks that this frees.
@@ -108,6 +109,7 @@ function advance(run, rank) {
     const end = start + clock.durations.get(withoutMicrobatch(item));
     starts.push(start);
     ends.push(end);
+    run.sequence.push([rank, ends.length - 1]);
     run.bounds[rank].push(bound);
     for (const op of item.parts) {
       done.set(op.text, [end, rank]);

@@ -1,98 +1,119 @@
-// What the reader has chosen, and how it is written into the address.
+// What the reader has chosen, what is accepted, and how it is written into the address.
 "use strict";
 
 const START = {
-  schedule: "1f1b", other: "", p: 4, m: 8, v: 2, n: 1,
+  schedule: "1f1b", other: "", p: 4, m: 8, v: 2,
+  n: 0, // batches in a row; 0: one, or four where a schedule has no flush
   F: "1", I: "1", W: "1", c: "0", saving: "0", scale: [], K: 0, tries: 0,
-  recompute: false, kept: "1/20",
-  cut: false, moves: [], csv: "", path: false, arrows: false,
+  recompute: false, kept: "1/20", cut: false, moves: [], csv: "", path: false, arrows: false,
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "0.5",
   zoom: 1, level: 0, solved: [],
 };
-
-const WHOLE = { p: [1, 16], m: [1, 64], v: [1, 8], n: [1, 8], K: [0, 64], tries: [0, 20000] };
+const WHOLE = {
+  p: [1, 16], m: [1, 64], v: [1, 8], n: [1, 8], K: [1, 64], tries: [0, 20000], zoom: [1, 32],
+  level: [0, 6],
+};
 const DURATIONS = ["F", "I", "W", "c", "saving", "kept"];
-
-// A duration as the rules of the scripts accept it; null for what they refuse.
-function checkDuration(key, text) {
-  const value = Fraction.parse(text);
-  if (!value) return null;
-  const most = { saving: 1, kept: 1, rate: 100 }[key] ?? 1e6;
-  const above = ["F", "I", "scale", "rate"].includes(key) ? value.n > 0n : value.n >= 0n;
-  return above && value.toNumber() <= most && value.d < 10n ** 9n ? String(text).trim() : null;
-}
-
-const write = {
-  boolean: (value) => (value ? "1" : "0"),
-  number: String,
-  string: encodeURIComponent,
+const MOST = { saving: 1, kept: 1, rate: 100, scale: 1000 };
+const ABOVE_ZERO = ["F", "I", "scale", "rate"];
+const IN_CONFIG = { // the scripts' names
+  p: "num_stages", m: "num_microbatches", v: "chunks", n: "num_batches", K: "memory",
+  F: "forward", I: "input_gradient", W: "weight_gradient", c: "communication",
+  saving: "overlap_saving", kept: "recompute", scale: "stage_scale", rate: "learning_rate",
 };
 
-function writeList(key, list) {
-  if (key === "moves") return list.map(({ rank, from, to }) => `${rank}.${from}.${to}`).join("_");
-  return list.map(encodeURIComponent).join("_");
+function withoutFlush(name) {
+  return Boolean(name) && !policyOf(name).flushes;
+}
+
+// The choices with the number of batches that they mean.
+function resolved(chosen) {
+  const several = withoutFlush(chosen.schedule) || withoutFlush(chosen.other);
+  return { ...chosen, n: chosen.n || (several ? 4 : 1) };
+}
+
+// A value as the scripts accept it; RuleError, in the command line's words, for what they refuse.
+function accepted(key, given) {
+  const text = String(given).trim();
+  const value = Fraction.parse(text);
+  const name = IN_CONFIG[key] ?? key;
+  const refuse = (kind) => {
+    throw new RuleError(`${name}=${text || "''"} is not accepted; ${name} is ${kind}`);
+  };
+  if (key in WHOLE) {
+    if (key === "K" && /^(none|0)$/i.test(text)) return 0;
+    const [low, high] = WHOLE[key];
+    const number = value?.d === 1n ? value.toNumber() : NaN;
+    if (number >= low && number <= high) return number;
+    refuse(`a whole number from ${low} to ${high}${key === "K" ? ", or None" : ""}`);
+  }
+  const most = MOST[key] ?? 1e6;
+  const above = ABOVE_ZERO.includes(key);
+  const enough = value && (above ? value.n > 0n : value.n >= 0n);
+  if (enough && value.toNumber() <= most && value.d < 10n ** 9n) return text;
+  const range = above ? `above 0, ${most} at most` : `from 0 to ${most}`;
+  return refuse(`a number ${range}, such as 2, 0.5 or 1/3`);
+}
+
+function acceptedChoice(key, text) {
+  const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
+  if (names.includes(text) || (key === "other" && !text)) return text;
+  throw new RuleError(`${key}=${text} is not accepted; ${key} is one of ${names.join(", ")}`);
 }
 
 function toHash(chosen) {
-  const parts = [];
-  for (const [key, value] of Object.entries(chosen)) {
-    const text = Array.isArray(value) ? writeList(key, value) : write[typeof value](value);
-    const usual = Array.isArray(START[key]) ? "" : write[typeof START[key]](START[key]);
-    if (text !== usual) parts.push(`${key}=${text}`);
-  }
-  return "#" + parts.join("&");
+  const written = (key, value) => {
+    if (typeof value === "boolean") return value ? "1" : "0";
+    if (!Array.isArray(value)) return encodeURIComponent(value);
+    const one = key === "moves" ? ({ rank, from, to }) => `${rank}.${from}.${to}` : encodeURIComponent;
+    return value.map(one).join("_");
+  };
+  const parts = Object.keys(START).map((key) => [key, written(key, chosen[key])]);
+  const changed = parts.filter(([key, text]) => text !== written(key, START[key]));
+  return "#" + changed.map(([key, text]) => `${key}=${text}`).join("&");
 }
 
-// What is not known or not allowed is left at its usual value.
+// {chosen, refused}: what is not accepted is left at its usual value, and refused says why.
 function fromHash(hash) {
   const chosen = { ...START };
-  for (const part of hash.replace(/^#/, "").split("&")) {
+  const refused = [];
+  for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
     const [key, text] = [part.slice(0, part.indexOf("=")), part.slice(part.indexOf("=") + 1)];
-    const value = key in START ? readValue(key, text) : null;
-    if (value !== null) chosen[key] = value;
+    try {
+      if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
+      chosen[key] = readValue(key, decodeURIComponent(text));
+    } catch (error) {
+      if (!(error instanceof RuleError || error instanceof URIError)) throw error;
+      refused.push(error.message);
+    }
   }
   if (chosen.schedule === "csv" && !chosen.csv) chosen.schedule = START.schedule;
-  return chosen;
+  return { chosen, refused };
 }
 
-function readValue(key, text) {
-  let plain;
-  try {
-    plain = decodeURIComponent(text);
-  } catch {
-    return null;
-  }
-  if (key in WHOLE) return inRange(Number(plain), WHOLE[key]);
-  if (DURATIONS.includes(key) || key === "rate") return checkDuration(key, plain);
-  if (key === "zoom") return inRange(Number(plain), [1, 32]);
-  if (key === "level") return inRange(Number(plain), [0, 6]);
-  if (key === "schedule") return plain in SCHEDULES || plain in OWN ? plain : null;
-  if (key === "other") return plain in SCHEDULES || plain === "search" ? plain : null;
+function readValue(key, plain) {
+  if (key in WHOLE || DURATIONS.includes(key) || key === "rate") return accepted(key, plain);
+  if (key === "schedule" || key === "other") return acceptedChoice(key, plain);
   if (typeof START[key] === "boolean") return plain === "1";
   if (key === "csv") return plain;
   const list = plain ? plain.split("_") : [];
-  if (key === "solved") return list.map(Number).filter((level) => level >= 1 && level <= 6);
-  if (key === "moves") return list.map(readMove).filter(Boolean);
-  return list.every((factor) => checkDuration("scale", factor)) ? list : null;
-}
-
-function inRange(value, [low, high]) {
-  return Number.isInteger(value) ? Math.min(high, Math.max(low, value)) : null;
+  if (key === "moves") return list.map(readMove);
+  return list.map((one) => accepted(key === "solved" ? "level" : key, one));
 }
 
 function readMove(text) {
   const [rank, from, to] = text.split(".").map(Number);
-  return [rank, from, to].every((n) => Number.isInteger(n) && n >= 0) ? { rank, from, to } : null;
+  if ([rank, from, to].every((n) => Number.isInteger(n) && n >= 0)) return { rank, from, to };
+  throw new RuleError(`moves=${text} is not accepted; a move is rank.from.to`);
 }
 
-// Moves name places in an order, so they go when the order is another one.
-const ORDER_KEYS = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
-
+// The choices after a change. Moves name places in an order, so they go when that is another one.
 function changed(chosen, patch) {
   const next = { ...chosen, ...patch };
-  const searched = next.schedule === "search" && [...DURATIONS, "K", "scale", "tries"];
-  const keys = [...ORDER_KEYS, ...(searched || [])];
-  if (!("moves" in patch) && keys.some((key) => next[key] !== chosen[key])) next.moves = [];
+  const keys = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
+  if (next.schedule === "search") keys.push(...DURATIONS, "K", "scale", "tries");
+  const [before, after] = [resolved(chosen), resolved(next)];
+  if (!("moves" in patch) && keys.some((key) => after[key] !== before[key])) next.moves = [];
   if (next.scale.length % next.p) { // one a rank, or the same number for each
     next.scale = Array.from({ length: next.p }, (_, rank) => next.scale[rank] ?? "1");
   }

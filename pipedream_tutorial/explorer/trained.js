@@ -3,7 +3,7 @@
 
 const MOST_OPERATIONS = 4000;
 
-// What engine/gradients.mjs gives, or {reason}; null when it is switched off.
+// What trainAlong gives, or {reason}; null when it is switched off.
 function train(run, chosen) {
   if (!chosen.gradients || !run.timeline) return null;
   const { schedule } = run.timeline;
@@ -20,7 +20,6 @@ function train(run, chosen) {
 function showTrained(trained, chosen) {
   byId("trained").hidden = !chosen.gradients;
   if (!trained) return;
-  byId("rate").value = chosen.rate;
   if (trained.reason) {
     byId("trained-text").textContent = `Not trained: ${trained.reason}`;
     byId("trained-table").replaceChildren();
@@ -52,7 +51,7 @@ function bar(name, error, most) {
   filled.style.width = `${Math.min(100, 100 * shown)}%`;
   const value = error === 0 ? "0" : Number.isFinite(error) ? percent(error) : "diverged";
   return el(
-    "div", { className: "bar" }, el("span", { textContent: name }),
-    el("span", { className: "rail" }, filled), el("span", { textContent: value }),
+    "div", { className: "bar" }, el("span", {}, name),
+    el("span", { className: "rail" }, filled), el("span", {}, value),
   );
 }

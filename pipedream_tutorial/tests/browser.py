@@ -89,8 +89,11 @@ class Browser:
     def open(self, path, hash_="", *, width=1000, height=900, dark=False):
         """Load a file anew in a window of this size."""
         self.resize(width, height, dark)
+        self.open_url(path.as_uri() + hash_)
+
+    def open_url(self, url):
         self.send("Page.navigate", url="about:blank")
-        self.send("Page.navigate", url=path.as_uri() + hash_)
+        self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && document.querySelector('canvas') !== null")
 
     def resize(self, width, height, dark):

@@ -11,10 +11,10 @@ for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
   runInThisContext(readFileSync(new URL(path, TUTORIAL), "utf8"), { filename: path });
 }
 const {
-  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, fromCsv, judge, makespan,
+  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, evaluate, fromCsv, judge, makespan,
   readTrace, run, simulate, toCsv, rules, gradients,
 } = runInThisContext(`({
-  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, fromCsv, judge, makespan,
+  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, evaluate, fromCsv, judge, makespan,
   readTrace, run, simulate, toCsv,
   rules: { buildProblem, leads, greedy, pattern, lowerBound, search, asSchedule },
   gradients: {
@@ -25,6 +25,13 @@ const {
 const answer = {
   names: () =>
     Object.entries(SCHEDULES).map(([name, { title, policy }]) => [name, title, policy]),
+
+  // The formula of a rank's idle time: where it holds, beside what is simulated.
+  idle({ name, chosen }) {
+    const { idle, when = "true" } = SCHEDULES[name];
+    if (!idle || !evaluate(when, chosen)) return null;
+    return [evaluate(idle, chosen), run(name, chosen).numbers.idle.makespan.map((time) => time.toNumber())];
+  },
 
   run({ name, chosen }) {
     const { timeline, numbers, use } = run(name, chosen);

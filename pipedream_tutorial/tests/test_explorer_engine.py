@@ -163,6 +163,25 @@ def test_the_explorer_has_the_python_registry():
     assert ask([{"ask": "names"}]) == [wanted]
 
 
+def test_the_formulas_of_idle_time_are_the_simulators():
+    """Beside each schedule stands one, but beside V-Half; most of these sizes are in its range."""
+    sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]
+    durations = [(1, 1, 1, 0), (2, 2, 1, 0), (1, 2, 1, 0), (3, 2, 2, 0)]
+    cases = [
+        {"ask": "idle", "name": name, "chosen": chosen(p, m, durations=d)}
+        for name in SCHEDULES
+        for p, m in sizes
+        for d in durations
+    ]
+    held = []
+    for case, answer in zip(cases, ask(cases), strict=True):
+        if answer and "error" not in answer:
+            formula, simulated = answer
+            assert simulated == [pytest.approx(formula)] * len(simulated), case
+            held.append(case["name"])
+    assert {*SCHEDULES} - {*held} <= {"v-half"}
+
+
 def test_search_writes_the_same_words_by_rule_and_finds_the_proved_optimum():
     cases = [(4, 8, k, (1, 1, 1, 1), ()) for k in (4, 5, 6, 7)]
     cases += [(3, 5, 2, ("1/2", 1, "3/2", "1/3"), (1, 2, 1)), (6, 13, 9, (1, 2, 1, "1/2"), ())]

@@ -170,19 +170,23 @@ def _trainer_class(update: Update) -> type[StageTrainer]:
 
 @graded
 def check_halves(
-    input_gradient: Callable[[Tensor, Tensor], Tensor],
-    weight_gradient: Callable[[Tensor, Tensor], Tensor],
+    input_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, object]],
+    weight_gradient: Callable[[Tensor, object], Tensor],
 ) -> str:
-    """Exercise 7: dX from dY and W, and dW from X and dY, where Y = X W."""
+    """Exercise 7: I and W of Y = tanh(X W), where W sees only X and what I has kept."""
     generator = torch.Generator().manual_seed(0)
     x, w = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((5, 3), (3, 4))
     )
     dy = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-    exact = torch.autograd.grad(x @ w, (x, w), dy)
+    y = torch.tanh(x @ w)
+    exact = torch.autograd.grad(y, (x, w), dy)
     with torch.no_grad():
-        found = input_gradient(dy, w), weight_gradient(x, dy)
+        halves = input_gradient(dy, y.detach(), w)
+        if not isinstance(halves, tuple) or len(halves) != 2:
+            raise WrongAnswer("input_gradient has to return two things: dX, and what W will need")
+        found = halves[0], weight_gradient(x, halves[1])
     for name, like, ours, theirs in zip(("dX", "dW"), "XW", found, exact, strict=True):
         if ours is None:
             raise WrongAnswer(f"the function for {name} returns nothing")
@@ -192,8 +196,10 @@ def check_halves(
             )
         if _off([ours], [theirs]) > EXACT:
             off = f"{_off([ours], [theirs]):.0%}"
-            raise WrongAnswer(f"{name} has the right shape and is off by {off}")
-    return "both agree with autograd, and neither needs the other's result."
+            raise WrongAnswer(
+                f"{name} has the right shape and is off by {off}. What lies between Y and X W?"
+            )
+    return "both agree with autograd, and W needs nothing from another rank."
 
 
 def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

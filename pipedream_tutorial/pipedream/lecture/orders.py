@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -19,32 +20,29 @@ OrderOf = Callable[[int, int, int], Sequence[str]]
 
 
 @graded
-def check_idle_share(idle_share: Callable[[int, int], float]) -> str:
-    """Exercise 1: the idle share of GPipe's time with p ranks and m microbatches."""
-    sizes = ((4, 8), (2, 2), (8, 1), (3, 16), (1, 5))
-    for p, m in sizes:
-        answer = idle_share(p, m)
+def check_microbatches(needed: Callable[[int, int], float]) -> str:
+    """Exercise 1: the fewest microbatches with which p ranks idle for at most so many percent."""
+    sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
+    for p, percent in sizes:
+        answer = needed(p, percent)
         if answer is None:
-            raise WrongAnswer("idle_share returns nothing")
-        if not isinstance(answer, (int, float, Fraction)):
-            raise WrongAnswer(f"idle_share returns {answer!r}, which is no number")
-        schedule = gpipe(p, m)
-        share = idle(simulate(schedule, build_costs(schedule))).makespan_fraction
-        if abs(Fraction(answer) - share) > 1e-9:
-            said = f"idle_share({p}, {m}) is {float(answer):.4g}, the simulator says {share}"
-            raise WrongAnswer(f"{said}. {_idle_hint(float(answer), p, m)}")
-    return f"the simulator idles for the same share at {len(sizes)} sizes."
+            raise WrongAnswer("microbatches_needed returns nothing")
+        if not isinstance(answer, numbers.Real):  # numpy's numbers, too
+            raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is no number")
+        if answer != int(answer) or answer < 1:
+            raise WrongAnswer(f"{answer} microbatches are no whole number from 1 on")
+        m, limit = int(answer), Fraction(percent, 100)
+        at = f"for microbatches_needed({p}, {percent}) you say {m}"
+        if _gpipe_idle(p, m) > limit:
+            raise WrongAnswer(f"{at}: then {float(_gpipe_idle(p, m)):.1%} is idle, which is more.")
+        if m > 1 and _gpipe_idle(p, m - 1) <= limit:
+            raise WrongAnswer(f"{at}: that is enough, and so are fewer.")
+    return f"the simulator needs as many at {len(sizes)} sizes."
 
 
-def _idle_hint(answer: float, p: int, m: int) -> str:
-    hints = {
-        (p - 1) / m: "You divided idle time by working time; divide by both together.",
-        m / (m + p - 1): "This is the share of time in which a rank works.",
-        (p - 1) / (m + p): "How long does the first microbatch take to reach the last rank?",
-        p / (m + p - 1): "Rank 0 starts at once: how many ranks wait before the last one starts?",
-    }
-    near = (text for value, text in hints.items() if abs(answer - value) < 1e-9)
-    return next(near, "Add up how long one rank works and how long it waits.")
+def _gpipe_idle(p: int, m: int) -> Fraction:
+    schedule = gpipe(p, m)
+    return idle(simulate(schedule, build_costs(schedule))).makespan_fraction
 
 
 @graded

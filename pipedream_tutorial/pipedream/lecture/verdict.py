@@ -42,6 +42,12 @@ def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
     return judge
 
 
-def tell(what: str, guess: object, found: object) -> None:
-    """Print a run's result beside what was guessed."""
-    print(f"{what}: {found}   (your guess: {'none yet' if guess is None else guess})")
+def tell(what: str, guess: object, found: object, *, why: str = "", picture: Any = None) -> Any:
+    """Print a run's result beside the guess, and give the picture back; nothing before a guess."""
+    if guess is None:
+        print(f"{what}: write your guess instead of None, and run this cell again")
+        return None
+    print(f"{what}: {found}   (your guess: {guess})")
+    if why:
+        print(why)
+    return picture
