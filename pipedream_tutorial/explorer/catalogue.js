@@ -60,11 +60,13 @@ const SCHEDULES = {
   },
   "v-half": {
     build: vHalf, policy: "flush", title: "V-Half",
+    idle: "(3 * ceil(p / 2) - 3.5) * F", when: "F === I && I === W && m >= p + 2 && p >= 3",
     says: "ZB-V's two stages a rank, spaced so that a microbatch is gone sooner: half of 1F1B's memory.",
   },
   "v-min": {
     build: vMin, policy: "flush", title: "V-Min",
-    idle: "(4 * p - (p % 3 ? 5 : 3)) * F / 2", when: "F === I && I === W && m >= 2 && p >= 2",
+    idle: "(4 * p - 5) * F / 2",
+    when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
     says: "As tight as two stages a rank allow: a third of 1F1B's memory, and pauses in between.",
   },
   "dualpipe-v": {
@@ -108,19 +110,18 @@ function policyOf(name) {
 
 // What an expression of `idle` or `when` comes to for these choices.
 function evaluate(expression, { p, m, v, F, I, W }) {
-  const numbers = [F, I, W].map((value) => Fraction.parse(value).toNumber());
-  const [f, i, w] = numbers;
+  const [f, i, w] = [F, I, W].map((value) => Fraction.parse(value).toNumber());
   const formula = new Function(
-    "p", "m", "v", "F", "I", "W", "B", "min", "max", "abs", `return ${expression};`,
+    "p", "m", "v", "F", "I", "W", "B", "min", "max", "abs", "ceil", `return ${expression};`,
   );
-  return formula(p, m, v, f, i, w, i + w, Math.min, Math.max, Math.abs);
+  return formula(p, m, v, f, i, w, i + w, Math.min, Math.max, Math.abs, Math.ceil);
 }
 
 // A sentence on a schedule, and its idle time as a formula, with its value where it holds.
 function aboutOf(name, chosen) {
   const { says, idle, when = "true" } = SCHEDULES[name] ?? { says: OWN_SAYS[name] };
   if (!idle) return says;
-  const text = idle.replace(/\(p % 3 \? 5 : 3\)/, "5").replaceAll(" * (", " (").replaceAll(" * ", " ");
+  const text = idle.replaceAll(" * ", " ");
   const even = chosen.scale.length === 0 && Number(chosen.c) === 0 && Number(chosen.saving) === 0;
   const plain = even && !chosen.cut && !chosen.recompute && !chosen.moves.length && policyOf(name).flushes;
   const holds = plain && chosen.n === 1 && evaluate(when, chosen);

@@ -187,12 +187,17 @@ def halves(keep: bool = True) -> Any:
 
 def test_numpys_numbers_are_numbers() -> None:
     right = solution("1_enough_microbatches")["microbatches_needed"]
+
+
+    def answer(kind: Any) -> Any:
+        return lambda p, percent: kind(right(p, percent))
+
     for kind in (np.float32, np.int64, float, Fraction):
-        assert orders.check_microbatches(lambda p, percent: kind(right(p, percent))).solved
+        assert orders.check_microbatches(answer(kind)).solved
 
 
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
-    ("1_enough_microbatches", (lambda p, percent: p * percent,), "that is enough, and so are fewer"),
+    ("1_enough_microbatches", (lambda p, percent: p * percent,), "enough, and so are fewer"),
     ("1_enough_microbatches", (lambda p, percent: 1,), "then 75.0% is idle"),
     ("1_enough_microbatches", (lambda p, percent: (p - 1) * 100 / percent,), "enough, and so are"),
     ("1_enough_microbatches", (lambda p, percent: 2.5,), "no whole number"),
@@ -226,7 +231,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("7_two_halves", (lambda dy, y, w: dy @ w.T, lambda x, dz: x.T @ dz), "two things"),
     ("7_two_halves", (lambda dy, y, w: (w @ dy, dy), lambda x, dz: x.T @ dz), "your code raises"),
     ("7_two_halves", (halves(), lambda x, dz: dz.T @ x), r"shape \[4, 3\]"),
-    ("7_two_halves", (lambda dy, y, w: (dy @ w.T, dy), lambda x, dz: x.T @ dz), "between Y and X W"),
+    ("7_two_halves", (lambda dy, y, w: (dy @ w.T, dy), lambda x, dz: x.T @ dz), "between Y and"),
     ("7_two_halves", (halves(keep=False), lambda x, dz: x.T @ dz), "dW has the right shape"),
     ("7_two_halves", (halves(), lambda x, dz: None), "for dW returns nothing"),
     ("8_place_w", (late_weights,), "holds 8 microbatches, more than 4"),
