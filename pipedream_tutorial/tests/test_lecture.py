@@ -188,7 +188,6 @@ def halves(keep: bool = True) -> Any:
 def test_numpys_numbers_are_numbers() -> None:
     right = solution("1_enough_microbatches")["microbatches_needed"]
 
-
     def answer(kind: Any) -> Any:
         return lambda p, percent: kind(right(p, percent))
 
