@@ -1,310 +1,576 @@
-"""Pipeline schedules in the terminal: what runs when, what it costs, and whether it still learns.
+"""A pipeline simulator in one file: what every rank does when, and what that costs.
 
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
-    python pipedream_simple.py --help
 
-Everything printed is computed here: grids and times by simulation, losses by training.
+Read it from top to bottom: the operations, the order in which each rank runs them, the clock, what
+a timeline costs, how it is drawn. It needs nothing but Python.
+
+More schedules, search, training, CSV files and traces: python -m pipedream --help. It knows the
+same options, and gets every command whose options this file does not know.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import runpy
+import shutil
 import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
-
-from pipedream.config import SHARED_RULES, Rule, parse_arguments
-from pipedream.draw.terminal import (
-    LEGEND,
-    bold,
-    draw,
-    listed,
-    number,
-    percent,
-    print_wrapped,
-    use_colour,
-    width,
-)
-from pipedream.errors import UserError, main_with_errors, nearest
-from pipedream.schedules.catalogue import SCHEDULES
-from pipedream.schedules.ops import save_csv
-from pipedream.schedules.policies import POLICIES
-from pipedream.simulate.comparison import (
-    Case,
-    Refused,
-    Row,
-    compare,
-    measure,
-    measure_csv,
-    measure_search,
-)
-from pipedream.simulate.trace import write_trace
-from pipedream.train.report import print_training
+from typing import Any, NamedTuple
 
 CONFIG: dict[str, Any] = {
-    "num_stages": 4,  # stages of the pipeline, one a rank
-    "num_microbatches": 8,  # microbatches that a batch is cut into
-    "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
+    "num_stages": 4,  # p: stages of the pipeline, one a rank
+    "num_microbatches": 8,  # m: microbatches that a batch is cut into
+    "schedule": "all",  # or naive, gpipe, 1f1b, pipedream, interleaved, zb-h1, zb-h2, zb-v
     "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
-    "schedule": "all",  # or one of naive, gpipe, 1f1b, ..., or search, or the path of a CSV
-    "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages
-    "prove": 0,  # of schedule=search: seconds for OR-Tools to find the shortest and prove it
-    "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
-    "backward": 1,  # time of the half of the backward pass that gives the input's gradient
-    "weight_gradient": 1,  # time of the half that gives the weights' gradients
-    "communication": 0,  # time from one rank to the next
-    "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
-    "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
-    "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
-    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
-    "chunks": 2,  # stages a rank under interleaved 1F1B
+    "forward": 1,  # F: time of one microbatch's forward pass on a rank, in any unit
+    "input_gradient": 1,  # I: the half of the backward pass that the rank before waits for
+    "weight_gradient": 1,  # W: the half that only the optimizer waits for
+    "communication": 0,  # time from one rank to the next; occupies neither
+    "chunks": 2,  # v: stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
-    "learning_rate": 0.5,  # of plain SGD
-    "steps": 40,  # batches to train on; 0: train nothing
-    "seed": 0,  # of the initial weights and the data
 }
+DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")
+MOST = {"num_stages": 64, "num_microbatches": 512, "chunks": 16, "num_batches": 64}
 
-OWN_RULES = {
-    "schedule": Rule(
-        kind=str,
-        text=f"all, search, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}",
-    ),
-    "memory": Rule(
-        kind=int,
-        none=True,
-        low=1,
-        high=512,
-        text="of schedule=search: microbatches that a rank may hold; None: num_stages",
-    ),
-    "prove": Rule(
-        kind=float,
-        low=0,
-        high=3600,
-        text="of schedule=search: seconds for OR-Tools to look for the shortest and prove it",
-    ),
-    "recompute": Rule(
-        kind=Fraction,
-        none=True,
-        low=0,
-        high=1,
-        text="compute activations again before each backward pass (R, as long as F); the value is "
-        "the share of them kept until then, the stage's input; None: keep all",
-    ),
-    "reorder": Rule(
-        kind=bool,
-        text="V-Half and V-Min: move operations forward while the pipeline fills and drains, in "
-        "the same memory, as published; False: the block repeated, and no more",
-    ),
-    "verbose": Rule(
-        kind=bool,
-        none=True,
-        text="True: draw every schedule; False: only the tables; None: draw one that is named",
-    ),
-    "num_batches": Rule(kind=int, low=2, high=64, text="batches that are simulated in a row"),
-}
-RULES = {key: (SHARED_RULES | OWN_RULES)[key] for key in CONFIG}
-EXTRA = {
-    "csv": "write the schedule's order as CSV, which torch.distributed.pipelining loads",
-    "trace": "write the schedule's timeline as JSON, which ui.perfetto.dev opens",
-}
+# --- Operations ------------------------------------------------------------------------------
+
+Op = tuple[str, int, int]
+"""(kind, stage, microbatch). Kinds: F forward; B backward, or its halves I and W, where I gives the
+gradient of the stage's input and W those of its weights."""
+
+Order = list[Op]
+"""What one rank runs, first to last."""
 
 
-def main() -> None:
-    config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
-    config["schedule"] = known_schedule(config["schedule"])
-    case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
-    if config["schedule"] == "search":
-        memory = config["memory"] or case.num_stages
-        rows: list[Row | Refused] = [measure_search(memory, config["prove"], case)]
-    else:
-        rows = simulate_schedules(config["schedule"], case)
-    export(rows, config)
-    print_heading(rows, case)
-    if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
-        print_wrapped("", LEGEND)
-        drawn: dict[object, str] = {}
-        for row in rows:
-            print()
-            print_schedule(row, case, drawn)
-        print()
-    print_comparison(rows, case)
-    if config["steps"]:
-        print(flush=True)
-        print_training(config)
+def need(op: Op, last_stage: int) -> Op | None:
+    """The operation whose result this one takes in."""
+    kind, stage, i = op
+    if kind == "F":
+        return ("F", stage - 1, i) if stage > 0 else None
+    if kind == "W":
+        return ("I", stage, i)
+    if stage == last_stage:
+        return ("F", stage, i)  # by way of the loss
+    return (kind, stage + 1, i)  # and its own F, which was there before
 
 
-def known_schedule(name: str) -> str:
-    """ "all", a key of SCHEDULES (1F1B is 1f1b), or a CSV's path; UserError for anything else."""
-    names = ["all", "search", *SCHEDULES]
-    if name.lower() in names:
-        return name.lower()
-    if name.endswith(".csv") or Path(name).is_file():
-        return name
-    raise UserError(f"unknown schedule {name!r}", nearest(name, names))
+# --- Orders: one for each of p ranks and m microbatches --------------------------------------
 
 
-def simulate_schedules(name: str, case: Case) -> list[Row | Refused]:
-    """Rows for what known_schedule gave."""
-    if name == "all":
-        return compare(case)
-    return [measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)]
+def naive(p: int, m: int) -> list[Order]:
+    """One microbatch in the pipeline at a time: all ranks but one are idle."""
+    return [[(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)]
 
 
-def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
-    """Write the files that --csv and --trace ask for."""
-    for option in EXTRA:
-        if config[option] is None:
-            continue
-        row = rows[0]
-        if config["schedule"] == "all" or isinstance(row, Refused):
-            raise UserError(f"--{option} writes one schedule", "add --set schedule=1f1b or another")
-        schedule = row.batch.schedule
-        if option == "trace":
-            write_trace(
-                config["trace"],
-                predicted=row.stream,
-                policy=row.policy,
-                batch_size=schedule.num_microbatches,
-            )
-        elif config["recompute"] is not None:
-            raise UserError(
-                "a CSV has no operation that recomputes", "write the order with recompute=none"
-            )
-        elif len(schedule.chains) > 1:
-            raise UserError(
-                f"{row.name} keeps two copies of the model, which a CSV cannot say",
-                "write another schedule",
-            )
-        elif row.policy is not POLICIES["flush"]:
-            raise UserError(
-                f"{row.name} does not flush, and a CSV has no operation that updates weights",
-                "add --set schedule=1f1b, the same order with a flush",
-            )
-        else:
-            save_csv(schedule, Path(config["csv"]))
-        print(f"wrote {config[option]}", file=sys.stderr)
+def gpipe(p: int, m: int) -> list[Order]:
+    """All forwards, then all backwards: every rank holds the activations of m microbatches."""
+    return [[(kind, s, i) for kind in "FB" for i in range(m)] for s in range(p)]
 
 
-def print_heading(rows: list[Row | Refused], case: Case) -> None:
-    """The sizes and durations that all of it is for."""
-    p, m = case.num_stages, case.num_microbatches
-    if len(rows) == 1 and isinstance(rows[0], Row):  # a file has its own
-        p, m = rows[0].batch.schedule.num_ranks, rows[0].batch.schedule.num_microbatches
-    scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
-    print_wrapped(
-        "",
-        f"p = {p} ranks, m = {m} microbatches a batch; durations F = {number(case.forward)}, "
-        f"I = {number(case.backward)}, W = {number(case.weight_gradient)}, B = I + W, "
-        f"communication {number(case.communication)}{scale or ''}",
-    )
+def one_f_one_b(p: int, m: int) -> list[Order]:
+    """A backward as early as possible: stage s never holds more than p - s microbatches.
 
-
-def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> None:
-    """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures.
-
-    A schedule without a flush is drawn over several batches, where it differs from one with it.
+    PipeDream runs the same order on and on, without a flush between batches.
     """
-    print(bold(row.title))
-    if isinstance(row, Refused):
-        print_wrapped("  not possible: ", row.reason)
-        return
-    flush = row.policy is POLICIES["flush"]
-    timeline = row.batch if flush else row.stream
-    orders = timeline.schedule.orders
-    if orders in drawn:
-        print(f"  the same grid as {drawn[orders]}")
+    orders = []
+    for s in range(p):
+        forwards = [("F", s, i) for i in range(m)]
+        backwards = [[("B", s, i)] for i in range(m)]
+        orders.append(in_turn(forwards, backwards, ahead=p - 1 - s))
+    return orders
+
+
+def in_turn(forwards: Order, backwards: list[Order], ahead: int) -> Order:
+    """`ahead` forwards; a forward and a backward (one or more operations) in turn; the rest."""
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, *backward]
+    for backward in backwards[max(0, len(forwards) - ahead) :]:
+        order += backward
+    return order
+
+
+def interleaved(p: int, m: int, v: int) -> list[Order]:
+    """v stages a rank, p apart: microbatches go round the ranks v times, in rounds of p or so."""
+    rounds = max(1, m // p)
+    if m % rounds:
+        raise ValueError(
+            f"{m} microbatches cannot be cut into {rounds} equal rounds over {p} ranks; take a "
+            f"multiple of {p}, such as {rounds * p} or {(rounds + 1) * p}"
+        )
+    size = m // rounds
+    orders = []
+    for r in range(p):
+        forwards: Order = []
+        backwards: list[Order] = []
+        for first in range(0, m, size):
+            for chunk in range(v):
+                for i in range(first, first + size):
+                    forwards.append(("F", chunk * p + r, i))
+                    backwards.append([("B", (v - 1 - chunk) * p + r, i)])
+        orders.append(in_turn(forwards, backwards, ahead=(v - 1) * size + 2 * (p - 1 - r)))
+    return orders
+
+
+def zb_h1(p: int, m: int) -> list[Order]:
+    """1F1B with the backward pass cut in two: W waits until the rank would idle.
+
+    Rank s puts W off by s microbatches, so that all hold as many activations as rank 0.
+    """
+    return [zero_bubble(s, m, ahead=p - 1 - s, delay=s) for s in range(p)]
+
+
+def zb_h2(p: int, m: int) -> list[Order]:
+    """Twice as far ahead, in twice the memory: no rank idles once it has begun."""
+    return [zero_bubble(s, m, ahead=2 * (p - 1 - s), delay=2 * s) for s in range(p)]
+
+
+def zero_bubble(s: int, m: int, ahead: int, delay: int) -> Order:
+    """1F1B `ahead` forwards ahead, each W `delay` microbatches after its I."""
+    forwards = [("F", s, i) for i in range(m)]
+    backwards = [[("I", s, i)] for i in range(m)]
+    for i in range(delay, m):
+        backwards[i].append(("W", s, i - delay))
+    late = [("W", s, i) for i in range(max(0, m - delay), m)]
+    return in_turn(forwards, backwards, ahead) + late
+
+
+def zb_v(p: int, m: int) -> list[Order]:
+    """Two stages a rank in a V: rank 0 holds the first and the last one. No idle time within a
+    rank's span if F = I = W, in 1F1B's memory."""
+    return [zb_v_order(r, p, m) for r in range(p)]
+
+
+def zb_v_order(r: int, p: int, m: int) -> Order:
+    """Written for 2p - 1 microbatches or more; with fewer, those not there are left out."""
+    down, up, count = r, 2 * p - 1 - r, max(m, 2 * p - 1)
+    order: Order = []
+    done: Counter[tuple[str, int]] = Counter()
+
+    def run(times: int, *steps: tuple[str, int]) -> None:
+        for _ in range(times):
+            for kind, stage in steps:
+                order.append((kind, stage, done[kind, stage]))
+                done[kind, stage] += 1
+
+    run(2 * (p - r) - 1, ("F", down))
+    run(r, ("F", up), ("F", down))
+    run(p - r, ("F", up), ("I", up), ("W", up))
+    while done["F", up] < count or done["F", down] < count:
+        if done["F", down] < count:
+            run(1, ("F", down))
+        run(1, ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
+    run(r, ("I", down), ("I", up))
+    run(p - r, ("I", down), ("W", down))
+    for stage in (up, down):
+        run(count - done["W", stage], ("W", stage))
+    return [op for op in order if op[2] < m]
+
+
+SCHEDULES = {
+    "naive": ("Naive", naive),
+    "gpipe": ("GPipe", gpipe),
+    "1f1b": ("1F1B with flush", one_f_one_b),
+    "pipedream": ("PipeDream", one_f_one_b),
+    "interleaved": ("Interleaved 1F1B", interleaved),
+    "zb-h1": ("ZB-H1", zb_h1),
+    "zb-h2": ("ZB-H2", zb_h2),
+    "zb-v": ("ZB-V", zb_v),
+}
+
+# --- The clock -------------------------------------------------------------------------------
+
+Times = dict[Op, tuple[int, int]]
+"""operation -> start and end."""
+
+
+def simulate(
+    orders: list[Order], duration: dict[str, int], communication: int, free: Sequence[int] = ()
+) -> Times:
+    """Start everything as early as the orders and the data allow.
+
+    An operation starts when its rank has ended the one before it and all that it needs has
+    arrived. `free`: when each rank may begin, 0 by default.
+    """
+    rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
+    last_stage = max(stage for _, stage, _ in rank_of)
+    now = list(free) or [0] * len(orders)
+    left = [order[::-1] for order in orders]  # the next operation is the last one of the list
+    times: Times = {}
+    going = True
+    while going:
+        going = False
+        for rank, order in enumerate(left):
+            while order:
+                op, start = order[-1], now[rank]
+                source = need(op, last_stage)
+                if source is not None:
+                    if source not in times:
+                        break  # another rank has to get there first
+                    arrival = times[source][1]
+                    if rank_of[source] != rank:
+                        arrival += communication
+                    start = max(start, arrival)
+                order.pop()
+                now[rank] = start + duration[op[0]]
+                times[op] = start, now[rank]
+                going = True
+    if any(left):
+        stuck = [order[-1] for order in left if order]
+        raise ValueError(f"deadlock: each of {stuck} waits for one that is not run")
+    return times
+
+
+def batches_in_a_row(
+    orders: list[Order], duration: dict[str, int], communication: int, count: int
+) -> int:
+    """When the last of `count` batches ends: a rank begins the next once its own work is done."""
+    free, steps = [0] * len(orders), set()
+    for done in range(count):
+        if done and len(steps) == 1:  # all ranks moved on by the same time, and always will
+            return max(free) + (count - done) * steps.pop()
+        times = simulate(orders, duration, communication, free)
+        ends = [times[order[-1]][1] for order in orders]
+        steps = {end - before for end, before in zip(ends, free, strict=True)}
+        free = ends
+    return max(free)
+
+
+# --- What it costs ---------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One schedule: a batch on its own, and `num_batches` of them in a row (the stream)."""
+
+    title: str
+    orders: list[Order]  # what is drawn: a batch, or for PipeDream the stream
+    times: Times  # in ticks
+    tick: Fraction
+    makespan: Fraction
+    idle: Fraction  # share of all ranks' time until the last one ends
+    span_idle: Fraction  # share of the time between a rank's own first start and last end
+    stream: Fraction
+    stream_idle: Fraction
+    activations: list[Fraction]  # by rank: microbatches whose activations it holds at most
+    versions: list[int]  # by rank: versions of its weights that it keeps at most
+    staleness: list[int]  # by rank: most updates between a microbatch's weights and its own update
+
+
+def measure(name: str, config: dict[str, Any]) -> Row:
+    """Simulate one schedule. Raises ValueError for sizes that it does not take."""
+    title, build = SCHEDULES[name]
+    p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
+    v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
+    orders = build(p, m, v) if name == "interleaved" else build(p, m)
+    duration, communication, tick = in_ticks(config, v)
+    times = simulate(orders, duration, communication)
+    work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
+    makespan = max(end for _, end in times.values())
+    spans = [times[order[-1]][1] - times[order[0]][0] for order in orders]
+    activations = [peak_activations(order, v) for order in orders]
+    versions, staleness = [1] * p, [0] * p
+    if name == "pipedream":  # never pauses: the stream is one long batch
+        orders = one_f_one_b(p, m * count)
+        times = simulate(orders, duration, communication)
+        stream = max(end for _, end in times.values())
+        activations = [peak_activations(order, v) for order in orders]
+        versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        drawn[orders] = row.title
-        print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if flush else 2))
-    print_figures(row, case)
+        stream = batches_in_a_row(orders, duration, communication, count)
+    idle, span_idle = 1 - Fraction(work, makespan), 1 - Fraction(work * p, sum(spans))
+    stream_idle = 1 - Fraction(work * count, stream)
+    return Row(
+        title, orders, times, tick, makespan * tick, idle, span_idle, stream * tick, stream_idle,
+        activations, versions, staleness,
+    )  # fmt: skip
 
 
-def print_figures(row: Row, case: Case) -> None:
-    """What one schedule comes to, each by rank or by stage."""
-    one, many = row.batch_idle, row.stream_idle
-    print_wrapped(
-        "  one batch    ",
-        f"time {number(row.batch.makespan)}, utilisation {percent(1 - one.makespan_fraction)}, "
-        f"bubble {percent(one.makespan_fraction)} (within the ranks' own spans "
-        f"{percent(one.span_fraction)})",
-    )
-    print(
-        f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream.makespan)}, "
-        f"utilisation {percent(1 - many.makespan_fraction)}"
-    )
-    print_closed_form(row)
-    print_wrapped(
-        "  activations  ", f"microbatches held at most: {listed(row.peak_activations, 'rank')}"
-    )
-    print_wrapped("  weights      ", row.policy.text)
-    print_wrapped(
-        " " * 15,
-        f"versions kept at most: {listed(row.peak_versions, 'stage')}; "
-        f"updates behind at most: {listed(row.staleness, 'stage')}",
-    )
+def in_ticks(config: dict[str, Any], v: int) -> tuple[dict[str, int], int, Fraction]:
+    """Durations on one of a rank's v stages, the time to send, and the tick they are multiples of:
+    sums of whole numbers are exact, and quick."""
+    exact = [Fraction(config[key]) for key in DURATIONS]
+    tick = Fraction(1, v * math.lcm(*(time.denominator for time in exact)))
+    f, i, w, communication = (int(time / tick) for time in exact)
+    return {"F": f // v, "B": (i + w) // v, "I": i // v, "W": w // v}, communication, tick
 
 
-def print_closed_form(row: Row) -> None:
-    """What the formula gives for one batch, beside what the simulation gave."""
-    form, begin = row.formula, "  closed form  "
-    if row.bound is not None:
-        shortest = row.batch.makespan == row.bound
-        print_wrapped(
-            "  shorter      ",
-            f"not possible in this memory: {number(row.bound)} is the least"
-            if shortest
-            else f"perhaps: no order in this memory takes less than {number(row.bound)}",
-        )
-    elif form is None:
-        print(begin + "none with uneven stages, communication, overlap, R, reordering or a file")
-    elif form.makespan_idle is None or form.span_idle is None:
-        print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
-    else:
-        print_wrapped(
-            begin,
-            f"a rank idles for {number(form.makespan_idle)}, simulated "
-            f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
-            f"{number(form.span_idle)}, simulated {number(row.batch_idle.span[0])}",
-        )
-        print_wrapped(" " * 15, f"{form.text}; as published: {form.published}")
+def peak_activations(order: Order, v: int) -> Fraction:
+    """A forward pass adds a microbatch's activations on one stage, 1/v of what a rank would hold;
+    they go with B, or with W where the backward pass is cut."""
+    held = most = 0
+    for kind, _, _ in order:
+        if kind == "F":
+            held += 1
+            most = max(most, held)
+        elif kind != "I":
+            held -= 1
+    return Fraction(most, v)
 
 
-def print_comparison(rows: list[Row | Refused], case: Case) -> None:
-    """All schedules in one table; those that are not possible with the reason."""
-    print(f"{'':<24}{'one batch':^20}{f'{case.num_batches} in a row':^15}{'at most':^21}".rstrip())
-    print(
-        f"{'':<24}{'time':>6}{'bubble':>7}{'span':>7}{'time':>8}{'used':>7}"
-        f"{'activ.':>7}{'weights':>8}{'stale':>6}"
-    )
-    for row in rows:
-        if isinstance(row, Refused):
-            print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
-            continue
-        print(
-            f"{row.title:<24}{number(row.batch.makespan):>6}"
-            f"{percent(row.batch_idle.makespan_fraction):>7}"
-            f"{percent(row.batch_idle.span_fraction):>7}{number(row.stream.makespan):>8}"
-            f"{percent(1 - row.stream_idle.makespan_fraction):>7}"
-            f"{number(max(row.peak_activations)):>7}{number(max(row.weight_copies)):>8}"
-            f"{max(row.staleness):>5}{'*' if row.mixed else ''}"
-        )
-    for note in NOTES:
-        print_wrapped("", note)
-    if any(isinstance(row, Row) and row.mixed for row in rows):
-        print_wrapped("", MIXED)
+def stashed_versions(order: Order) -> tuple[int, int]:
+    """PipeDream's weight stashing on one stage: versions kept and updates behind, each at most.
+
+    A forward pass takes the newest weights, its backward pass the same ones again; then the stage
+    updates. So a version is kept while a microbatch that used it is in flight.
+    """
+    updates, most, behind = 0, 1, 0
+    used: dict[int, int] = {}  # microbatch in flight -> version
+    for kind, _, i in order:
+        if kind == "F":
+            used[i] = updates
+        else:
+            behind = max(behind, updates - used.pop(i))
+            updates += 1
+        most = max(most, len({updates, *used.values()}))
+    return most, behind
 
 
+# --- Printing --------------------------------------------------------------------------------
+
+LEGEND = (
+    "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number: "
+    "microbatch; - goes on; . idle; f, b, i, w: on the rank's second stage, or all stages of a "
+    "rank as a, b, c ..."
+)
 NOTES = (
     "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
     "share.",
-    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
-    "pause.",
-    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
-    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; PipeDream "
+    "never pauses.",
+    "At most, on any rank: activ., microbatches whose activations it holds; weights, copies of its "
+    "parameters; stale, updates between the weights a microbatch saw and its own.",
+    "More schedules, search, training: python -m pipedream",
 )
-MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
+
+
+class Scale(NamedTuple):
+    """How a grid is drawn; of several the smallest is the most readable."""
+
+    letters_only: bool
+    blocks: int  # lines that each rank is wrapped over
+    tight: bool  # no blank after a cell
+    rate: Fraction  # columns a tick
+    room: int  # columns a line
+
+
+def choose_scale(row: Row, text: dict[Op, str], room: int, max_blocks: int) -> Scale:
+    """Cells that most operations fit into, on `max_blocks` lines; else the beginning is shown."""
+    lasts = {op: end - start for op, (start, end) in row.times.items() if end > start}
+    typical = sorted(lasts.values())[(len(lasts) - 1) // 2]
+    unit = math.gcd(*(time for pair in row.times.values() for time in pair))
+    total = max(end for _, end in row.times.values())
+    fitting = []
+    for letters_only, tight in ((False, False), (False, True), (True, True)):
+        wide = {op: (1 if letters_only else len(text[op])) + (0 if tight else 1) for op in lasts}
+        rate = max(Fraction(wide[op], time) for op, time in lasts.items() if time >= typical)
+        if rate * unit * 2 > 1:  # whole columns a unit; below that, times are rounded
+            rate = Fraction(math.ceil(rate * unit), unit)
+        step = max(1, int(rate * unit))
+        most, steps = max(1, room // step), math.ceil(total * rate / step)
+        blocks = math.ceil(steps / most)
+        if not fitting or blocks <= (1 if letters_only else max_blocks):
+            line = min(most, math.ceil(steps / min(blocks, max_blocks))) * step
+            fitting.append(Scale(letters_only, blocks, tight, rate, line))
+    whole = [scale for scale in fitting if scale.blocks <= max_blocks]
+    return min(whole, default=fitting[0]._replace(blocks=max_blocks))
+
+
+def draw(row: Row, max_blocks: int) -> None:
+    """A line of times and a line a rank, as often as it takes to show the whole timeline."""
+    text, prefix = labels(row.orders), len(f"rank {len(row.orders) - 1} ")
+    scale = choose_scale(row, text, max(10, columns() - prefix), max_blocks)
+    end = math.ceil(max(end for _, end in row.times.values()) * scale.rate)
+    lines = [["."] * end for _ in row.orders]
+    for order, line in zip(row.orders, lines, strict=True):
+        for op in order:
+            first, after = (math.floor(time * scale.rate) for time in row.times[op])
+            width, label = after - first, text[op]
+            if scale.letters_only or len(label) > width:
+                label = label[0]  # never a number that is cut short
+            blank = " " if width > len(label) and not scale.tight else ""
+            line[first:after] = (label.ljust(width - len(blank), "-") + blank)[:width]
+    shown = min(end, scale.blocks * scale.room)
+    for begin in range(0, shown, scale.room):
+        after = min(begin + scale.room, shown)
+        print("time".ljust(prefix) + axis(scale.rate / row.tick, begin, after))
+        for rank, line in enumerate(lines):
+            print(f"rank {rank} ".ljust(prefix) + "".join(line[begin:after]).rstrip())
+    if shown < end:
+        cut, whole = (float(time / scale.rate * row.tick) for time in (shown, end))
+        wrap(f"(shown up to time {cut:g} of {whole:g}: a wider terminal shows more)")
+
+
+def labels(orders: list[Order]) -> dict[Op, str]:
+    """F0 on a rank's first stage and f0 on its second; where it has more, F0a, F0b, ..."""
+    text = {}
+    for order in orders:
+        own = sorted({stage for _, stage, _ in order})
+        for kind, stage, i in order:
+            place = own.index(stage)
+            if len(own) > 2:
+                text[kind, stage, i] = f"{kind}{i}{chr(ord('a') + place)}"
+            else:
+                text[kind, stage, i] = f"{kind.lower() if place else kind}{i}"
+    return text
+
+
+def axis(rate: Fraction, begin: int, end: int) -> str:
+    """Times above the columns where they begin: multiples of 1, 2 or 5 times a power of ten."""
+    steps = (each * Fraction(10) ** power for power in range(-9, 20) for each in (1, 2, 5))
+    step = next(step for step in steps if step * rate >= 10)
+    line = ""
+    for multiple in range(math.ceil(begin / rate / step), math.ceil(end / rate / step)):
+        text = f"{float(multiple * step):.12g}"
+        column = math.floor(multiple * step * rate) - begin
+        if (not line or column > len(line)) and column + len(text) <= end - begin:
+            line = line.ljust(column) + text
+    return line
+
+
+def print_schedule(row: Row, count: int) -> None:
+    """One schedule's grid and what it comes to."""
+    print(f"\n{row.title}")
+    draw(row, max_blocks=2 if row.title == "PipeDream" else 3)
+    wrap(
+        f"  one batch    time {number(row.makespan)}, utilisation {percent(1 - row.idle)}, bubble "
+        f"{percent(row.idle)} (within the ranks' own spans {percent(row.span_idle)})"
+    )
+    used = percent(1 - row.stream_idle)
+    print(f"  {count} batches".ljust(15) + f"time {number(row.stream)}, utilisation {used}")
+    wrap(f"  activations  microbatches held at most: {listed(row.activations)}")
+    wrap(f"  weights      versions kept at most: {listed(row.versions)}")
+    wrap(f"               updates behind at most: {listed(row.staleness)}")
+
+
+def print_table(rows: Iterable[Row | str], count: int) -> None:
+    """A line a schedule, as soon as it is there."""
+    print(f"{'':<24}{'one batch':^20}{f'{count} in a row':^15}{'at most':^21}".rstrip())
+    print(f"{'':<24}  time bubble   span    time   used activ. weights stale", flush=True)
+    for row in rows:
+        if isinstance(row, str):
+            wrap(row)
+            continue
+        cells = f"{number(row.makespan):>6}{percent(row.idle):>7}{percent(row.span_idle):>7}"
+        cells += f"{number(row.stream):>8}{percent(1 - row.stream_idle):>7}"
+        cells += f"{number(max(row.activations)):>7}{max(row.versions):>8}{max(row.staleness):>5}"
+        print(f"{row.title:<24}{cells}", flush=True)
+    for note in NOTES:
+        wrap(note)
+
+
+def main() -> None:
+    """Print the grids that are asked for, and the table."""
+    config = chosen(sys.argv[1:])
+    if config is None:
+        hand_over()
+        return
+    name, verbose, count = config["schedule"], config["verbose"], config["num_batches"]
+    rows: Iterable[Row | str] = (attempt(each, config) for each in SCHEDULES)
+    if name != "all":
+        rows = [attempt(name, config)]
+        if isinstance(rows[0], str):
+            hand_over()
+            return
+    f, i, w, c = (number(config[key]) for key in DURATIONS)
+    wrap(
+        f"p = {config['num_stages']} ranks, m = {config['num_microbatches']} microbatches a batch; "
+        f"durations F = {f}, I = {i}, W = {w}, B = I + W, communication {c}"
+    )
+    if verbose or (verbose is None and name != "all"):
+        wrap(LEGEND)
+        rows = list(rows)
+        for row in rows:
+            if isinstance(row, Row):
+                print_schedule(row, count)
+        print()
+    print_table(rows, count)
+
+
+def hand_over() -> None:
+    """The package knows more options, and says in one line what is wrong."""
+    sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items()]
+    runpy.run_module("pipedream", run_name="__main__", alter_sys=True)
+
+
+def attempt(name: str, config: dict[str, Any]) -> Row | str:
+    """The row, or why there is none."""
+    try:
+        return measure(name, config)
+    except ValueError as error:
+        return f"{SCHEDULES[name][0]:<24}not possible: {error}"
+
+
+def chosen(arguments: list[str]) -> dict[str, Any] | None:
+    """CONFIG with --set key=value or --key value; None for what this file does not know."""
+    config, words = dict(CONFIG), iter(arguments)
+    for word in words:
+        option, _, value = word.partition("=")
+        value = value or next(words, "")
+        if option == "--set":
+            option, _, value = f"--{value}".partition("=")
+        if (option, value) == ("--steps", "0"):
+            continue  # trains nothing, as this file does anyway
+        if not option.startswith("--") or option[2:] not in CONFIG:
+            return None
+        config[option[2:]] = value
+    try:
+        return {key: accepted(key, str(value).lower()) for key, value in config.items()}
+    except (KeyError, ValueError, ZeroDivisionError):
+        return None
+
+
+def accepted(key: str, text: str) -> Any:
+    """A value of CONFIG. Raises KeyError or ValueError for what is none."""
+    if key == "verbose":
+        return {"none": None, "true": True, "yes": True, "false": False, "no": False}[text]
+    if key == "schedule":
+        return text if text == "all" else {name: name for name in SCHEDULES}[text]
+    if not set(text) <= set("0123456789./"):
+        raise ValueError(text)
+    value = Fraction(text) if key in DURATIONS else int(text)
+    low = {"num_batches": 2, "weight_gradient": 0, "communication": 0}.get(key, Fraction(1, 10**6))
+    if not low <= value <= MOST.get(key, 10**6):
+        raise ValueError(text)
+    return value
+
+
+def wrap(text: str) -> None:
+    """A line as wide as the terminal, which goes on below its own second column."""
+    begin = re.match(r" *\w+  +|.{24}(?=not possible)|  [a-z\d]+ batch(es)? +|", text)
+    print(textwrap.fill(text, columns(), subsequent_indent=" " * len(begin[0] if begin else "")))
+
+
+def columns() -> int:
+    """Columns of the terminal; 100 where there is none."""
+    return max(40, shutil.get_terminal_size((100, 24)).columns)
+
+
+def listed(values: Sequence[Fraction | int]) -> str:
+    """All values, or just one where they are equal."""
+    if len(set(values)) == 1:
+        return f"{number(values[0])} on every rank"
+    return f"{' '.join(map(number, values))} by rank"
+
+
+def number(value: Fraction | int) -> str:
+    """Four significant digits."""
+    return f"{float(value):.4g}"
+
+
+def percent(value: Fraction) -> str:
+    """A share, 0 to 1."""
+    return f"{float(100 * value):.1f}%"
 
 
 if __name__ == "__main__":
-    main_with_errors(main)
+    try:
+        main()
+    except BrokenPipeError:  # what reads the output has seen enough, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

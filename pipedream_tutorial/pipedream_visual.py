@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "num_microbatches": 8,
     "chunks": 2,
     "forward": 1,
-    "backward": 1,
+    "input_gradient": 1,
     "weight_gradient": 1,
     "communication": 0,
     "overlap_saving": 0,
@@ -157,7 +157,7 @@ PICTURES: dict[str, Callable[[Work, Path], Figure]] = {
 SUFFIXES = {"all_schedules": ".svg"}  # larger than a page: sharp at any width
 
 SHARED = (
-    "chunks", "forward", "backward", "weight_gradient", "communication", "overlap_saving",
+    "chunks", "forward", "input_gradient", "weight_gradient", "communication", "overlap_saving",
     "stage_scale",
 )  # fmt: skip
 RULES: dict[str, Rule] = {

@@ -169,7 +169,7 @@ SHARED_RULES: dict[str, Rule] = {
     "forward": Rule(
         kind=Fraction, above=0, high=10**6, text="duration of one microbatch's forward on one rank"
     ),
-    "backward": Rule(
+    "input_gradient": Rule(
         kind=Fraction,
         above=0,
         high=10**6,
@@ -205,6 +205,10 @@ SHARED_RULES: dict[str, Rule] = {
 }
 
 
+RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
+"""Keys of before, and what to type instead."""
+
+
 def parse_arguments(
     config: Mapping[str, Any],
     rules: Mapping[str, Rule],
@@ -228,7 +232,8 @@ def parse_arguments(
         name = unknown[0].partition("=")[0]
         raise UserError(
             f"unknown argument {_shown(name)}",
-            nearest(name, [f"--{name}" for name in ["set", *extra, *config]]),
+            RENAMED.get(name.removeprefix("--"))
+            or nearest(name, [f"--{name}" for name in ["set", *extra, *config]]),
         )
     merged = dict(config)
     for change in given.changes:
@@ -237,7 +242,8 @@ def parse_arguments(
             raise UserError(f"--set {_shown(change)} has no equals sign", "type --set key=value")
         if key.strip() not in config:
             raise UserError(
-                f"CONFIG has no key {_shown(key.strip())}", nearest(key.strip(), config)
+                f"CONFIG has no key {_shown(key.strip())}",
+                RENAMED.get(key.strip()) or nearest(key.strip(), config),
             )
         merged[key.strip()] = value
     values = {key: rules[key].check(key, value) for key, value in merged.items()}

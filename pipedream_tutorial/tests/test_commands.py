@@ -24,7 +24,10 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.
 
 # Long commands are run with less to do; what is compared stays the same.
 SHORTER = [
-    (r"^(python3? pipedream_simple.py(?!.*steps=0).*)$", r"\1 --set steps=1"),
+    (
+        r"^(python3? (?:pipedream_simple.py|-m pipedream(?= |$))(?!.*steps=0).*)$",
+        r"\1 --set steps=1",
+    ),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
     (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
     (r"tutorial_pages.py --write$", "tutorial_pages.py --check"),
@@ -106,7 +109,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with warm_python(tools) as python:
         (tools / "python3").symlink_to(python)
         # run.sh is tested in test_run_sh.py; here it must not set up anything.
-        bash = f'exec {python} "${{@/run.sh/pipedream_simple.py}}" --set steps=0'
+        bash = f'shift; exec {python} -m pipedream "$@" --set steps=0'
         (tools / "bash").write_text(f"#!{shutil.which('bash')}\n{bash}\n")
         (tools / "bash").chmod(0o755)
         yield folder

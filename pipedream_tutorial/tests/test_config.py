@@ -233,9 +233,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         ("pipedream_visual.py", 2, "error: matplotlib is not installed"),
         ("pipedream_runtime.py", 2, "error: torch is not installed"),
-        ("pipedream/train/studies.py x.json", 2, "error: torch is not installed"),
         ("pipedream_planner.py --profile gpt2", 2, "error: torch is not installed"),
-        ("pipedream_simple.py --verbose no", 0, "Not trained: torch is not installed"),
+        ("pipedream/__main__.py --verbose no", 0, "Not trained: torch is not installed"),
     ],
 )
 def test_scripts_say_in_one_line_what_is_not_installed(command, code, words):

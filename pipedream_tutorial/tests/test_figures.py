@@ -52,7 +52,7 @@ def case_of(**changes: Any) -> Case:
     config = {key: pipedream_visual.CONFIG[key] for key in pipedream_visual.SHARED}
     sizes = {key: pipedream_visual.CONFIG[key] for key in ("num_stages", "num_microbatches")}
     values = config | sizes | {"num_batches": 1} | changes
-    durations = ("forward", "backward", "weight_gradient", "communication", "overlap_saving")
+    durations = ("forward", "input_gradient", "weight_gradient", "communication", "overlap_saving")
     return Case(**values | {key: Fraction(values[key]) for key in durations})
 
 
@@ -194,7 +194,7 @@ def test_uneven_slow_and_overlapped_cells_are_the_timeline(tmp_path: Path, study
     """At sizes that some schedules refuse: fewer panels, and a note."""
     changes = {"num_stages": 3, "num_microbatches": 7,
                "stage_scale": [Fraction(k, 3) for k in (1, 4, 2)], "communication": "1/7",
-               "overlap_saving": "1/2", "weight_gradient": 0, "backward": "5/3"}  # fmt: skip
+               "overlap_saving": "1/2", "weight_gradient": 0, "input_gradient": "5/3"}  # fmt: skip
     work = work_on(case_of(**changes), study)
     drawn = draw("all_schedules", work, tmp_path)
     timelines = timelines_of("all_schedules", work.case)
@@ -256,7 +256,9 @@ def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
 def test_steady_idle_shares_are_those_of_the_closed_forms() -> None:
     """PipeDream pays fill and drain once a run, ZB-H2 its own span; others flush every batch."""
     for p, m in ((2, 4), (4, 8), (3, 9)):
-        case = case_of(num_stages=p, num_microbatches=m, backward="3/2", weight_gradient="3/4")
+        case = case_of(
+            num_stages=p, num_microbatches=m, input_gradient="3/2", weight_gradient="3/4"
+        )
         for one in standings(case)[0]:
             name, row = one.row.name, one.row
             if name.startswith("pipedream"):

@@ -79,20 +79,20 @@ durations = st.fractions(min_value=Fraction(1, 50), max_value=20, max_denominato
     name=st.sampled_from(list(SCHEDULES)),
     columns=st.integers(20, 250),
     forward=durations,
-    backward=durations,
+    input_gradient=durations,
     weight=durations | st.just(Fraction(0)),
     communication=durations | st.just(Fraction(0)),
 )
 @settings(derandomize=True, max_examples=60, deadline=None)
 def test_any_durations_are_drawn_in_order_within_the_width(
-    name, columns, forward, backward, weight, communication
+    name, columns, forward, input_gradient, weight, communication
 ):
     shown = timeline(
         name,
         4,
         8,
         forward=forward,
-        input_gradient=backward,
+        input_gradient=input_gradient,
         weight_gradient=weight,
         communication=communication,
     )

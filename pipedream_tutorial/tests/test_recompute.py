@@ -5,8 +5,8 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
-import pipedream_simple
 import pytest
+from pipedream import __main__ as command
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
@@ -144,8 +144,8 @@ def test_it_is_a_key_of_the_script(
 
     def call(*arguments: str) -> str:
         keys = ["--steps=0", "--recompute=1/20", *arguments]
-        monkeypatch.setattr("sys.argv", ["pipedream_simple.py", *keys])
-        pipedream_simple.main()
+        monkeypatch.setattr("sys.argv", ["pipedream", *keys])
+        command.main()
         return capsys.readouterr().out
 
     printed = call("--schedule=1f1b")

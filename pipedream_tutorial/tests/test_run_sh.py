@@ -45,7 +45,8 @@ def copy(tmp_path):
     for name in ("setup_env.sh", "check_requirements.py"):
         shutil.copy(FOLDER.parent / "strategies" / name, folder.parent / "strategies")
     (folder / "requirements.txt").write_text("# what it takes\npytest>=7 # any\n")
-    (folder / "pipedream_simple.py").write_text(
+    (folder / "pipedream").mkdir()
+    (folder / "pipedream" / "__main__.py").write_text(
         "import sys\nprint(sys.argv[1:])\nsys.exit(3 if 'fail' in sys.argv else 0)\n"
     )
     return folder

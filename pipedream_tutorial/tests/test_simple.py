@@ -1,4 +1,5 @@
-"""pipedream_simple.py from end to end, and the numbers of its tables against the measures."""
+"""Both command lines from end to end: pipedream_simple.py against the engine, and the package's
+numbers against the measures."""
 
 import json
 import os
@@ -10,25 +11,26 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import pipedream_simple
+import pipedream_simple as simple
 import pytest
+from pipedream import __main__ as command
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import load_csv, repeat
+from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.needs import needs
 from pipedream.simulate.simulator import build_costs, simulate
 
-SCRIPT = Path(pipedream_simple.__file__)
+SCRIPT = Path(simple.__file__)
 CASE = Case(
     num_stages=4,
     num_microbatches=8,
     num_batches=3,
     chunks=2,
     forward=Fraction(1),
-    backward=Fraction(2),
+    input_gradient=Fraction(2),
     weight_gradient=Fraction(1),
     communication=Fraction(0),
     overlap_saving=Fraction(0),
@@ -49,10 +51,68 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
     """main() in this process, which saves the start of another one."""
-    monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["pipedream", *arguments])
     monkeypatch.setenv("COLUMNS", "100")
-    pipedream_simple.main()
+    command.main()
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", simple.SCHEDULES)
+def test_the_script_says_what_the_engine_says(name):
+    """Orders, times, shares, activations, versions, and the grid, over sizes and durations."""
+    chance = random.Random(name)
+    for p, m, v, count in ((1, 1, 1, 2), (2, 4, 2, 3), (3, 3, 3, 2), (4, 8, 2, 4), (5, 10, 1, 3),
+                           (4, 3, 2, 2), (8, 16, 3, 3)):  # fmt: skip
+        for _ in range(4):
+            drawn = [Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(4)]
+            durations = dict(zip(simple.DURATIONS, drawn, strict=True))
+            sizes = {"num_stages": p, "num_microbatches": m, "chunks": v, "num_batches": count}
+            case = replace(CASE, **sizes, **durations)
+            found, row = simple.measure(name, sizes | durations), measure(name, case)
+            once = row.stream if name == "pipedream" else row.batch
+            assert [tuple(map(Op._make, order)) for order in found.orders] == [
+                *once.schedule.orders
+            ]
+            for event in once.all_events():
+                start, end = found.times[tuple(event.item)]
+                assert (start * found.tick, end * found.tick) == (event.start, event.end)
+            assert found[4:9] == (
+                row.batch.makespan, row.batch_idle.makespan_fraction, row.batch_idle.span_fraction,
+                row.stream.makespan, row.stream_idle.makespan_fraction,
+            )  # fmt: skip
+            assert tuple(found.activations) == row.peak_activations
+            if row.batch.schedule.stages_per_rank == 1:
+                assert tuple(found.versions) == row.peak_versions
+                assert tuple(found.staleness) == row.staleness
+
+
+def test_a_deadlock_is_said():
+    with pytest.raises(ValueError, match="deadlock"):
+        simple.simulate([[("B", 0, 0), ("F", 0, 0)]], dict.fromkeys("FBIW", 1), 0)
+
+
+@pytest.mark.parametrize("name", simple.SCHEDULES)
+def test_the_script_prints_the_package_s_grid_and_row(name, capsys, monkeypatch):
+    for sizes in ([], ["--num_stages=2", "--num_microbatches=5", "--weight_gradient=1/2"]):
+        arguments = [f"--schedule={name}", "--steps=0", *sizes]
+        if name == "interleaved" and sizes:
+            continue
+        package = call(capsys, monkeypatch, *arguments).splitlines()
+        monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
+        simple.main()
+        script = capsys.readouterr().out.splitlines()
+        shown = rf"rank \d|time|  one batch|  4 batches|{simple.SCHEDULES[name][0]}  "
+        wanted = [line for line in package if re.match(shown, line)]
+        assert [line for line in script if re.match(shown, line)] == wanted
+        assert len(wanted) >= 6
+
+
+def test_what_the_script_does_not_know_goes_to_the_package(tmp_path):
+    path = tmp_path / "order.csv"
+    done = run("--set", "schedule=v-half", "--steps=0", "--csv", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "V-Half" in done.stdout
+    assert load_csv(path).orders == build_schedule("v-half", 4, 8).orders
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -80,7 +140,7 @@ def test_a_row_is_what_the_measures_say(name):
 def test_a_closed_form_in_its_range_is_the_simulated_value(name, durations, sizes):
     forward, backward, weight = map(Fraction, durations)
     case = replace(CASE, num_stages=sizes[0], num_microbatches=sizes[1], forward=forward,
-                   backward=backward, weight_gradient=weight)  # fmt: skip
+                   input_gradient=backward, weight_gradient=weight)  # fmt: skip
     try:
         row = measure(name, case)
     except UserError:
@@ -178,7 +238,7 @@ def test_weight_copies_count_both_of_chimera_s_models():
 
 
 def test_the_table_shows_the_rows(capsys, monkeypatch):
-    text = call(capsys, monkeypatch, "--verbose", "no", "--steps", "0", "--backward", "2")
+    text = call(capsys, monkeypatch, "--verbose", "no", "--steps", "0", "--input_gradient", "2")
     case = replace(CASE, num_batches=4)
     for row in compare(case):
         assert isinstance(row, Row)
@@ -221,12 +281,12 @@ OTHER = {
     "verbose": "yes",
     "schedule": "gpipe",
     "forward": "1/2",
-    "backward": "2",
+    "input_gradient": "2",
     "weight_gradient": "1/3",
     "communication": "0.25",
     "overlap_saving": "0.5",
     "recompute": "1/20",
-    "reorder": "yes",
+    "reorder": "no",
     "stage_scale": "1,2",
     "chunks": "3",
     "num_batches": "3",
@@ -238,7 +298,7 @@ OTHER = {
 
 def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
     of_search = {"memory", "prove"}  # prove needs OR-Tools: see test_search.py
-    assert set(OTHER) | of_search == set(pipedream_simple.CONFIG) == set(pipedream_simple.RULES)
+    assert set(OTHER) | of_search == set(command.CONFIG) == set(command.RULES)
 
     def output(values: dict[str, str]) -> str:
         return call(capsys, monkeypatch, *[f"--set={k}={v}" for k, v in values.items()])
@@ -252,9 +312,9 @@ def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
 
 
 def test_every_key_has_a_comment():
-    source = SCRIPT.read_text()
+    source = Path(command.__file__).read_text()
     config = source[source.index("CONFIG: dict") : source.index("}", source.index("CONFIG: dict"))]
-    for key in pipedream_simple.CONFIG:
+    for key in command.CONFIG:
         assert re.search(rf'^    "{key}": .+,  # \S', config, re.M), key
 
 
@@ -313,7 +373,7 @@ def test_tables_come_first_and_need_no_torch(tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(SCRIPT)],
+        [sys.executable, "-c", script, command.__file__],
         capture_output=True, text=True, timeout=60, cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "COLUMNS": "100"},
     )  # fmt: skip
@@ -448,8 +508,8 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path, arguments, line):
 
 
 def test_output_that_nobody_reads_to_the_end_is_no_error():
-    command = f"{sys.executable} {SCRIPT} --steps 0 | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    line = f"{sys.executable} {SCRIPT} --steps 0 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("p = 4 ranks")
 

@@ -121,7 +121,7 @@ def _closed_shares(name: str, case: Case, counts: Sequence[int]) -> tuple[IdleSh
         return ()
     # The closed forms' times are for a factor of 1 on every stage.
     factor = case.stage_scale[0] if case.stage_scale else Fraction(1)
-    durations = (case.forward, case.backward, case.weight_gradient)
+    durations = (case.forward, case.input_gradient, case.weight_gradient)
     found = []
     for m in counts:
         at = formulas.Case(p, m, case.chunks, *(factor * each for each in durations))

@@ -85,7 +85,7 @@ def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches:
         num_batches=batches,
         chunks=2,
         forward=one,
-        backward=one,
+        input_gradient=one,
         weight_gradient=one,
         communication=Fraction(communication),
         overlap_saving=Fraction(0),

@@ -27,8 +27,8 @@ class Case:
     num_batches: int
     chunks: int
     forward: Fraction
-    backward: Fraction
-    """Of the half that gives the input's gradient."""
+    input_gradient: Fraction
+    """Of the half of the backward pass that gives the input's gradient."""
     weight_gradient: Fraction
     communication: Fraction
     overlap_saving: Fraction
@@ -205,7 +205,7 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
         m=case.num_microbatches,
         v=case.chunks,
         f=case.forward,
-        i=case.backward,
+        i=case.input_gradient,
         w=case.weight_gradient,
     )
     holds = form.idle_holds(sizes)
@@ -227,7 +227,7 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
     return build_costs(
         schedule,
         forward=case.forward,
-        input_gradient=case.backward,
+        input_gradient=case.input_gradient,
         weight_gradient=case.weight_gradient,
         communication=case.communication,
         scale=scale,

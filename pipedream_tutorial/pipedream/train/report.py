@@ -1,4 +1,4 @@
-"""What training under the schedules came to, as pipedream_simple.py prints it."""
+"""What training under the schedules came to, as `python -m pipedream` prints it."""
 
 from __future__ import annotations
 

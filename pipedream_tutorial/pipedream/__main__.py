@@ -1,0 +1,310 @@
+"""Pipeline schedules in the terminal: what runs when, what it costs, and whether it still learns.
+
+    python -m pipedream
+    python -m pipedream --set schedule=search --set memory=5
+    python -m pipedream --help
+
+Everything printed is computed here: grids and times by simulation, losses by training.
+"""
+
+from __future__ import annotations
+
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from pipedream.config import SHARED_RULES, Rule, parse_arguments
+from pipedream.draw.terminal import (
+    LEGEND,
+    bold,
+    draw,
+    listed,
+    number,
+    percent,
+    print_wrapped,
+    use_colour,
+    width,
+)
+from pipedream.errors import UserError, main_with_errors, nearest
+from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.ops import save_csv
+from pipedream.schedules.policies import POLICIES
+from pipedream.simulate.comparison import (
+    Case,
+    Refused,
+    Row,
+    compare,
+    measure,
+    measure_csv,
+    measure_search,
+)
+from pipedream.simulate.trace import write_trace
+from pipedream.train.report import print_training
+
+CONFIG: dict[str, Any] = {
+    "num_stages": 4,  # stages of the pipeline, one a rank
+    "num_microbatches": 8,  # microbatches that a batch is cut into
+    "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
+    "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
+    "schedule": "all",  # or one of naive, gpipe, 1f1b, ..., or search, or the path of a CSV
+    "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages
+    "prove": 0,  # of schedule=search: seconds for OR-Tools to find the shortest and prove it
+    "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
+    "input_gradient": 1,  # time of the half of the backward pass that gives the input's gradient
+    "weight_gradient": 1,  # time of the half that gives the weights' gradients
+    "communication": 0,  # time from one rank to the next
+    "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
+    "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
+    "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
+    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
+    "chunks": 2,  # stages a rank under interleaved 1F1B
+    "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
+    "learning_rate": 0.5,  # of plain SGD
+    "steps": 40,  # batches to train on; 0: train nothing
+    "seed": 0,  # of the initial weights and the data
+}
+
+OWN_RULES = {
+    "schedule": Rule(
+        kind=str,
+        text=f"all, search, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}",
+    ),
+    "memory": Rule(
+        kind=int,
+        none=True,
+        low=1,
+        high=512,
+        text="of schedule=search: microbatches that a rank may hold; None: num_stages",
+    ),
+    "prove": Rule(
+        kind=float,
+        low=0,
+        high=3600,
+        text="of schedule=search: seconds for OR-Tools to look for the shortest and prove it",
+    ),
+    "recompute": Rule(
+        kind=Fraction,
+        none=True,
+        low=0,
+        high=1,
+        text="compute activations again before each backward pass (R, as long as F); the value is "
+        "the share of them kept until then, the stage's input; None: keep all",
+    ),
+    "reorder": Rule(
+        kind=bool,
+        text="V-Half and V-Min: move operations forward while the pipeline fills and drains, in "
+        "the same memory, as published; False: the block repeated, and no more",
+    ),
+    "verbose": Rule(
+        kind=bool,
+        none=True,
+        text="True: draw every schedule; False: only the tables; None: draw one that is named",
+    ),
+    "num_batches": Rule(kind=int, low=2, high=64, text="batches that are simulated in a row"),
+}
+RULES = {key: (SHARED_RULES | OWN_RULES)[key] for key in CONFIG}
+EXTRA = {
+    "csv": "write the schedule's order as CSV, which torch.distributed.pipelining loads",
+    "trace": "write the schedule's timeline as JSON, which ui.perfetto.dev opens",
+}
+
+
+def main() -> None:
+    config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
+    config["schedule"] = known_schedule(config["schedule"])
+    case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
+    if config["schedule"] == "search":
+        memory = config["memory"] or case.num_stages
+        rows: list[Row | Refused] = [measure_search(memory, config["prove"], case)]
+    else:
+        rows = simulate_schedules(config["schedule"], case)
+    export(rows, config)
+    print_heading(rows, case)
+    if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
+        print_wrapped("", LEGEND)
+        drawn: dict[object, str] = {}
+        for row in rows:
+            print()
+            print_schedule(row, case, drawn)
+        print()
+    print_comparison(rows, case)
+    if config["steps"]:
+        print(flush=True)
+        print_training(config)
+
+
+def known_schedule(name: str) -> str:
+    """ "all", a key of SCHEDULES (1F1B is 1f1b), or a CSV's path; UserError for anything else."""
+    names = ["all", "search", *SCHEDULES]
+    if name.lower() in names:
+        return name.lower()
+    if name.endswith(".csv") or Path(name).is_file():
+        return name
+    raise UserError(f"unknown schedule {name!r}", nearest(name, names))
+
+
+def simulate_schedules(name: str, case: Case) -> list[Row | Refused]:
+    """Rows for what known_schedule gave."""
+    if name == "all":
+        return compare(case)
+    return [measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)]
+
+
+def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
+    """Write the files that --csv and --trace ask for."""
+    for option in EXTRA:
+        if config[option] is None:
+            continue
+        row = rows[0]
+        if config["schedule"] == "all" or isinstance(row, Refused):
+            raise UserError(f"--{option} writes one schedule", "add --set schedule=1f1b or another")
+        schedule = row.batch.schedule
+        if option == "trace":
+            write_trace(
+                config["trace"],
+                predicted=row.stream,
+                policy=row.policy,
+                batch_size=schedule.num_microbatches,
+            )
+        elif config["recompute"] is not None:
+            raise UserError(
+                "a CSV has no operation that recomputes", "write the order with recompute=none"
+            )
+        elif len(schedule.chains) > 1:
+            raise UserError(
+                f"{row.name} keeps two copies of the model, which a CSV cannot say",
+                "write another schedule",
+            )
+        elif row.policy is not POLICIES["flush"]:
+            raise UserError(
+                f"{row.name} does not flush, and a CSV has no operation that updates weights",
+                "add --set schedule=1f1b, the same order with a flush",
+            )
+        else:
+            save_csv(schedule, Path(config["csv"]))
+        print(f"wrote {config[option]}", file=sys.stderr)
+
+
+def print_heading(rows: list[Row | Refused], case: Case) -> None:
+    """The sizes and durations that all of it is for."""
+    p, m = case.num_stages, case.num_microbatches
+    if len(rows) == 1 and isinstance(rows[0], Row):  # a file has its own
+        p, m = rows[0].batch.schedule.num_ranks, rows[0].batch.schedule.num_microbatches
+    scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
+    print_wrapped(
+        "",
+        f"p = {p} ranks, m = {m} microbatches a batch; durations F = {number(case.forward)}, "
+        f"I = {number(case.input_gradient)}, W = {number(case.weight_gradient)}, B = I + W, "
+        f"communication {number(case.communication)}{scale or ''}",
+    )
+
+
+def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> None:
+    """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures.
+
+    A schedule without a flush is drawn over several batches, where it differs from one with it.
+    """
+    print(bold(row.title))
+    if isinstance(row, Refused):
+        print_wrapped("  not possible: ", row.reason)
+        return
+    flush = row.policy is POLICIES["flush"]
+    timeline = row.batch if flush else row.stream
+    orders = timeline.schedule.orders
+    if orders in drawn:
+        print(f"  the same grid as {drawn[orders]}")
+    else:
+        drawn[orders] = row.title
+        print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if flush else 2))
+    print_figures(row, case)
+
+
+def print_figures(row: Row, case: Case) -> None:
+    """What one schedule comes to, each by rank or by stage."""
+    one, many = row.batch_idle, row.stream_idle
+    print_wrapped(
+        "  one batch    ",
+        f"time {number(row.batch.makespan)}, utilisation {percent(1 - one.makespan_fraction)}, "
+        f"bubble {percent(one.makespan_fraction)} (within the ranks' own spans "
+        f"{percent(one.span_fraction)})",
+    )
+    print(
+        f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream.makespan)}, "
+        f"utilisation {percent(1 - many.makespan_fraction)}"
+    )
+    print_closed_form(row)
+    print_wrapped(
+        "  activations  ", f"microbatches held at most: {listed(row.peak_activations, 'rank')}"
+    )
+    print_wrapped("  weights      ", row.policy.text)
+    print_wrapped(
+        " " * 15,
+        f"versions kept at most: {listed(row.peak_versions, 'stage')}; "
+        f"updates behind at most: {listed(row.staleness, 'stage')}",
+    )
+
+
+def print_closed_form(row: Row) -> None:
+    """What the formula gives for one batch, beside what the simulation gave."""
+    form, begin = row.formula, "  closed form  "
+    if row.bound is not None:
+        shortest = row.batch.makespan == row.bound
+        print_wrapped(
+            "  shorter      ",
+            f"not possible in this memory: {number(row.bound)} is the least"
+            if shortest
+            else f"perhaps: no order in this memory takes less than {number(row.bound)}",
+        )
+    elif form is None:
+        print(begin + "none with uneven stages, communication, overlap, R, reordering or a file")
+    elif form.makespan_idle is None or form.span_idle is None:
+        print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
+    else:
+        print_wrapped(
+            begin,
+            f"a rank idles for {number(form.makespan_idle)}, simulated "
+            f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
+            f"{number(form.span_idle)}, simulated {number(row.batch_idle.span[0])}",
+        )
+        print_wrapped(" " * 15, f"{form.text}; as published: {form.published}")
+
+
+def print_comparison(rows: list[Row | Refused], case: Case) -> None:
+    """All schedules in one table; those that are not possible with the reason."""
+    print(f"{'':<24}{'one batch':^20}{f'{case.num_batches} in a row':^15}{'at most':^21}".rstrip())
+    print(
+        f"{'':<24}{'time':>6}{'bubble':>7}{'span':>7}{'time':>8}{'used':>7}"
+        f"{'activ.':>7}{'weights':>8}{'stale':>6}"
+    )
+    for row in rows:
+        if isinstance(row, Refused):
+            print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
+            continue
+        print(
+            f"{row.title:<24}{number(row.batch.makespan):>6}"
+            f"{percent(row.batch_idle.makespan_fraction):>7}"
+            f"{percent(row.batch_idle.span_fraction):>7}{number(row.stream.makespan):>8}"
+            f"{percent(1 - row.stream_idle.makespan_fraction):>7}"
+            f"{number(max(row.peak_activations)):>7}{number(max(row.weight_copies)):>8}"
+            f"{max(row.staleness):>5}{'*' if row.mixed else ''}"
+        )
+    for note in NOTES:
+        print_wrapped("", note)
+    if any(isinstance(row, Row) and row.mixed for row in rows):
+        print_wrapped("", MIXED)
+
+
+NOTES = (
+    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
+    "share.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
+    "pause.",
+    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
+    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
+)
+MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
+
+
+if __name__ == "__main__":
+    main_with_errors(main)
