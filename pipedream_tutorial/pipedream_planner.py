@@ -37,8 +37,8 @@ CONFIG: dict[str, Any] = {
     "bandwidth": 1.25e8,
     # Several workers may run the same stage, each with its own microbatches.
     "replication": True,
-    # False: leave workers idle where fewer are faster.
-    "use_all_workers": True,
+    # True: as PipeDream's formula, even where fewer are as fast or faster.
+    "use_all_workers": False,
     # Synchronising m replicas sends this * (m - 1) / m of the weights' bytes. 2: ring all-reduce
     # over links that send and receive at once; 4: PipeDream's constant, one way at a time.
     "sync_factor": 2,
@@ -63,7 +63,7 @@ RULES: dict[str, Rule] = {
         text="bytes a second between any two workers; None: sending takes no time",
     ),
     "replication": Rule(kind=bool, text="several workers may run the same stage"),
-    "use_all_workers": Rule(kind=bool, text="False: leave workers idle where fewer are faster"),
+    "use_all_workers": Rule(kind=bool, text="True: even where fewer are as fast or faster"),
     "sync_factor": Rule(
         kind=Fraction, low=0, high=100,
         text="synchronising m replicas sends this * (m - 1) / m of the weights' bytes",

@@ -81,22 +81,21 @@ small_layers = st.lists(
 )
 def test_the_period_is_brute_force_s(layers, workers, bandwidth, factor, replication):
     setting = {"bandwidth": bandwidth, "sync_factor": factor}
+    whole = {"num_workers": workers, "replication": replication, "use_all_workers": True}
     by_workers = [
         brute_force(layers, m, bandwidth, factor, replication) for m in range(1, workers + 1)
     ]
     if by_workers[-1] is None:
         with pytest.raises(UserError, match=f"at most {len(layers)} workers"):
-            plan_pipeline(layers, num_workers=workers, replication=replication, **setting)
+            plan_pipeline(layers, **whole, **setting)
     else:
-        plan = plan_pipeline(layers, num_workers=workers, replication=replication, **setting)
+        plan = plan_pipeline(layers, **whole, **setting)
         assert plan.period_s == by_workers[-1]
         assert plan.num_workers == workers
         cuts = [(stage.last, stage.replicas) for stage in plan.stages]
         assert make_plan(layers, cuts, **setting) == plan
         assert [s.first for s in plan.stages] == [0, *(s.last + 1 for s in plan.stages[:-1])]
-    fewer = plan_pipeline(
-        layers, num_workers=workers, replication=replication, use_all_workers=False, **setting
-    )
+    fewer = plan_pipeline(layers, num_workers=workers, replication=replication, **setting)
     shortest = min(period for period in by_workers if period is not None)
     assert fewer.period_s == shortest
     assert fewer.num_workers == 1 + by_workers.index(shortest)
@@ -145,8 +144,8 @@ def test_the_bottleneck_can_be_synchronisation_or_a_link():
 
 def test_idle_workers_where_synchronising_costs_more_than_it_saves():
     layers = [layer(4, weight=100)]
-    both = plan_pipeline(layers, num_workers=2, bandwidth=5)
-    alone = plan_pipeline(layers, num_workers=2, bandwidth=5, use_all_workers=False)
+    both = plan_pipeline(layers, num_workers=2, bandwidth=5, use_all_workers=True)
+    alone = plan_pipeline(layers, num_workers=2, bandwidth=5)
     assert (both.period_s, both.num_workers) == (10, 2)
     assert (alone.period_s, alone.num_workers) == (4, 1)
 
@@ -167,7 +166,7 @@ def test_fifty_layers_on_sixteen_workers_are_planned():
         ({"bandwidth": 0}, "above 0"),
         ({"bandwidth": float("nan")}, "above 0"),
         ({"sync_factor": -1}, "0 or more"),
-        ({"num_workers": 2, "replication": False}, "at most 1 workers"),
+        ({"num_workers": 2, "replication": False, "use_all_workers": True}, "at most 1 workers"),
     ],
 )
 def test_what_cannot_be_planned_is_said(change, text):
@@ -206,6 +205,10 @@ def test_the_script_prints_the_plan_of_the_shipped_profile():
     assert f"{float(run.utilisation):.1%}" in lines["links carry one message at a time"]
     one = sum(Fraction(x.forward_s) + Fraction(x.backward_s) for x in layers)
     assert f"{float(one):.4f}" in lines["one worker"]
+    # Over a link of 1 kB/s nobody is faster than one worker: no plan takes more.
+    done = run_script("--set", "bandwidth=1e3")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("this plan")]
+    assert line.split()[2:] == ["1", "1", "2.0608", "0.485", "1.00"]
 
 
 def test_the_script_can_be_started_from_any_folder(tmp_path):
@@ -225,7 +228,10 @@ def test_the_script_can_be_started_from_any_folder(tmp_path):
         (["--set", "profile=none.json"], "give the path of a profile"),
         (["--set", "save_profile=x.json"], "set profile to gpt2"),
         (["--set", "profile=gpt2", "--set", "save_profile=no/where.json"], "no such folder"),
-        (["--set", "replication=false", "--set", "workers=15"], "at most 14 workers"),
+        (
+            ["--set=replication=false", "--set=use_all_workers=true", "--set=workers=15"],
+            "at most 14 workers",
+        ),
     ],
 )
 def test_bad_values_give_one_line_that_says_what_to_type(arguments, text):

@@ -118,15 +118,14 @@ def plan_pipeline(
     num_workers: int,
     bandwidth: Number,
     replication: bool = True,
-    use_all_workers: bool = True,
+    use_all_workers: bool = False,
     sync_factor: Number = SYNC_FACTOR,
 ) -> Plan:
-    """The plan with the shortest period.
+    """The plan with the shortest period; of equally fast ones the one with the fewest workers.
 
     `bandwidth` is in bytes a second, math.inf if sending takes no time. `replication=False` puts
-    one worker on each stage. The formula has every worker take part even where fewer are faster
-    (synchronising two can take longer than one computes); `use_all_workers=False` lets some idle.
-    Of equally fast plans: the fewest workers, and then the first found, short of a cut. Takes
+    one worker on each stage. PipeDream's formula has every worker take part, even where fewer are
+    faster (synchronising two can take longer than one computes): `use_all_workers=True`. Takes
     O(layers^2 workers^2) steps. Raises UserError where no plan exists.
     """
     _check(layers, num_workers, bandwidth, sync_factor)
