@@ -2,7 +2,8 @@
 //
 // One stage a rank, backward passes in halves. A rank's order is a word of m letters F, I and W; in
 // every beginning of it F leads I, I leads W, and F is at most `memory` ahead of W. Rules write
-// words (`greedy`, `pattern`), and moving single letters improves them. The random numbers are not
+// words (`greedy`, `pattern`), and moving single letters improves them. Of equally short orders the
+// one with the shorter span (of the rank where it is longest) is better for batches in a row. The random numbers are not
 // Python's, so the words may differ from simulate/search.py's; bound and rules do not.
 "use strict";
 
@@ -26,6 +27,11 @@ function buildProblem(costs, numMicrobatches, memory) {
 
 // In ticks; Infinity for words that wait for each other in a circle. Does not look at memory.
 function wordsMakespan(problem, words) {
+  return wordsScore(problem, words).length;
+}
+
+// Makespan, and the longest time between a rank's first start and its last end.
+function wordsScore(problem, words) {
   const { durations, communication: c } = problem;
   const p = durations.length;
   const [place, free] = [new Array(p).fill(0), new Array(p).fill(0)];
@@ -49,7 +55,15 @@ function wordsMakespan(problem, words) {
       else if (kind === "I" && rank) ready.push(rank - 1);
     }
   }
-  return words.every((word, rank) => place[rank] === word.length) ? Math.max(...free) : Infinity;
+  if (words.some((word, rank) => place[rank] < word.length)) {
+    return { length: Infinity, span: Infinity };
+  }
+  const spans = free.map((end, rank) => end - (ends[rank].F[0] - durations[rank].F));
+  return { length: Math.max(...free), span: Math.max(...spans) };
+}
+
+function better(one, other) {
+  return one.length < other.length || (one.length === other.length && one.span < other.span);
 }
 
 // What no order can be shorter than, in ticks; simulate/search.py derives it.
@@ -153,8 +167,8 @@ function defaultTries(problem) {
 // The three best words that the rules write, shortest first.
 function startingWords(problem) {
   const starts = leads(problem).flatMap((lead) => [greedy(problem, lead), pattern(problem, lead)]);
-  const scored = starts.map((words) => ({ words, length: wordsMakespan(problem, words) }));
-  return scored.sort((a, b) => a.length - b.length).slice(0, 3);
+  const scored = starts.map((words) => ({ words, ...wordsScore(problem, words) }));
+  return scored.sort((a, b) => a.length - b.length || a.span - b.span).slice(0, 3);
 }
 
 // Yields {words, length, bound, tried, tries} now and then, so that a page can show it; the last
@@ -166,7 +180,7 @@ function* search(problem, tries = defaultTries(problem)) {
   let tried = 0;
   for (const [seed, start] of starts.entries()) {
     for (const { now, turn } of improve(problem, start, Math.floor(tries / 3), seed, bound)) {
-      if (now.length < best.length) best = now;
+      if (better(now, best)) best = now;
       yield { ...best, bound, tried: tried + turn, tries };
     }
     tried += Math.floor(tries / 3);
@@ -183,7 +197,9 @@ function* improve(problem, start, tries, seed, goal) {
   let best = start;
   const times = problem.durations.flatMap((own) => Object.values(own)).filter((time) => time);
   const unit = Math.min(...times);
-  for (let turn = 0; turn < tries && best.length > goal; turn++) {
+  const work = problem.durations.map((own) => problem.numMicrobatches * (own.F + own.I + own.W));
+  const goals = { length: goal, span: Math.max(...work) };
+  for (let turn = 0; turn < tries && better(goals, best); turn++) {
     if (turn % 50 === 49) yield { now: best, turn };
     const rank = below(now.length);
     const old = now[rank];
@@ -194,11 +210,11 @@ function* improve(problem, start, tries, seed, goal) {
     const fresh = rest.slice(0, cut) + old[source] + rest.slice(cut);
     if (fresh === old || !allowed(fresh, problem.memory)) continue;
     now[rank] = fresh;
-    const found = wordsMakespan(problem, now);
+    const found = wordsScore(problem, now);
     const heat = (unit * (1 - turn / tries)) / 3 + 1e-9;
-    if (found <= length || chance() < Math.exp((length - found) / heat)) {
-      length = found;
-      if (found < best.length) best = { words: [...now], length };
+    if (found.length <= length || chance() < Math.exp((length - found.length) / heat)) {
+      length = found.length;
+      if (better(found, best)) best = { words: [...now], ...found };
     } else {
       now[rank] = old;
     }

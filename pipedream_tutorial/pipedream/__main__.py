@@ -251,6 +251,11 @@ def print_closed_form(row: Row) -> None:
     if row.bound is not None:
         shortest = row.batch.makespan == row.bound
         print_wrapped(
+            "  minimised    ",
+            "one batch's time; of equally short orders the longest span of a rank, which is "
+            "what further batches take at most",
+        )
+        print_wrapped(
             "  shorter      ",
             f"not possible in this memory: {number(row.bound)} is the least"
             if shortest

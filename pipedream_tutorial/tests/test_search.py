@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipedream.config import FOLDER
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
-from pipedream.schedules.ops import Op, save_csv
+from pipedream.schedules.ops import Op, repeat, save_csv
 from pipedream.simulate import frontier
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound, makespan, search
@@ -58,6 +58,16 @@ def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
         fixed = build_schedule({4: "zb-h1", 7: "zb-h2"}[memory], 4, 8)
         assert simulate(fixed, costs).makespan == {4: 41, 7: 30}[memory]
         assert max(peak_activations(fixed)) == memory
+
+
+@pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (5, 105), (6, 102), (7, 99)])
+def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
+    """c = 0: 27 in any memory from 4 on, but only ZB-H2's lets the next batch begin at once."""
+    costs = costs_of(4)
+    found = search(costs, 8, memory)
+    assert found.makespan == found.lower_bound == 27
+    assert max(peak_activations(found.schedule)) <= memory
+    assert simulate(repeat(found.schedule, 4), costs).makespan <= in_a_row
 
 
 @settings(max_examples=25, deadline=None)

@@ -4,6 +4,11 @@ One stage a rank, backward passes in halves. Microbatches are alike, so a rank m
 order 0, 1, 2, ... in each kind of operation, and its order is a word of m letters F, m I and m W.
 In every beginning of a word F leads I, I leads W, and F is at most `memory` ahead of W.
 
+Minimised is one batch's makespan. Of equally short orders the better one has the shorter span, of
+the rank where that is longest: from its first start to its last end. Batches in a row need not be
+further apart than that, for a rank that starts all of a batch one span after the batch before is
+free again.
+
 First a rule writes words (`greedy`): a rank that is free runs I if it can, else F, else W. Then
 letters are moved (`improve`): a change is kept if the makespan does not grow, and now and then if
 it does (simulated annealing). Neither proves anything; `lower_bound` and exact.py do.
@@ -74,11 +79,11 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
-    """The shortest order found in `tries` simulations; the same one for the same arguments.
+    """The best order found in `tries` simulations; the same one for the same arguments.
 
-    By default as many as take a second or two, and 200 at least.
-
-    In `prove` seconds more OR-Tools looks for a shorter one, and for a better bound.
+    Best: the shortest makespan, then the shortest span. By default as many tries as take a second
+    or two, and 200 at least. In `prove` seconds more OR-Tools looks for a shorter one, and for a
+    better bound on the makespan.
     """
     problem = build_problem(costs, num_microbatches, memory)
     p, m = problem.num_ranks, num_microbatches
@@ -89,23 +94,22 @@ def search(
     starts += [pattern(problem, limit) for limit in limits]
     starts.sort(key=lambda words: _score(problem, words))
     bound, best = lower_bound(problem), starts[0]
+    goal = bound, max(m * sum(own.values()) for own in problem.durations)
     for number, words in enumerate(starts[:3]):
-        found = improve(problem, words, tries // 3, seed=number, goal=bound)
+        found = improve(problem, words, tries // 3, seed=number, goal=goal)
         best = min(best, found, key=lambda words: _score(problem, words))
-    length = makespan(problem, best)
-    assert length is not None
+    length, _ = _score(problem, best)
     if prove:
         from pipedream.simulate.exact import solve
 
-        shorter, proved = solve(problem, length, prove)
+        shorter, proved = solve(problem, int(length), prove)
         bound = max(bound, proved)
         if shorter is not None:
             best = min(best, shorter, key=lambda words: _score(problem, words))
-            length = makespan(problem, best)
-            assert length is not None
+            length, _ = _score(problem, best)
     return Found(
         schedule=as_schedule(best, f"search-p{p}-m{m}-memory{memory}"),
-        makespan=length * problem.tick,
+        makespan=int(length) * problem.tick,
         lower_bound=bound * problem.tick,
     )
 
@@ -125,6 +129,12 @@ def as_schedule(words: Words, name: str) -> Schedule:
 
 def makespan(problem: Problem, words: Words) -> int | None:
     """In ticks; None for words that wait for each other in a circle. Does not look at memory."""
+    length, _ = _score(problem, words)
+    return None if length == math.inf else int(length)
+
+
+def _score(problem: Problem, words: Words) -> tuple[float, float]:
+    """Makespan and longest span, in ticks; infinite where words wait for each other in a circle."""
     p, c = problem.num_ranks, problem.communication
     place, free = [0] * p, [0] * p
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
@@ -155,7 +165,10 @@ def makespan(problem: Problem, words: Words) -> int | None:
             elif kind == "I" and rank:
                 ready.append(rank - 1)
         free[rank], place[rank] = now, at
-    return max(free) if place == [len(word) for word in words] else None
+    if place != [len(word) for word in words]:
+        return math.inf, math.inf
+    begun = [own["F"][0] - times["F"] for own, times in zip(ends, problem.durations, strict=True)]
+    return max(free), max(end - begin for end, begin in zip(free, begun, strict=True))
 
 
 def lower_bound(problem: Problem) -> int:
@@ -244,16 +257,13 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
     return words
 
 
-def _score(problem: Problem, words: Words) -> float:
-    length = makespan(problem, words)
-    return math.inf if length is None else length
-
-
-def improve(problem: Problem, words: Words, tries: int, *, seed: int, goal: int) -> Words:
-    """Move single letters and keep what is not longer; stops early at `goal`."""
+def improve(
+    problem: Problem, words: Words, tries: int, *, seed: int, goal: tuple[float, float]
+) -> Words:
+    """Move single letters and keep what is not longer; stops early at `goal`, makespan and span."""
     chance = random.Random(seed)
-    now, length = list(words), _score(problem, words)
-    best, shortest = list(now), length
+    now, shortest = list(words), _score(problem, words)
+    best, length = list(now), shortest[0]
     unit = min(time for own in problem.durations for time in own.values() if time)
     for turn in range(tries):
         if shortest <= goal:
@@ -269,8 +279,9 @@ def improve(problem: Problem, words: Words, tries: int, *, seed: int, goal: int)
         now[rank] = new
         found = _score(problem, now)
         heat = unit * (1 - turn / tries)
-        if found <= length or chance.random() < math.exp(-(found - length) / (heat / 3 + 1e-9)):
-            length = found
+        longer = found[0] - length
+        if longer <= 0 or chance.random() < math.exp(-longer / (heat / 3 + 1e-9)):
+            length = found[0]
             if found < shortest:
                 best, shortest = list(now), found
         else:
