@@ -11,16 +11,15 @@ import shutil
 import subprocess
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from distributed_training.advise.rank import what_fits
 from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.state import estimate_state
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy
 
@@ -28,17 +27,17 @@ GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
 REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp
 STALE_LOCK_S = 60.0
+Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does not fit its GPUs
 
 
-def run_checks(plan: Plan) -> None:
+def run_checks(plan: Plan, suggest: Suggest) -> None:
     """Run every check, cheapest first."""
-    check_packages(plan)
     check_hub(plan)
+    check_packages(plan)
     check_skipping(plan)
     check_gpus(plan)
     check_swapping(plan)
-    check_gpu_memory(plan)
-    check_host_memory(plan)
+    check_memory(plan, suggest)
     check_shared_memory(plan)
     check_disk(plan)
     check_extensions(plan)
@@ -82,27 +81,20 @@ def check_gpus(plan: Plan) -> None:
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
-def check_gpu_memory(plan: Plan) -> None:
-    """What a step is predicted to need must be there, unless the user wants to see (`--force`)."""
+def check_memory(plan: Plan, suggest: Suggest) -> None:
+    """GPU and host have what a step is predicted to need; `--force` tries a GPU all the same."""
     machine = plan.machine
-    if not machine.num_gpus or plan.config.force:
-        return
-    needed = estimate_memory(plan).needed_bytes
-    if needed > machine.gpu_memory_bytes:
+    memory = estimate_memory(plan)
+    needed = memory.needed_bytes
+    if machine.num_gpus and needed > machine.gpu_memory_bytes and not plan.config.force:
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        others = what_fits(plan) or ["use more GPUs, or a smaller model"]
+        others = suggest(plan) or ["use more GPUs, or a smaller model"]
         raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
-
-
-def check_host_memory(plan: Plan) -> None:
-    """Every process builds the model once in fp32; offload adds its share of state."""
-    state = estimate_state(plan)
-    on_host = state.host + state.on_device * (plan.machine.num_gpus == 0)
-    needed = (4 * plan.size.num_parameters + on_host) * plan.processes_here
-    if needed > plan.machine.ram_bytes:
+    needed = memory.host_bytes * plan.processes_here
+    if needed > machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
-        why = f"{plan.machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
+        why = f"{machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
         raise UserError(what, why, "use a smaller model or fewer processes")
 
 

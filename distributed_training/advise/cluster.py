@@ -7,11 +7,15 @@ import re
 import sys
 from dataclasses import dataclass
 
+from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu
+from distributed_training.settings.strategies import Strategy
 
 _FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
@@ -19,17 +23,17 @@ MOST_PROCESSES = 2**16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes that are alike."""
+    """The processes that a plan is for, on nodes that are alike."""
 
-    nodes: int
+    num_processes: int
     processes_a_node: int
     machine: Machine  # one node
     rates: Rates | None  # None: a GPU of which nothing is known
     name: str
 
     @property
-    def num_processes(self) -> int:
-        return self.nodes * self.processes_a_node
+    def nodes(self) -> int:
+        return self.num_processes // self.processes_a_node
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
@@ -38,9 +42,11 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     """
     found = _FORM.fullmatch(text.strip())
     assert found is not None  # every part is optional
-    numbers, name = [int(part) for part in found.groups()[:2] if part], found[3]
+    numbers = [int(part) for part in found.groups()[:2] if part]
+    name = found[3]
     if gpu is not None and name.isdecimal():
-        numbers, name = [*numbers, int(name)], ""
+        numbers.append(int(name))
+        name = ""
     form = "write NODESxGPUSxKIND, such as 2x8xH100-80GB, or 8xH200"
     if len(numbers) > 2 or 0 in numbers or (not name and gpu is None) or name.isdecimal():
         raise UserError(f"--cluster {shown(text)} is not nodes x GPUs x kind", fix=form)
@@ -74,25 +80,40 @@ def cluster_of(gpu: Gpu, nodes: int, here: int) -> Cluster:
         ram_bytes=sys.maxsize,  # nobody asked
         num_cpus=8 * here,
     )
-    name = f"{nodes} x {here} x {gpu.name}" if nodes > 1 else f"{here} x {gpu.name}"
+    name = f"{here} x {gpu.name}"
     return Cluster(
-        nodes=nodes, processes_a_node=here, machine=machine, rates=rates_of(gpu), name=name
+        num_processes=nodes * here,
+        processes_a_node=here,
+        machine=machine,
+        rates=rates_of(gpu),
+        name=f"{nodes} x {name}" if nodes > 1 else name,
     )
 
 
-def this_machine(machine: Machine, num_processes: int, gpu: str | None = None) -> Cluster:
-    """The machine at hand; `gpu` describes its GPUs where the table does not have them."""
+def this_machine(
+    machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
+) -> Cluster:
+    """The machine at hand, and others like it where not all processes are here; `gpu` describes
+    its GPUs where the table does not have them."""
+    name = f"{num_processes} x {machine.gpu_name}"
     if machine.num_gpus == 0:
-        name = f"{num_processes} process{'es' * (num_processes > 1)} on {machine.num_cpus} cores"
-    else:
-        name = f"{num_processes} x {machine.gpu_name}"
+        processes = "process" if num_processes == 1 else "processes"
+        name = f"{num_processes} {processes} on {machine.num_cpus} cores"
     return Cluster(
-        nodes=1,
-        processes_a_node=num_processes,
+        num_processes=num_processes,
+        processes_a_node=processes_here,
         machine=machine,
-        rates=machine_rates(machine, num_processes, gpu),
+        rates=machine_rates(machine, processes_here, gpu),
         name=name,
     )
+
+
+def lay_out_on(
+    cluster: Cluster, config: RunConfig, strategy: Strategy, mesh: dict[str, int] | None = None
+) -> Plan:
+    """A draft for the cluster's processes (`lay_out`)."""
+    here = cluster.processes_a_node
+    return lay_out(config, strategy, cluster.machine, cluster.num_processes, here, mesh)
 
 
 def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:

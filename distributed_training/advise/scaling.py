@@ -155,13 +155,13 @@ def speeds(
     if cluster.rates is None:
         what = f"how fast {cluster.name} is, is not known"
         raise UserError(what, fix="describe it with --gpu")
-    places, found = (cluster.machine, cluster.num_processes, cluster.processes_a_node), []
+    found = []
     for model in with_progress(MODELS, "layouts of each model"):
         with contextlib.suppress(UserError):  # a model that fits nowhere
             config = replace(build(None), model=model)
             if open_batch:
                 config = replace(config, strategy=AUTO, batch_size=AUTO)
-                config = choose_spread(config, *places, [])
+                config = choose_spread(config, cluster, [])
             own = {"model": model, "batch_size": config.batch_size}
             choices = rank_layouts(lambda name, own=own: replace(build(name), **own), cluster)  # type: ignore[misc]
             if choices and choices[0].prediction.fits:

@@ -48,31 +48,38 @@ def choose_settings(
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
         raise UserError(what, fix=f"set max_length to at most {positions}")
-    if config.pipeline_schedule == AUTO:
-        config = with_values(config, pipeline_schedule=(*strategy.traits.schedules, "1f1b")[0])
+    schedule = config.pipeline_schedule
+    if schedule == AUTO:
+        schedule = strategy.traits.schedules[0] if strategy.traits.schedules else "1f1b"
+    precision = _choose_precision(config, machine)
+    _check_exchanges(config, precision, strategy, mesh, size)
+    _check_loss(config, precision, mesh)
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
-    config = with_values(config, precision=_choose_precision(config, machine), compile=compiled)
-    _check_exchanges(config, strategy, mesh, size)
-    _check_loss(config, mesh)
     return with_values(
         config,
-        async_tp=_choose_async_tp(config, machine, mesh),
-        cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes),
+        pipeline_schedule=schedule,
+        precision=precision,
+        compile=compiled,
+        async_tp=_choose_async_tp(config, compiled, machine, mesh),
+        cuda_graphs=_choose_cuda_graphs(config, precision, machine, strategy, mesh, notes),
     )
 
 
 def _check_exchanges(
-    config: RunConfig, strategy: Strategy, mesh: Mapping[str, int], size: ModelSize
+    config: RunConfig, precision: str, strategy: Strategy, mesh: Mapping[str, int], size: ModelSize
 ) -> None:
     """Raises UserError for keys of DDP's or FSDP's exchanges where there are none, or not so."""
-    sizes = {axis for axis in mesh if not strategy.mesh[axis] == mesh[axis] == 1}
-    in_ddp = strategy.traits.uses_ddp_and_fsdp and sizes <= {"dp_replicate"}
-    in_fsdp = strategy.traits.uses_ddp_and_fsdp and "dp_shard" in sizes and "pp" not in sizes
-    kind, cap, ahead = config.gradient_compression, config.bucket_cap_mb, config.fsdp_prefetch
-    asked, where = f"gradient_compression={kind!r}", f"strategy={config.strategy!r}"
-    if ahead != 1 and not in_fsdp:
-        what, why = f"fsdp_prefetch={ahead} does not go with {where}", "it is for FSDP's blocks"
-        raise UserError(what, why, "set it to 1, or strategy to fsdp")
+    divided = {axis for axis in mesh if not strategy.mesh[axis] == mesh[axis] == 1}
+    native = strategy.traits.uses_ddp_and_fsdp
+    in_ddp = native and divided <= {"dp_replicate"}
+    in_fsdp = native and "dp_shard" in divided and "pp" not in divided
+    kind = config.gradient_compression
+    cap = config.bucket_cap_mb
+    asked = f"gradient_compression={kind!r}"
+    where = f"strategy={config.strategy!r}"
+    if config.fsdp_prefetch != 1 and not in_fsdp:
+        what = f"fsdp_prefetch={config.fsdp_prefetch} does not go with {where}"
+        raise UserError(what, "it is for FSDP's blocks", "set it to 1, or strategy to fsdp")
     if cap is not None and not in_ddp:
         what = f"bucket_cap_mb={cap:g} does not go with {where}"
         raise UserError(what, "PyTorch's DDP has buckets", "set it to None, or strategy to dp")
@@ -84,7 +91,7 @@ def _check_exchanges(
     if cap is not None and kind != "bf16":
         what = f"bucket_cap_mb={cap:g} does not go with {asked}"
         raise UserError(what, "it takes a single bucket on CPUs", "set it to None")
-    if kind != "bf16" and config.precision == "fp16":
+    if kind != "bf16" and precision == "fp16":
         why = "an overflow would stay in what is added to later gradients"
         raise UserError(f"{asked} does not go with precision='fp16'", why, "set precision to bf16")
     if kind == "powersgd" and config.compression_rank > size.hidden_size:
@@ -93,7 +100,7 @@ def _check_exchanges(
         raise UserError(what, why, "set it to 32 or less")
 
 
-def _check_loss(config: RunConfig, mesh: Mapping[str, int]) -> None:
+def _check_loss(config: RunConfig, precision: str, mesh: Mapping[str, int]) -> None:
     """Raises UserError for a loss in chunks where there is none."""
     if not config.loss_chunk_tokens:
         return
@@ -101,18 +108,21 @@ def _check_loss(config: RunConfig, mesh: Mapping[str, int]) -> None:
     if mesh["tp"] > 1:
         why = f"its {mesh['tp']} processes have a part of every token's logits"
         raise UserError(f"{what} tp={mesh['tp']}", why, "set it to 0")
-    if config.precision == "fp16":
+    if precision == "fp16":
         why = "gradients would be computed before they are scaled"
         raise UserError(f"{what} precision='fp16'", why, "set precision to bf16, or it to 0")
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
-    gpu, bf16 = machine.num_gpus > 0, machine.compute_capability >= (8, 0)
+    on_gpu = machine.num_gpus > 0
+    has_bf16 = machine.compute_capability >= (8, 0)
     if config.precision == AUTO:
-        return "fp32" if not gpu else "bf16" if bf16 else "fp16"
-    if config.precision == "fp16" and not gpu:
+        if not on_gpu:
+            return "fp32"
+        return "bf16" if has_bf16 else "fp16"
+    if config.precision == "fp16" and not on_gpu:
         raise UserError("precision='fp16' needs a GPU", fix="set fp32")
-    if config.precision == "bf16" and gpu and not bf16:
+    if config.precision == "bf16" and on_gpu and not has_bf16:
         what = f"precision='bf16' is not supported by {machine.gpu_name}"
         raise UserError(what, "it needs compute capability 8.0", "set fp16")
     return config.precision
@@ -150,15 +160,19 @@ def _choose_compile(
     return able and not obstacle
 
 
-def _choose_async_tp(config: RunConfig, machine: Machine, mesh: Mapping[str, int]) -> bool:
-    """Whether the compiler overlaps exchanges along tp with products; `config` says if it runs."""
+def _choose_async_tp(
+    config: RunConfig, compiled: bool | str, machine: Machine, mesh: Mapping[str, int]
+) -> bool:
+    """Whether the compiler overlaps exchanges along tp with matrix products."""
     obstacle = ""
     if mesh["tp"] == 1:
         obstacle = "tp=1, which exchanges nothing"
     elif not config.sequence_parallel:
         obstacle = "sequence_parallel=False, whose sums are not scattered"
-    elif not (machine.num_gpus and config.compile):
-        obstacle = "compile=False" if machine.num_gpus else "a CPU"
+    elif not machine.num_gpus:
+        obstacle = "a CPU"
+    elif not compiled:
+        obstacle = "compile=False"
     elif machine.num_gpus % mesh["tp"]:
         obstacle = f"tp={mesh['tp']} over machines of {machine.num_gpus} GPUs"
     if config.async_tp is True and obstacle:
@@ -170,6 +184,7 @@ def _choose_async_tp(config: RunConfig, machine: Machine, mesh: Mapping[str, int
 
 def _choose_cuda_graphs(
     config: RunConfig,
+    precision: str,
     machine: Machine,
     strategy: Strategy,
     mesh: Mapping[str, int],
@@ -181,7 +196,7 @@ def _choose_cuda_graphs(
         obstacle = f"strategy={config.strategy!r}, whose engine launches its own kernels"
     elif config.gradient_compression != "none":
         obstacle = "gradient_compression, whose hooks run on the host"
-    elif config.precision == "fp16":
+    elif precision == "fp16":
         obstacle = "precision='fp16', whose loss scale the host decides"
     elif config.dropout > 0 and (mesh["tp"] > 1 or config.activation_checkpointing != "none"):
         obstacle = "dropout under tp or activation checkpointing, which sets random generators"

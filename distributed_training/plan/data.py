@@ -12,7 +12,7 @@ from distributed_training.data.corpus import ask_hub, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.config import AUTO, describe_work
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
 
@@ -54,25 +54,24 @@ def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:
     """The number of samples and of steps, and no more warm-up than there are."""
-    config, notes, there = plan.config, list(plan.notes), len(data.train)
-    if config.num_samples == AUTO:
-        if there < AUTO_SAMPLES:
-            notes.append(f"the text has {there} samples to train on, not {AUTO_SAMPLES}")
-        config = with_values(config, num_samples=there)
+    config = plan.config
+    notes = list(plan.notes)
+    num_samples = len(data.train)
+    if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
+        notes.append(f"the text has {num_samples} samples to train on, not {AUTO_SAMPLES}")
     if data.train.counts is not None:
         share = f"{100 * data.train.learnt_share:.1f}% of the tokens"
         notes.append(f"only the answers are learnt and count in the loss: {share}")
-    num_steps = config.epochs * math.ceil(there / plan.batch.global_batch_size)
+    num_steps = config.epochs * math.ceil(num_samples / plan.batch.global_batch_size)
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
     if config.profile >= num_steps:
         what = f"profile={config.profile} does not fit into the {num_steps} steps of this run"
         raise UserError(what, "the first is never traced", "lower profile, or train more steps")
-    if config.warmup_steps >= num_steps:
-        warmup = num_steps // 2
-        notes.append(f"warm-up is {warmup} of {num_steps} steps, not {config.warmup_steps}")
-        config = with_values(config, warmup_steps=warmup)
-    work = describe_work(config, plan.batch.global_batch_size)
-    return replace(
-        plan, config=config, work=work, num_steps=num_steps, notes=notes, cache=data.cache
-    )
+    warmup_steps = config.warmup_steps
+    if warmup_steps >= num_steps:
+        warmup_steps = num_steps // 2
+        notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
+    decided = {"num_samples": num_samples} if config.num_samples == AUTO else {}
+    config = with_values(config, warmup_steps=warmup_steps, **decided)
+    return replace(plan, config=config, num_steps=num_steps, notes=notes, cache=data.cache)

@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed_training.models import ModelSize, find_model
+from distributed_training.models import find_model
 from distributed_training.plan.layouts import build_layout, cut_batch
-from distributed_training.plan.schedules import Schedule, divisors, schedule_of
+from distributed_training.plan.schedules import divisors, schedule_of
 from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
@@ -48,19 +48,13 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
         raise UserError(what, fix="give the others whole numbers of 1 or more")
     if open_axis and world_size % fixed == 0:
         axes[open_axis] = world_size // fixed
-    size, pp, tp = find_model(config.model).size, axes["pp"], axes["tp"]
-    each = schedule_of(config, strategy, pp).stages_per_rank
     if math.prod(axes.values()) != world_size:
         what = f"mesh {show_axes(axes)} does not make {world_size} processes"
         number = f"a multiple of {fixed}" if open_axis else fixed
         why = f"that of {os.path.relpath(strategy.source)} needs {number}"
-    elif size.num_heads % tp:
-        what = f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}"
-        why = "attention is split by heads"
-    elif pp * each > size.num_layers:
-        what = f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks"
-        why = f"its pipeline schedule has {each} a process"
     else:
+        what, why = why_indivisible(strategy, config, axes)
+    if not what:
         return axes
     found = nearest_layouts(strategy, world_size, config)[:3]
     fix = "set " + "; or ".join(map(show_settings, found))
@@ -68,6 +62,23 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
         given = show_settings(_changes(config, FSDP))
         fix = "take fsdp" + (f" with {given}" if given else "")
     raise UserError(what, why, fix)
+
+
+def why_indivisible(
+    strategy: Strategy, config: RunConfig, axes: Mapping[str, int]
+) -> tuple[str, str]:
+    """What of CONFIG's model cannot be divided over the axes, and why; empty where all can."""
+    size = find_model(config.model).size
+    pp = axes["pp"]
+    tp = axes["tp"]
+    if size.num_heads % tp:
+        what = f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}"
+        return what, "attention is split by heads"
+    each = schedule_of(config, strategy, pp).stages_per_rank
+    if pp * each > size.num_layers:
+        what = f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks"
+        return what, f"its pipeline schedule has {each} a process"
+    return "", ""
 
 
 def nearest_layouts(strategy: Strategy, world_size: int, config: RunConfig) -> list[Settings]:
@@ -100,13 +111,6 @@ def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
 
 
-def divides(size: ModelSize, schedule: Schedule, axes: Mapping[str, int]) -> bool:
-    """Whether tp has a part of every head's work and pp a block for each stage."""
-    return size.num_heads % axes["tp"] == 0 and (
-        axes["pp"] == 1 or axes["pp"] * schedule.stages_per_rank <= size.num_layers
-    )
-
-
 def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
     """All meshes of so many processes: of the strategy's own axes and data-parallel ones."""
     splitting = [axis for axis in ("pp", "tp") if axis in strategy.named_axes]
@@ -135,8 +139,7 @@ def _needed_settings(
     """Fewest settings besides the axes that this layout would be refused without; None where
     the model cannot be divided so.
     """
-    size, schedule = find_model(config.model).size, schedule_of(config, strategy, axes["pp"])
-    if not divides(size, schedule, axes):
+    if any(why_indivisible(strategy, config, axes)):
         return None
     changes = _changes(config, HARMLESS)
     if config.pipeline_schedule in strategy.traits.schedules:
@@ -146,7 +149,7 @@ def _needed_settings(
             settings = {key: changes[key] for key in keys}
             with contextlib.suppress(UserError):
                 tried = replace(config, **settings) if settings else config
-                build_layout(tried, strategy, size, axes)
-                cut_batch(tried, axes, schedule)
+                build_layout(tried, strategy, axes)
+                cut_batch(tried, strategy, axes)
                 return settings
     return None

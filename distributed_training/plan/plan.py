@@ -1,6 +1,6 @@
 """A run, planned once: everything that will happen, as plain data in <run>/plan.json. No torch.
 
-plan/make.py makes it. A dry run prints it, every process reads it, the record repeats it. Nothing
+advise/make.py makes it. A dry run prints it, every process reads it, the record repeats it. Nothing
 is decided again.
 """
 
@@ -18,7 +18,7 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.schedules import Schedule, schedule_of
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.keys import Options
 from distributed_training.settings.strategies import Strategy, own_options
 
@@ -41,18 +41,17 @@ class Plan:
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
-    work: dict[str, Any]  # what must agree before two runs may be compared
     notes: list[str]  # choices that were made for the user and why, one sentence each
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path = Path()
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
     checkpoint: Path | None = None  # where to resume from; None to start afresh
     cache: str | None = None  # name of the samples' folder in the token cache; None as below
-    # Memory and time of a step before it ran (plan/predict.py); None in a draft
+    # Memory and time of a step before it ran (predict/predict.py); None in a draft
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes: what one of them starts again goes on.
     launchers: list[str] = field(default_factory=list)
-    # What each process along pp does, where a search found it (plan/stages.py); None in a draft
+    # What each process along pp does, where a search found it (predict/stages.py); None in a draft
     orders: list[str] | None = None
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
@@ -63,6 +62,11 @@ class Plan:
     @property
     def size(self) -> ModelSize:
         return self.model.size
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """What must agree before two runs may be compared."""
+        return describe_work(self.config, self.batch.global_batch_size)
 
     @property
     def options(self) -> Options:

@@ -6,6 +6,7 @@ No torch import.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,23 @@ from typing import Any
 from distributed_training.data import hub
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec, find_model
+from distributed_training.models import ModelSpec
+from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 
 
-def find_sources(config: RunConfig, notes: list[str]) -> tuple[RunConfig, Path, Path | None]:
-    """(CONFIG without "auto", tokenizer's folder, weights' folder or None for random ones): decide
-    what is left, and download what is asked for by name.
+def find_sources(plan: Plan) -> Plan:
+    """The plan with tokenizer, weights, text and learning rate decided; what is asked for by name
+    is downloaded.
 
     Raises UserError where an explicit value is not available.
     """
-    spec = find_model(config.model)
+    config = plan.config
+    spec = plan.model
+    notes = list(plan.notes)
     tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
     num_tokens = Tokenizer(tokenizer_dir).num_tokens
     if num_tokens > spec.size.vocab_size:
@@ -34,23 +38,39 @@ def find_sources(config: RunConfig, notes: list[str]) -> tuple[RunConfig, Path, 
         why = f"{config.model} knows {spec.size.vocab_size}"
         raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
     weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
-    dataset, rate = config.dataset, config.learning_rate
+    dataset = config.dataset
     if dataset in (AUTO, WIKITEXT):
         note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
         note += "help topics of this Python"
         named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
         there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
         dataset = WIKITEXT if there else EMBEDDED
+    rate = config.learning_rate
     if rate == AUTO:
-        rate = 5e-5 if weights_dir else 3e-3 if config.model == "gpt2-tiny" else 3e-4
-    found = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+        rate = 3e-4
+        if weights_dir is not None:
+            rate = 5e-5
+        elif config.model == "gpt2-tiny":
+            rate = 3e-3
+    model = config.model
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
-        found["model"] = str(spec.weights_dir)
-    return with_values(config, **found, learning_rate=rate), tokenizer_dir, weights_dir
+        model = str(spec.weights_dir)
+    decided = with_values(
+        config,
+        model=model,
+        tokenizer=tokenizer,
+        weights=weights,
+        dataset=dataset,
+        learning_rate=rate,
+    )
+    return replace(
+        plan, config=decided, notes=notes, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir
+    )
 
 
 def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
-    asked, own = config.tokenizer, spec.weights_dir
+    asked = config.tokenizer
+    own = spec.weights_dir
     if asked == AUTO and own is not None and (own / "vocab.json").is_file():
         return str(own), own
     if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
@@ -73,7 +93,9 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
 def _choose_weights(
     config: RunConfig, spec: ModelSpec, tokenizer: str, notes: list[str]
 ) -> tuple[str, Path | None]:
-    asked, model, hub_id = config.weights, config.model, spec.hub_id
+    asked = config.weights
+    model = config.model
+    hub_id = spec.hub_id
     if asked == "random":
         return "random", None
     if asked not in (AUTO, "pretrained"):

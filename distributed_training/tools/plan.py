@@ -58,8 +58,7 @@ def run(
     cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, [])
     if config.batch_size == AUTO:
-        places = cluster.machine, cluster.num_processes, cluster.processes_a_node
-        config = choose_spread(replace(config, strategy=AUTO), *places, [])
+        config = choose_spread(replace(config, strategy=AUTO), cluster, [])
         arguments.overrides.append(f"batch_size={config.batch_size}")
     choices = rank_layouts(build, cluster, config.strategy)
     if not choices:
@@ -107,7 +106,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     if asked not in (None, "all") and not (asked.isdecimal() and int(asked) > 0):
         raise UserError(f"--num_gpus {asked!r} is not a positive number or all")
     count = machine.num_gpus or CPU_PROCESSES
-    return this_machine(machine, count if asked in (None, "all") else int(asked), arguments.gpu)
+    if asked not in (None, "all"):
+        count = int(asked)
+    return this_machine(machine, count, count, arguments.gpu)
 
 
 def _option(text: str) -> list[str]:

@@ -1,18 +1,15 @@
 import dataclasses
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.advise.make import draft_plan
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.plan.choose import choose_model, choose_settings
-from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.sources import find_sources
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import load_strategy
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
@@ -24,15 +21,10 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """(What is decided and found: config, tokenizer_dir, weights_dir; notes)"""
-    notes = []
-    built = choose_model(build_config({"strategy": "zero2", **config}), machine, notes)
-    strategy = load_strategy(built)
-    mesh = fill_mesh(strategy, world_size, built)
-    built = choose_settings(built, machine, strategy, mesh, notes)
-    built, tokenizer_dir, weights_dir = find_sources(built, notes)
-    found = {"tokenizer_dir": tokenizer_dir, "weights_dir": weights_dir}
-    return SimpleNamespace(config=built, **found), notes
+    """(the plan as far as it is decided and its sources are found, its notes)"""
+    built = build_config({"strategy": "zero2", **config})
+    plan = find_sources(draft_plan(built, machine, world_size, world_size))
+    return plan, plan.notes
 
 
 @pytest.fixture
@@ -135,7 +127,8 @@ def test_what_is_given_is_kept():
         "learning_rate": 0.5,
     }
     resolved, notes = decide(CPU_MACHINE, **given)
-    assert resolved.config == build_config({"strategy": "zero2", **given})
+    cut = {"micro_batch_size": 4, "num_microbatches": 1}
+    assert resolved.config == build_config({"strategy": "zero2", **given, **cut})
     assert notes == []
 
 

@@ -15,7 +15,9 @@ from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES
 from tests.plan.helpers import NAMES, lay_out
-from tests.support import refused
+from tests.support import named_strategy, refused
+
+STRATEGY_3D = named_strategy("3d")
 
 SMALL = st.integers(1, 4)
 MESHES = st.tuples(SMALL, SMALL, SMALL, SMALL).map(lambda sizes: dict(zip(MESH_AXES, sizes)))  # noqa: B905
@@ -32,7 +34,7 @@ def cut(mesh, name="1f1b", **config):
     """(Batch, the schedule it is cut for)"""
     schedule = SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
     built = build_config({"strategy": "3d", "pipeline_schedule": name, **config})
-    return cut_batch(built, mesh, schedule), schedule
+    return cut_batch(built, STRATEGY_3D, mesh), schedule
 
 
 def sequences_at_once(count, sequences, mesh, schedule, config):

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from distributed_training.advise.checks import check_gpu_memory
+from distributed_training.advise.checks import check_memory
 from distributed_training.advise.cluster import machine_rates, parse_cluster, this_machine
 from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
@@ -102,7 +102,7 @@ def test_rates_that_were_measured_predict_as_well():
 def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
     assert machine_rates(GPU_MACHINE, 4) == H200
-    assert this_machine(GPU_MACHINE, 4).rates.estimated
+    assert this_machine(GPU_MACHINE, 4, 4).rates.estimated
     shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
     rates = machine_rates(GPU_MACHINE, 4)
     assert not rates.estimated
@@ -242,7 +242,7 @@ def test_what_plan_says_does_not_fit_a_run_refuses_and_nothing_else():
     for choice in choices:
         refusal = contextlib.nullcontext() if choice.prediction.fits else refused("GiB a GPU")
         with refusal:
-            check_gpu_memory(choice.plan)
+            check_memory(choice.plan, lambda plan: [])
 
 
 def test_on_one_gpu_nothing_is_better_than_dp():
