@@ -1,15 +1,23 @@
-"""The report as one HTML file: no network, no script, light or dark, any width."""
+"""Comparisons as text: for a terminal, as Markdown, as one HTML file."""
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.records.compare import MEASURED, Work
-from distributed_training.records.plots import draw_svgs
+from distributed_training.records.comparison import Comparison, Table
+from distributed_training.records.display import WIDTH
+from distributed_training.records.tables import MARKDOWN
 
+NAME_WIDTH = 26
+# Given up in this order where a terminal is too narrow.
+LEAST = ("MFU", "loss", "ms a step", "runs", "peak host memory", "validation loss", "bubble")
+WORDS = ("run", "strategy", "status", "mostly")  # columns that are aligned left
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
@@ -28,34 +36,66 @@ svg { width: 29rem; max-width: 100%; height: auto }
 """
 
 
-def build_page(heading: str, works: Sequence[Work], note: str) -> str:
-    """The page of all `works`; `heading` says of which runs, `note` what is left out."""
-    parts = [f"<p>{escape(heading)}</p>"]
-    for work in works:
-        columns = work.columns()
-        rows = list(zip(*columns.values(), strict=True))
-        table = html_table(list(columns), rows, [name in MEASURED for name in columns])
-        parts += [f"<h2>{escape(work.title)}</h2>", table]
-        parts += [f"<p>{escape(line)}</p>" for line in work.errors()]
-        parts.append(html_plots(draw_svgs(work.records)))
-    return whole_page("Training runs", [*parts, f"<p>{escape(note)}</p>" * bool(note)])
+def terminal(comparison: Comparison) -> str:
+    """Title, results and notes, as wide as the terminal."""
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    notes = [textwrap.fill(note, width) for note in comparison.notes]
+    table = comparison.tables()[0]
+    return "\n".join([textwrap.fill(comparison.title, width), _plain(table, width), *notes])
 
 
-def whole_page(title: str, parts: Sequence[str]) -> str:
-    """One file from HTML elements."""
-    head = _HEAD.replace("{title}", escape(title))
-    return "\n".join([head, f"<h1>{escape(title)}</h1>", *parts, ""])
+def _plain(table: Table, width: int) -> str:
+    """Without the least columns where it would be wider than `width`."""
+    columns = dict(zip(table.headers, zip(*table.rows, strict=True), strict=True))
+    for least in ("", *LEAST):
+        columns.pop(least, None)
+        headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
+        text = tabulate(
+            [headings, *zip(*columns.values(), strict=True)],  # as headings they get padding
+            tablefmt="plain", disable_numparse=True, colalign=_align(list(columns)),
+            maxcolwidths=[NAME_WIDTH, *[None] * (len(columns) - 1)],
+        )  # fmt: skip
+        if max(map(len, text.splitlines())) <= width:
+            break
+    return text
 
 
-def html_table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[bool]
+def _align(headers: Sequence[str]) -> list[str]:
+    return ["left" if name in WORDS else "right" for name in headers]
+
+
+def markdown(
+    title: str, heading: str, comparisons: Sequence[Comparison], plots: Sequence[Sequence[Path]]
 ) -> str:
-    """A table that scrolls by itself; columns of `numbers` are aligned right."""
-    align = ["right" if number else "left" for number in numbers]
-    table = tabulate(rows, headers, "html", disable_numparse=True, colalign=align)
-    return f'<div class="wide">{table}</div>'
+    """The page for a repository; `plots` of each comparison lie beside it."""
+    lines = [f"# {title}", "", heading]
+    for comparison, paths in zip(comparisons, plots, strict=True):
+        for line in (f"## {comparison.title}", *comparison.notes):
+            lines += ["", line]
+        for table in comparison.tables():
+            text = tabulate(table.rows, table.headers, **MARKDOWN)
+            lines += ["", f"### {table.title}", "", table.about, "", text]
+        for path in paths:
+            lines += ["", f"![{path.stem}]({path.name})"]
+    return "\n".join([*lines, ""])
 
 
-def html_plots(pictures: Sequence[str]) -> str:
-    """Pictures beside each other, as far as there is room."""
-    return f'<div class="plots">{"".join(pictures)}</div>'
+def html(title: str, heading: str, comparisons: Sequence[Comparison], note: str = "") -> str:
+    """One file: no network, no script, light or dark, any width."""
+    from distributed_training.records.plots import draw_svgs  # slow to import
+
+    parts = [_HEAD.replace("{title}", escape(title)), f"<h1>{escape(title)}</h1>"]
+    parts += [f"<p>{escape(text)}</p>" for text in (heading, note) if text]
+    for number, comparison in enumerate(comparisons, 1):
+        parts.append(f"<h2>{escape(comparison.title)}</h2>")
+        parts += [f"<p>{escape(text)}</p>" for text in comparison.notes]
+        for table in comparison.tables():
+            rows = tabulate(
+                table.rows, table.headers, "html",
+                disable_numparse=True, colalign=_align(table.headers),
+            )  # fmt: skip
+            parts += [f"<h3>{escape(table.title)}</h3>", f"<p>{escape(table.about)}</p>"]
+            parts.append(f'<div class="wide">{rows}</div>')
+        pictures = "".join(draw_svgs(comparison, str(number)))
+        parts.append(f'<div class="plots">{pictures}</div>')
+    return "\n".join([*parts, ""])

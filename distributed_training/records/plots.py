@@ -1,11 +1,11 @@
-"""Plots of run records that did the same work."""
+"""Plots of runs that did the same work: by layout, over seeds."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +13,44 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from distributed_training.records.compare import run_names
+from distributed_training.records.comparison import (
+    Comparison,
+    Layout,
+    Parts,
+    memory_parts,
+    sent_bytes,
+)
 from distributed_training.records.display import GIB
 from distributed_training.records.record import Record
-from distributed_training.records.tables import COLUMNS
+from distributed_training.records.tables import Value, measured_peak, tokens_per_s
 
 INK = "#010203"  # stands for the colour of the text
 STYLES = ("-", "--", "-.", ":")
-PHONE = 4.6  # inches
-# Columns that tell two records of one strategy apart.
-DISTINCTIONS = ("model", "batch", "precision", "compile", "processes")
+WIDE = 8.0  # inches
+PHONE = 4.6
+MIB = 2**20
 
 
-def draw_plots(records: Sequence[Record], folder: Path) -> list[Path]:
-    """loss.png, throughput.png and memory.png of records with results; the paths written.
-
-    A plot that no record has figures for is not made. Raises OSError where nothing can be written.
-    """
-    return save_pngs(build_figures(records), folder)
-
-
-def save_pngs(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """NAME.png for each; the paths. Raises OSError where nothing can be written."""
-    drawn = {folder / f"{name}.png": figure for name, figure in figures.items()}
-    for path, figure in drawn.items():
+def save_pngs(comparison: Comparison, folder: Path, suffix: str = "") -> list[Path]:
+    """NAME.png of each figure; the paths. Raises OSError where nothing can be written."""
+    paths = []
+    for name, figure in build_figures(comparison).items():
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130, metadata={"Software": None})  # equal records, equal files
-    return list(drawn)
+        paths.append(folder / f"{name}{suffix}.png")
+        figure.savefig(paths[-1], dpi=130, metadata={"Software": None})  # equal runs, equal files
+    return paths
 
 
-def draw_svgs(records: Sequence[Record]) -> list[str]:
-    """The same plots as <svg> elements."""
-    return as_svgs(lambda: build_figures(records, width=PHONE), records[0].run_dir)
-
-
-def as_svgs(build: Callable[[], Mapping[str, Figure]], where: str) -> list[str]:
-    """Figures as <svg> elements in the colour of the text around; `where` tells several such lists
-    on one page apart."""
+def draw_svgs(comparison: Comparison, where: str) -> list[str]:
+    """The figures as <svg> elements in the colour of the text around; `where` tells several such
+    lists on one page apart."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style: Any = dict.fromkeys((*inked, "legend.edgecolor"), INK)
     style |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
-    nothing, pictures = dict.fromkeys(("Creator", "Date", "Format", "Type")), []
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    pictures = []
     with rc_context({**style, "svg.fonttype": "none"}):
-        for name, figure in build().items():
+        for name, figure in build_figures(comparison, PHONE).items():
             file = io.StringIO()
             with rc_context({"svg.hashsalt": f"{name} {where}"}):  # of its ids
                 figure.savefig(file, format="svg", metadata=nothing)
@@ -66,77 +61,118 @@ def as_svgs(build: Callable[[], Mapping[str, Figure]], where: str) -> list[str]:
     return pictures
 
 
-def build_figures(records: Sequence[Record], width: float = 8) -> dict[str, Figure]:
-    """Name -> figure, `width` inches wide, of what the records have figures for."""
-    done = [record for record in records if record.performance]
-    names, gpu = labels(done), [record.memory.get("peak_reserved_bytes") for record in done]
-    host = [record.memory.get("peak_host_bytes") for record in done]
-    on_gpu = any(size is not None for size in gpu)
-    memory = "GPU memory taken by PyTorch" if on_gpu else "host memory"
-    sizes = [None if size is None else size / GIB for size in (gpu if on_gpu else host)]
-    speeds = [record.performance.get("tokens_per_s") for record in done]
-    speed = "tokens per second, all processes (median step)"
-    peak = f"peak {memory}, GiB, highest rank"
+def build_figures(comparison: Comparison, width: float = WIDE) -> dict[str, Figure]:
+    """Name -> figure, `width` inches wide, of what there are figures for."""
+    layouts = comparison.finished
     found = {
-        "loss": _draw_losses(names, done, width),
-        "throughput": _draw_bars(names, speeds, "{:,.0f}", "#0072b2", speed, width),
-        "memory": _draw_bars(names, sizes, "{:.1f}", "#d55e00", peak, width),
-    }
+        "loss": _losses(layouts, lambda r: [step for step, _ in r.loss_curve],
+                        "optimizer step", width),
+        "loss-by-time": _losses(layouts, lambda r: r.loss_seconds, "seconds of training", width),
+        "throughput": _bars(layouts, tokens_per_s, 1, "{:,.0f}".format,
+                            "tokens per second, all processes (median step)", width),
+        "memory": _stacks(layouts, memory_parts, GIB, "GiB of the fullest process, predicted by "
+                          "component", width, peaks=True),
+        "sent": _stacks(layouts, sent_bytes, MIB, "MiB that a process sends a step, by formula",
+                        width),
+    }  # fmt: skip
+    if found["memory"] is None:
+        what = "peak memory of the fullest process, GiB"
+        found["memory"] = _bars(layouts, measured_peak, GIB, "{:.1f}".format, what, width)
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
-def labels(records: Sequence[Record]) -> list[str]:
-    """For each record its strategy and layout, with whatever else distinguishes the records; where
-    all of that is equal, the run's folder, or its place in the list where it left none.
-    """
-    telling = [name for name in DISTINCTIONS if len({COLUMNS[name](r) for r in records}) > 1]
-    found = [
-        ", ".join([COLUMNS["strategy"](r), *(f"{name} {COLUMNS[name](r)}" for name in telling)])
-        for r in records
-    ]
-    counts, names = Counter(found), run_names(records)
-    return [
-        f"{text}, {names[place] or f'run {place + 1}'}" if counts[text] > 1 else text
-        for place, text in enumerate(found)
-    ]
-
-
-def _draw_losses(names: Sequence[str], records: Sequence[Record], width: float) -> Any:
-    """Lines; a loss that was not finite is None in a record and a gap here."""
+def _losses(
+    layouts: Sequence[Layout], places: Callable[[Record], Sequence[float]], what: str, width: float
+) -> Figure | None:
+    """Mean over the seeds, and a band of one standard deviation to each side. A loss that was not
+    finite is None in a record and a gap here."""
     figure = Figure(figsize=(width, 4.2), layout="constrained")  # needs no display, nor closing
     axes = figure.subplots()
-    for index, (label, record) in enumerate(zip(names, records, strict=True)):
-        curve = np.array(record.loss_curve, dtype=float).reshape(-1, 2)
-        if np.isfinite(curve[:, 1]).any():
-            marker = "o" * (len(curve) == 1)
-            axes.plot(*curve.T, STYLES[index % 4], label=label, linewidth=1.4, marker=marker)
+    for index, layout in enumerate(layouts):
+        runs = [(places(r), [loss for _, loss in r.loss_curve]) for r in layout.records]
+        shortest = min(min(len(x), len(y)) for x, y in runs)
+        x = np.mean([x[:shortest] for x, _ in runs], axis=0)
+        y = np.array([y[:shortest] for _, y in runs], dtype=float)
+        if not np.isfinite(y).any():
+            continue
+        mean = y.mean(axis=0)
+        colour = f"C{index % 10}"
+        marker = "o" if shortest == 1 else None
+        axes.plot(x, mean, STYLES[index % 4], color=colour, label=layout.name, linewidth=1.4,
+                  marker=marker)  # fmt: skip
+        if len(runs) > 1:
+            spread = y.std(axis=0, ddof=1)
+            axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
     if not axes.lines:
         return None
-    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
+    axes.set(xlabel=what, ylabel="training loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2 if width > 6 else 1)
     return figure
 
 
-def _draw_bars(
-    names: Sequence[str],
-    values: Sequence[float | None],
-    form: str,
-    colour: str,
-    title: str,
-    width: float,
-) -> Any:
-    """One horizontal bar a label, the first on top; labels without a value are left out."""
-    bars = [(name, x) for name, x in zip(names, values, strict=True) if x is not None]
-    if not bars:
-        return None
-    figure = Figure(figsize=(width, 1.2 + 0.34 * len(bars)), layout="constrained")
+def _frame(layouts: Sequence[Layout], width: float, extra: float = 0.0) -> tuple[Figure, Any]:
+    """Room for one horizontal bar a layout, the first on top."""
+    figure = Figure(figsize=(width, 1.2 + extra + 0.34 * len(layouts)), layout="constrained")
     axes = figure.subplots()
-    labels, lengths = zip(*bars, strict=True)
-    # By number: bars with equal labels would overlap.
-    drawn = axes.barh(range(len(bars)), lengths, color=colour, tick_label=labels)
-    axes.bar_label(drawn, [form.format(x) for x in lengths], padding=3, fontsize=8)
-    axes.set_xlabel(title, fontsize=min(10, 1.9 * width))
-    axes.set_xlim(0, (1 + 1.2 / width) * max(lengths))  # room for the labels
+    # By number: bars with equal names would overlap.
+    axes.set_yticks(range(len(layouts)), labels=[layout.name for layout in layouts])
     axes.invert_yaxis()
+    return figure, axes
+
+
+def _bars(
+    layouts: Sequence[Layout],
+    value: Value,
+    unit: float,
+    show: Callable[[float], str],
+    what: str,
+    width: float,
+) -> Figure | None:
+    """Means over the seeds and their standard deviations; layouts without a value are left out."""
+    found = [[v / unit for r in layout.records if (v := value(r)) is not None]
+             for layout in layouts]  # fmt: skip
+    shown = [layout for layout, values in zip(layouts, found, strict=True) if values]
+    if not shown:
+        return None
+    figure, axes = _frame(shown, width)
+    runs = [values for values in found if values]
+    means = [statistics.fmean(values) for values in runs]
+    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in runs]
+    bars = axes.barh(range(len(shown)), means, xerr=spread if any(spread) else None,
+                     color="#0072b2", ecolor="#888888", capsize=3)  # fmt: skip
+    axes.bar_label(bars, [show(mean) for mean in means], padding=3, fontsize=8)
+    axes.set_xlim(0, (1 + 1.2 / width) * max(map(sum, zip(means, spread, strict=True))))
+    axes.set_xlabel(what, fontsize=min(10, 1.9 * width))
+    return figure
+
+
+def _stacks(
+    layouts: Sequence[Layout],
+    parts_of: Parts,
+    unit: float,
+    what: str,
+    width: float,
+    *,
+    peaks: bool = False,
+) -> Figure | None:
+    """Bars of parts on top of each other; `peaks`: with a mark at what was measured."""
+    stacks = [parts_of(layout.records[0]) for layout in layouts]
+    names = list(dict.fromkeys(name for stack in stacks for name, size in stack.items() if size))
+    if not names:
+        return None
+    figure, axes = _frame(layouts, width, extra=0.8)
+    ends = np.zeros(len(layouts))
+    for index, name in enumerate(names):
+        sizes = np.array([stack.get(name, 0) / unit for stack in stacks])
+        axes.barh(range(len(layouts)), sizes, left=ends, color=f"C{index}", label=name)
+        ends += sizes
+    if peaks:
+        for place, layout in enumerate(layouts):
+            found = [peak / unit for r in layout.records if (peak := measured_peak(r)) is not None]
+            label = "_" if place else "measured peak"  # once in the legend
+            axes.plot(found, [place] * len(found), "k|", markersize=14, label=label)
+    axes.margins(x=0.03)
+    axes.set_xlabel(what, fontsize=min(10, 1.9 * width))
+    figure.legend(loc="outside upper center", fontsize=8, ncols=4 if width > 6 else 3)
     return figure

@@ -9,20 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed_training.records.compare import (
-    MAX_TABLES,
-    Work,
-    comparison,
-    describe_runs,
-    group_by_work,
-)
+from distributed_training.records import page
+from distributed_training.records.comparison import Comparison, describe_runs, group_by_work
 from distributed_training.records.display import short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, given_path
+from distributed_training.settings.files import given_path
 from distributed_training.settings.parser import Parser
 
-RECORDS_DIR = ROOT / "results" / "records"
+MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
 
 
@@ -68,19 +63,19 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
         places = ", ".join(map(short_path, arguments.paths or [output_dir]))
         fix = f"train first, or name runs: {COMMAND} FOLDER"
         raise UserError(f"no run record in {places}", fix=fix)
-    works = group_by_work(records)[: None if arguments.all else MAX_TABLES]
-    left = len(records) - sum(len(work.records) for work in works)
+    comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
+    left = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = f"left out: {left} older runs of other work; --all shows them" if left else ""
     about = describe_runs(records)
-    print("\n\n".join(filter(None, (about, comparison(works), note))), flush=True)
+    parts = [about, *map(page.terminal, comparisons), note]
+    print("\n\n".join(filter(None, parts)), flush=True)
     try:
         if arguments.html is not None:
-            from distributed_training.records.page import build_page  # slow to import
-
-            arguments.html.write_text(build_page(about, works, note), encoding="utf-8")
+            text = page.html("Training runs", about, comparisons, note)
+            arguments.html.write_text(text, encoding="utf-8")
             print(f"wrote {short_path(arguments.html)}")
         else:
-            write_plots(works, arguments.plots)
+            write_plots(comparisons, arguments.plots)
     except BrokenPipeError:  # of the terminal's reader
         raise
     except OSError as error:
@@ -90,11 +85,11 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     return 0
 
 
-def write_plots(works: Sequence[Work], folder: Path) -> None:
+def write_plots(comparisons: Sequence[Comparison], folder: Path) -> None:
     """The plots of each work, in folders of their own where there are several."""
-    from distributed_training.records.plots import draw_plots  # slow to import
+    from distributed_training.records.plots import save_pngs  # slow to import
 
-    for number, work in enumerate(works, 1):
-        place = folder / str(number) if len(works) > 1 else folder
-        if drawn := draw_plots(work.records, place):
+    for number, comparison in enumerate(comparisons, 1):
+        place = folder / str(number) if len(comparisons) > 1 else folder
+        if drawn := save_pngs(comparison, place):
             print(f"wrote {short_path(place)}/{', '.join(path.name for path in drawn)}")

@@ -1,62 +1,102 @@
-"""Run records -> comparison tables. Every number in a table becomes text here."""
+"""What a table can say of runs, by heading. Every number in a table becomes text here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
 
-from distributed_training.records.display import NOT_MEASURED, gib
+from distributed_training.records.display import GIB, NOT_MEASURED, gib, last_part
 from distributed_training.records.record import Record
 
-PERCENT = "{:.1f}%"
+Value = Callable[[Record], float | None]
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
-# What is known of a run before its first step.
-_START: dict[str, Callable[[Record], str]] = {
-    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
-    "model": lambda r: r.config["model"],
-    "processes": lambda r: str(r.world_size),
-    "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
-    "precision": lambda r: r.config["precision"],
-    "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
-    "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
-    "compression": lambda r: r.config.get("gradient_compression", "none"),
-    "steps": lambda r: f"{r.step} of {r.num_steps}",
-    "status": lambda r: r.status,
-}
-# What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
-# buffers of CUDA graphs.
-_RESULTS: dict[str, Callable[[Record], str]] = {
-    "tokens/s": lambda r: _number(r.performance.get("tokens_per_s"), "{:,.0f}"),
-    "ms a step": lambda r: _number(
-        r.performance.get("step_time_s", {}).get("p50"), "{:,.1f}", 1000
-    ),
-    "timed steps": lambda r: str(r.performance["num_timed_steps"]),
-    "MFU": lambda r: _number(r.performance.get("mfu"), PERCENT, 100),
-    "peak GPU memory": lambda r: gib(r.memory.get("peak_reserved_bytes")),
-    "GPU memory by rank": lambda r: _by_rank(r.memory.get("by_rank", [])),
-    "peak host memory": lambda r: gib(r.memory.get("peak_host_bytes")),
-    "bubble": lambda r: _idle(r, (r.bubble or {}).get("idle_share")),
-    "formula + operations + messages + gaps": lambda r: _parts(r),
-    "ideal bubble": lambda r: _idle(r, (r.pipeline or {}).get("ideal_bubble"), "no formula"),
-    "disk a step": lambda r: _disk(r.disk),
-    "ms predicted": lambda r: _number(_predicted(r, "step_time_s"), "{:,.1f}", 1000, "-"),
-    "GiB predicted": lambda r: _number(_predicted(r, "peak_bytes"), "{:,.2f}", 1 / 2**30, "-"),
-    "loss": lambda r: _last([loss for _, loss in r.loss_curve], "{:.3f}"),
-    "perplexity": lambda r: _last([entry["perplexity"] for entry in r.evaluations], "{:.1f}"),
-}
-COLUMNS = {**_START, **_RESULTS}
-DEFAULT = (
-    "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
-    "peak host memory", "loss", "perplexity", "status",
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of each run: in a table, one run's or the mean over several."""
+
+    value: Value
+    show: Callable[[float], str]
+    missing: str = NOT_MEASURED
+    spread: bool = False  # with the standard deviation, where there are several
+
+    def mean(self, records: Sequence[Record]) -> float | None:
+        """Over the runs that have it."""
+        found = self._found(records)
+        return statistics.fmean(found) if found else None
+
+    def __call__(self, *records: Record) -> str:
+        found = self._found(records)
+        if not found:
+            return self.missing
+        text = self.show(statistics.fmean(found))
+        if self.spread and len(found) > 1:
+            text += f" ± {self.show(statistics.stdev(found))}"
+        return text
+
+    def _found(self, records: Sequence[Record]) -> list[float]:
+        values = [self.value(record) for record in records]
+        return [value for value in values if value is not None]
+
+
+def tokens_per_s(r: Record) -> float | None:
+    return r.performance.get("tokens_per_s")
+
+
+def step_s(r: Record) -> float | None:
+    """Of the median step."""
+    return r.performance.get("step_time_s", {}).get("p50")
+
+
+def measured_peak(r: Record) -> float | None:
+    """Bytes that tensors hold on the fullest GPU, else the RAM of the fullest process."""
+    on_gpu = r.memory.get("peak_allocated_bytes")
+    return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
+
+
+def predicted_peak(r: Record) -> float | None:
+    """What `measured_peak` is to be."""
+    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
+
+
+def predicted(name: str) -> Value:
+    """An entry of the record's prediction."""
+    return lambda r: None if r.prediction is None else r.prediction.get(name)
+
+
+def trained(name: str) -> Value:
+    """An entry of the last evaluation; None where there was none since training began."""
+
+    def value(r: Record) -> float | None:
+        last = r.evaluations[-1] if r.evaluations else {"step": 0}
+        return finite(last[name]) if last["step"] else None
+
+    return value
+
+
+validation_loss = trained("loss")
+
+
+def last_loss(r: Record) -> float | None:
+    """Of training."""
+    return finite(r.loss_curve[-1][1]) if r.loss_curve else None
+
+
+def finite(value: float | None) -> float:
+    """What was not finite is None in a record."""
+    return float("nan") if value is None else value
 
 
 def layout_words(record: Record) -> list[str]:
     """What tells two runs of one strategy apart: axes and, with a pipeline, schedule and
     micro-batches. Empty where the strategy's name says it all."""
-    axes, config = record.mesh, record.config
+    axes = record.mesh
+    config = record.config
     both = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
     if not both and axes["tp"] == axes["pp"] == 1:
         return []
@@ -70,13 +110,9 @@ def layout_words(record: Record) -> list[str]:
     return words
 
 
-def _number(value: float | None, form: str, scale: float = 1.0, missing: str = NOT_MEASURED) -> str:
-    return missing if value is None else form.format(scale * value)
-
-
-def _idle(record: Record, share: float | None, missing: str = NOT_MEASURED) -> str:
-    """A share of idle time; only pipelines have one."""
-    return _number(share, PERCENT, 100, missing) if record.pipeline else "-"
+def _of_pipelines(number: Number) -> Callable[..., str]:
+    """Only pipelines have one."""
+    return lambda *records: number(*records) if records[0].pipeline else "-"
 
 
 def _parts(record: Record) -> str:
@@ -84,39 +120,88 @@ def _parts(record: Record) -> str:
     if not record.pipeline:
         return "-"
     parts = (record.bubble or {}).get("parts")
-    return (
-        NOT_MEASURED if parts is None else " ".join(f"{100 * part:+.1f}" for part in parts.values())
-    )
+    if parts is None:
+        return NOT_MEASURED
+    return " ".join(f"{100 * part:+.1f}" for part in parts.values())
 
 
-def _predicted(record: Record, name: str) -> float | None:
-    """What was said before the run."""
-    return None if record.prediction is None else record.prediction[name]
-
-
-def _by_rank(ranks: Sequence[dict[str, Any]]) -> str:
+def _by_rank(r: Record) -> str:
     """Peaks in GiB without what earlier runs of the process left (results/lab/layouts.py)."""
-    pairs = [(rank["peak_reserved_bytes"], rank.get("left_over_bytes", 0)) for rank in ranks]
-    peaks = [f"{(peak - left) / 2**30:.1f}" for peak, left in pairs if peak is not None]
+    peaks = [
+        f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
+        for rank in r.memory.get("by_rank", [])
+        if rank["peak_reserved_bytes"] is not None
+    ]
     return ", ".join(peaks) + " GiB" if peaks else NOT_MEASURED
 
 
-def _last(values: Sequence[float | None], form: str) -> str:
-    """None among the values was not finite."""
-    return _number(values[-1], form, missing="nan") if values else NOT_MEASURED
-
-
-def _disk(disk: dict[str, int] | None) -> str:
+def _disk(r: Record) -> str:
     """Bytes per step. What would round to 0.0 GB is logging and the loading of libraries."""
-    if disk is None:
+    if r.disk is None:
         return NOT_MEASURED
-    read, written = (disk[name] / disk["num_steps"] / 1e9 for name in ("read_bytes", "write_bytes"))
-    return "none" if max(read, written) < 0.05 else f"{read:.1f} GB read, {written:.1f} GB written"
+    steps = r.disk["num_steps"]
+    read = r.disk["read_bytes"] / steps / 1e9
+    written = r.disk["write_bytes"] / steps / 1e9
+    if max(read, written) < 0.05:
+        return "none"
+    return f"{read:.1f} GB read, {written:.1f} GB written"
 
 
-def markdown_table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """A table for a document, with the blank lines that Markdown needs around it."""
-    return f"\n{tabulate(rows, headers, **MARKDOWN)}\n"
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}"
+
+
+# What tells the settings of runs apart, besides the strategy.
+SETTINGS: dict[str, Callable[..., str]] = {
+    "model": lambda r: r.config["model"],
+    "processes": lambda r: str(r.world_size),
+    "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
+    "precision": lambda r: r.config["precision"],
+    "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
+    "dataset": lambda r: last_part(r.config["dataset"]),
+}
+# What is known of a run before its first step.
+_START: dict[str, Callable[..., str]] = {
+    **SETTINGS,
+    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
+    "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
+    "compression": lambda r: r.config.get("gradient_compression", "none"),
+    "steps": lambda r: f"{r.step} of {r.num_steps}",
+    "status": lambda r: r.status,
+}
+MS_A_STEP = Number(step_s, _milliseconds, spread=True)
+MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, "-")
+# What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
+# buffers of CUDA graphs.
+COLUMNS: Mapping[str, Callable[..., str]] = {
+    **_START,
+    "tokens/s": Number(tokens_per_s, "{:,.0f}".format, spread=True),
+    "ms a step": MS_A_STEP,
+    "timed steps": lambda r: str(r.performance["num_timed_steps"]),
+    "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
+    "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
+    "GPU memory by rank": _by_rank,
+    "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
+    "bubble": _of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
+    "formula + operations + messages + gaps": _parts,
+    "ideal bubble": _of_pipelines(
+        Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
+    ),
+    "disk a step": _disk,
+    "ms predicted": MS_PREDICTED,
+    "GiB predicted": Number(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}", "-"),
+    "loss": Number(
+        lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
+        "{:.3f}".format,
+        spread=True,
+    ),
+    "validation loss": Number(validation_loss, "{:.4f}".format, spread=True),
+    "perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),
+}
+DEFAULT = (
+    "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
+    "peak host memory", "loss", "perplexity", "status",
+)  # fmt: skip
 
 
 def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:

@@ -26,10 +26,15 @@ from typing import Any
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from distributed_training.records import side_by_side
+from distributed_training.records import page
 from distributed_training.records.display import WIDTH, gib, short_path
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, Record, write_json
-from distributed_training.tools.runs import free_name
+from distributed_training.records.tables import (
+    layout_words,
+    measured_peak,
+    tokens_per_s,
+    validation_loss,
+)
 from distributed_training.tools.wanted import Build, Run, Values, Wanted, comparisons_of, plan_runs
 
 ELSEWHERE = ("output_dir",)  # keys that may differ between equal runs
@@ -116,10 +121,11 @@ def describe_end(run: Run, seeds: bool) -> str:
     """A line on what came of a run."""
     if run.record is None:
         return f"{run.describe(seeds)}: {run.why}"
-    speed, loss = side_by_side.tokens_per_s(run.record), side_by_side.final_loss(run.record)
+    speed = tokens_per_s(run.record)
+    loss = validation_loss(run.record)
     parts = [
         "" if speed is None else f"{speed:,.0f} tokens/s",
-        f"peak {gib(side_by_side.measured_peak(run.record))}",
+        f"peak {gib(measured_peak(run.record))}",
         "" if loss is None else f"validation loss {loss:.4f}",
     ]
     return f"{run.describe(seeds)}: {', '.join(filter(None, parts))}"
@@ -192,21 +198,30 @@ def training_seconds(metrics: Path) -> list[float]:
     return [round(seconds, 4) for seconds in itertools.accumulate(steps)]
 
 
+def free_name(record: Record, folder: Path) -> str:
+    """What distinguishes the record; the same run again gets a number."""
+    model = record.config["model"].rpartition("/")[2]
+    words = [model, record.strategy["name"], *layout_words(record), record.config["precision"]]
+    name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
+    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
+    return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())
+
+
 def write_page(wanted: Wanted) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
-    from distributed_training.records.plots import save_pngs
-    from distributed_training.records.side_plots import build_figures
+    from distributed_training.records.plots import save_pngs  # slow to import
 
-    comparisons, out, plots = comparisons_of(wanted), wanted.out, []
+    comparisons = comparisons_of(wanted)
+    out = wanted.out
+    plots = []
     for number, comparison in enumerate(comparisons, 1):
-        figures = build_figures(comparison)
-        more = f"-{number}" if len(comparisons) > 1 else ""
-        plots.append(save_pngs({f"{n}{more}": figure for n, figure in figures.items()}, out))
+        plots.append(save_pngs(comparison, out, f"-{number}" if len(comparisons) > 1 else ""))
     done = sum(run.record is not None for run in wanted.runs)
     left = "" if done == len(wanted.runs) else f" of {len(wanted.runs)}"
     heading = f"{done}{left} runs, each in processes of its own, one after the other."
-    (out / "compare.md").write_text(side_by_side.markdown(heading, comparisons, plots), "utf-8")
-    (out / "compare.html").write_text(side_by_side.html(heading, comparisons), "utf-8")
+    title = "Strategies side by side"
+    (out / "compare.md").write_text(page.markdown(title, heading, comparisons, plots), "utf-8")
+    (out / "compare.html").write_text(page.html(title, heading, comparisons), "utf-8")
     for comparison in comparisons:
-        print(f"\n{comparison.title}\n{side_by_side.screen(comparison)}")
+        print(f"\n{page.terminal(comparison)}")
     print(f"\nwrote {short_path(out)}/compare.md and compare.html")

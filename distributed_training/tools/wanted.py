@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.plan.machine import detect_machine
+from distributed_training.records.comparison import Comparison, Layout
 from distributed_training.records.record import Record
-from distributed_training.records.side_by_side import Comparison, Layout
 from distributed_training.run.launch import requested_processes
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError

@@ -20,7 +20,7 @@ import checkout
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.record import Record, git_commit, timestamp, versions, write_json
 from distributed_training.records.report import find_records
-from distributed_training.records.side_by_side import step_s
+from distributed_training.records.tables import step_s
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 

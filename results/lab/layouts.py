@@ -40,9 +40,9 @@ from distributed_training.records.metrics import PeakMemory, StepTimer, summaris
 from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.assemble import describe_run, gather
 from distributed_training.tools import harness
-from distributed_training.tools.runs import Measured, Runs, collect, read_plan
 from distributed_training.tools.spans import length, union
 from results.lab.analysis.bubble import bubble, explain
+from results.lab.runs import Measured, Runs, collect, read_plan
 
 NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
 COLUMNS = (

@@ -1,4 +1,4 @@
-"""The page of --html, read back by a parser."""
+"""The page of comparisons, on a terminal and as HTML read back by a parser."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from distributed_training.records.compare import group_by_work
-from distributed_training.records.page import build_page
-from distributed_training.records.report import main
-from tests.records.test_report import write_run
+from distributed_training.records.comparison import group_by_work
+from distributed_training.records.page import html, markdown, terminal
+from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
 
 VOID = {"meta"}
@@ -60,7 +59,7 @@ def works():
 
 
 def test_the_page_has_the_records_figures_and_asks_no_network(works):
-    text = build_page("4 runs: runs/<run>...", works, "")
+    text = html("Training runs", "4 runs: runs/<run>...", works, "left out")
     page = Page(text)
     assert page.open == ["html"]
     assert [link for link in page.links if not link.startswith("#")] == []
@@ -69,19 +68,18 @@ def test_the_page_has_the_records_figures_and_asks_no_network(works):
     assert {link[1:] for link in page.links} <= set(page.ids)
     newest, oldest = page.tables
     assert [dict(zip(oldest[0], row, strict=True)) for row in oldest[1:]] == [
-        {"run": run, "strategy": name, "tokens/s": speed, "MFU": "31.4%", "loss": "3.062",
-         "peak GPU memory": "12.00 GiB", "peak host memory": "5.00 GiB", "perplexity": "20.1",
-         "status": "ok"}
-        for run, name, speed in (("1", "zero2", "131,072"), ("2", "dp", "65,536"))
+        {"run": run, "tokens/s": speed, "ms a step": "125.0", "MFU": "31.4%", "loss": "3.062",
+         "peak GPU memory": "12.00 GiB", "peak host memory": "5.00 GiB",
+         "validation loss": "3.0000", "perplexity": "20.1", "status": "ok"}
+        for run, speed in (("1 zero2", "131,072"), ("2 dp", "65,536"))
     ]  # fmt: skip
-    assert newest[-1][-1] == "ok"
     assert newest[1][-1] == "failed 5/64"
     assert "&lt;b&gt;&amp;" in text
     assert page.figures == ["loss", "throughput", "memory"] * 2
 
 
 def test_figures_are_drawn_in_the_colour_of_the_text_and_show_the_numbers(works):
-    text = build_page("", works[1:], "")
+    text = html("", "", works[1:])
     loss, speed, _ = (
         ET.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
         for part in text.split("<svg")[1:]
@@ -89,17 +87,35 @@ def test_figures_are_drawn_in_the_colour_of_the_text_and_show_the_numbers(works)
     words = [
         "".join(node.itertext()).strip() for node in speed.iter("{http://www.w3.org/2000/svg}text")
     ]
-    assert {"131,072", "65,536", "zero2", "dp"} <= set(words)
+    assert {"131,072", "65,536", "1 zero2", "2 dp"} <= set(words)
     assert "currentColor" in text
     assert "#010203" not in text
     lines = [node.get("d") for node in loss.iter("{http://www.w3.org/2000/svg}path")]
     assert len({line for line in lines if line and line.count("L") == 1}) > 1
 
 
-def test_the_command_writes_one_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run = write_run(tmp_path / "runs" / "a")
-    assert main([run, "--html", "page.html"]) == 0
-    assert capsys.readouterr().out.endswith("wrote page.html\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "runs"]
-    assert "131,072" in (tmp_path / "page.html").read_text()
+def test_a_comparison_over_seeds_has_all_its_tables(over_seeds):  # noqa: F811
+    text = markdown("Side by side", "3 of 6 runs", [over_seeds], [[]])
+    assert "tp failed: 16 heads <&> 3 processes" in text
+    page = Page(html("Side by side", "", [over_seeds]))
+    assert text.count("\n| zero2") == len(page.tables) == 4
+    assert page.figures == ["loss", "loss-by-time", "throughput", "memory", "sent"]
+    shown = terminal(over_seeds)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "120,000 ± 28,284" in shown
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_table_fits_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
+    pipeline = {"schedule": "1f1b", "num_microbatches": 8, "ideal_bubble": 0.1}
+    records = [
+        made_record(mesh=mesh, pipeline=pipeline, bubble={"idle_share": 0.2}, run_dir="runs/1-a"),
+        made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 200),
+    ]
+    (work,) = group_by_work(records)
+    text = terminal(work)
+    assert max(map(len, text.splitlines())) <= width
+    assert ("MFU" in text) == (width == 200)
+    assert "interrupted 50/64" in text

@@ -12,7 +12,6 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import block_bytes
 from distributed_training.predict.state import estimate_state
-from distributed_training.records.tables import markdown_table
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import GPUS
@@ -21,6 +20,7 @@ from distributed_training.settings.strategies import (
     strategy_defaults,
     strategy_options,
 )
+from results.lab.pages.tables import markdown_table
 
 GIB = 2**30
 NONE = "-"  # no such layout

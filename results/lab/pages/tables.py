@@ -3,18 +3,24 @@ Markdown needs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from distributed_training.records.record import load_record
-from distributed_training.records.tables import COLUMNS, DEFAULT, markdown_table, table
+from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, table
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json
 from distributed_training.settings.strategies import list_strategies
 
 RECORDS_DIR = ROOT / "results" / "records"
+
+
+def markdown_table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return f"\n{tabulate(rows, headers, **MARKDOWN)}\n"
 
 
 def published_table(

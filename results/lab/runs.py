@@ -6,7 +6,6 @@ Runs that would start after the deadline are listed instead; `--first` goes on w
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.records.record import Record, write_json
-from distributed_training.records.tables import layout_words, table
+from distributed_training.records.tables import table
 from distributed_training.settings.parser import Parser
+from distributed_training.tools.compare import free_name
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
 Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there is none
@@ -59,12 +59,3 @@ def collect(
     print(table(records, columns), flush=True)
     for name in left:
         print(f"not started: {name}", flush=True)
-
-
-def free_name(record: Record, folder: Path) -> str:
-    """What distinguishes the record; the same run again gets a number."""
-    model, precision = record.config["model"].rpartition("/")[2], record.config["precision"]
-    words = [model, record.strategy["name"], *layout_words(record), precision]
-    name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
-    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
-    return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())

@@ -1,0 +1,180 @@
+"""Runs side by side: which did the same work, and what the tables say of them."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+
+import pytest
+
+from distributed_training.records.comparison import (
+    Comparison,
+    Layout,
+    group_by_work,
+    run_names,
+    status,
+)
+from tests.support import made_record
+
+PREDICTION = {
+    "peak_bytes": 9 * 2**30,
+    "memory_bytes": {"parameters": 2**30, "gradients": 0, "activations": 8 * 2**30},
+    "host_bytes": 2**30,
+    "step_time_s": 0.15,
+    "bound_by": "network",
+    "sent_bytes": {"dp_shard": 3 * 2**20, "pp": 0},
+}
+SPEEDS = (100_000.0, 140_000.0)
+
+
+def seeded(seed, speed, **changes):
+    """A run with a prediction, two evaluations and a curve that depends on the seed."""
+    curve = [[step, 4 - step / 10 - seed / 100] for step in range(1, 5)]
+    evaluations = [{"step": step, "loss": 3.0 + seed, "perplexity": 20.0} for step in (0, 4)]
+    return made_record(
+        work__seed=seed, performance__tokens_per_s=speed, prediction=PREDICTION, loss_curve=curve,
+        loss_seconds=[0.5, 1.0, 1.5, 2.0], evaluations=evaluations, **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def over_seeds():
+    """Two seeds of one layout, one of two of another, and one that could not run."""
+    runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
+    layouts = [
+        Layout(name="zero2", records=runs, num_runs=2),
+        Layout(name="dp", records=[seeded(0, 50_000.0)], num_runs=2),
+        Layout(name="tp", records=[], num_runs=2, why="16 heads <&> 3 processes"),
+    ]
+    return Comparison(work="", layouts=layouts)
+
+
+def rows_of(comparison, title="Results"):
+    """Name -> heading -> cell of one table."""
+    (table,) = (table for table in comparison.tables() if table.title == title)
+    return {row[0]: dict(zip(table.headers, row, strict=True)) for row in table.rows}
+
+
+def one_work(*changes):
+    """The only work of records with these changes."""
+    (work,) = group_by_work([made_record(**change) for change in changes])
+    return work
+
+
+def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_differ():
+    work = made_record().work
+    records = [
+        made_record(started_at="2026-01-03"),
+        made_record(work__seed=7, work__global_batch_size=64, started_at="2026-02-01"),
+        made_record(started_at="2026-01-01", strategy__name="dp"),
+        made_record(started_at="2026-01-02", work=dict(reversed(work.items()))),
+    ]
+    newest, oldest = group_by_work(records)
+    assert newest.work == "seed 7, global_batch_size 64"
+    assert oldest.work == "seed 42, global_batch_size 32"
+    assert [layout.name for layout in oldest.layouts] == ["x dp", "x zero2", "x zero2"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"seed": 7}, "seed 42"),
+        ({"seed": None, "model": "gpt2"}, "seed 42"),  # the model is said in any case
+        ({"data_fingerprint": "0123456789abcdef"}, "data_fingerprint None"),
+        ({"data_fingerprint": "0123456789abcdef", "seed": 7}, "seed 42"),
+    ],
+)
+def test_what_tells_works_apart_is_named_once(other, said):
+    work = {**made_record().work, **other}
+    first, _ = group_by_work([made_record(), made_record(work=work, started_at="2025")])
+    assert first.work == said
+
+
+def test_what_all_runs_share_stands_above_and_what_differs_in_their_names():
+    work = one_work({"run_dir": "a-1"}, {"run_dir": "a-2", "config__precision": "fp32"})
+    assert work.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
+    rows = rows_of(work)
+    assert list(rows) == ["1 zero2, precision bf16", "2 zero2, precision fp32"]
+    first = rows["1 zero2, precision bf16"]
+    assert first["peak GPU memory"] == "12.00 GiB"
+    assert "bubble" not in first, "nothing here has a pipeline"
+
+
+def test_what_no_run_has_measured_has_no_column():
+    gone = {"memory__peak_reserved_bytes": None, "performance__mfu": None}
+    (row, _) = rows_of(one_work({**gone, "run_dir": "a"}, {**gone, "run_dir": "b"})).values()
+    assert {"peak GPU memory", "MFU"}.isdisjoint(row)
+    rows = rows_of(one_work({**gone, "run_dir": "a"}, {"run_dir": "b"}))
+    assert [row["MFU"] for row in rows.values()] == ["-", "31.4%"]
+
+
+def test_the_perplexity_of_an_untrained_model_is_no_result():
+    start = {"evaluations": [{"step": 0, "loss": 3.5, "perplexity": 33.0}], "run_dir": "a"}
+    rows = rows_of(one_work(start, {"run_dir": "b"}))
+    assert [row["perplexity"] for row in rows.values()] == ["-", "20.1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, "ok"),
+        ({"status": "interrupted", "step": 12}, "interrupted 12/64"),
+        ({"status": "failed", "step": 0}, "failed 0/64"),
+        ({"status": "running", "step": 3, "hostname": "elsewhere"}, "running 3/64"),
+        ({"status": "running", "step": 3, "hostname": platform.node(), "pid": None}, "killed 3/64"),
+    ],
+)
+def test_a_run_that_did_not_end_says_how_far_it_came(changes, shown):
+    assert status(made_record(**changes)) == shown
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["20260101-010101-dp-x1", "20260101-020202-dp-x1"], ["010101", "020202"]),
+        (["20260101-010101-dp-x1", "20260102-010101-dp-x1"], ["20260101", "20260102"]),
+        (["20260101-1-dp-x1", "20260102-1-dp-x1", "20260102-2-dp-x1"],
+         ["20260101-1", "20260102-1", "20260102-2"]),
+        (["20260101-1-dp-x1", "20260101-1-dp-x1-2"], ["", "2"]),
+        (["a-1", "a-1"], ["a-1", "a-1"]),
+        (["one"], [""]),
+    ],
+)  # fmt: skip
+def test_runs_are_named_by_what_tells_their_folders_apart(folders, names):
+    assert run_names([made_record(run_dir=f"runs/{name}") for name in folders]) == names
+
+
+def test_means_and_spreads_are_those_of_the_runs(over_seeds):
+    rows = rows_of(over_seeds)
+    mean, spread = statistics.fmean(SPEEDS), statistics.stdev(SPEEDS)
+    assert rows["zero2"]["tokens/s"] == f"{mean:,.0f} ± {spread:,.0f}"
+    assert rows["zero2"]["validation loss"] == "3.5000 ± 0.7071"
+    assert rows["dp"]["tokens/s"] == "50,000"
+    assert [row["status"] for row in rows.values()] == ["ok", "1 of 2 not run yet", "failed"]
+    assert over_seeds.notes == ["tp failed: 16 heads <&> 3 processes"]
+
+
+def test_predictions_stand_beside_what_was_measured(over_seeds):
+    row = rows_of(over_seeds, "Prediction and measurement")["zero2"]
+    assert list(row.values()) == [
+        "zero2", "125.0 ± 0.0", "150.0", "+20%", "10.00 GiB", "9.00 GiB", "-10%", "network",
+    ]  # fmt: skip
+    memory = rows_of(over_seeds, "Memory by component")["zero2"]
+    assert list(memory) == ["strategy", "parameters", "activations", "in all"]
+    assert memory["in all"] == "9.00 GiB"
+    assert rows_of(over_seeds, "Bytes sent a step")["dp"] == {
+        "strategy": "dp", "over dp_shard": "3.0 MiB", "in all": "3.0 MiB",
+    }  # fmt: skip
+
+
+def test_without_a_gpu_memory_is_a_process_s_ram():
+    on_cpu = seeded(0, 1.0, machine__gpu_name=None, memory__peak_allocated_bytes=None)
+    comparison = Comparison(layouts=[Layout(name="dp", records=[on_cpu])])
+    row = rows_of(comparison, "Prediction and measurement")["dp"]
+    assert (row["peak measured"], row["peak off"]) == ("5.00 GiB", "-80%")
+    assert rows_of(comparison, "Memory by component")["dp"]["in all"] == "1.00 GiB"
+
+
+def test_runs_of_other_work_are_not_passed_off_as_equal(over_seeds):
+    over_seeds.layouts[1].records[0].work["global_batch_size"] = 7
+    assert "they differ in global_batch_size" in over_seeds.notes[-1]
