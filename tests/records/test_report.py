@@ -43,11 +43,11 @@ def test_without_arguments_the_runs_of_config_are_shown_once_each(runs, tmp_path
     assert lines[0] == "3 runs: runs/20260101-<run>..."
     rows = [line.split() for line in lines if line[:6].isdecimal()]
     assert [(row[0], row[1]) for row in rows] == [
-        ("000001", "zero2"), ("000002", "dp"), ("000003", "fsdp"), ("000003", "oom:"),
+        ("000001", "zero2"), ("000002", "dp"), ("000003", "fsdp"), ("000003", "fsdp"),
     ]  # fmt: skip
     assert "131,072" in rows[0]
     assert rows[2][-2:] == ["oom", "3/64"]
-    assert "000003 oom: rank 1 ran out" in lines
+    assert "000003 fsdp oom: rank 1 ran out" in lines
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "wrote report/loss.png, throughput.png, memory.png"
     assert len(list((tmp_path / "report").iterdir())) == 3
