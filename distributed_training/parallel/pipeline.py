@@ -26,7 +26,7 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
-    "zb-h1": get_schedule_class("InterleavedZeroBubble"),  # with one stage a rank
+    "zb-h1": GivenOrder,  # torch's InterleavedZeroBubble takes whole rounds of micro-batches only
     "zb-v": get_schedule_class("ZBVZeroBubble"),
     "zb-auto": GivenOrder,
 }
@@ -78,7 +78,9 @@ class Pipeline:
         kind = SCHEDULES[config.pipeline_schedule]
         order = dict[str, Any]()
         if issubclass(kind, GivenOrder):
-            order = {"orders": find_orders(plan), "spans": expect_spans(plan)}
+            order["orders"] = find_orders(plan)
+        if plan.schedule.searched:
+            order["spans"] = expect_spans(plan)
         self.schedule = kind(
             wrapped[0] if issubclass(kind, PipelineScheduleSingle) else wrapped,
             n_microbatches=plan.batch.num_microbatches,

@@ -18,7 +18,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble, _Action, _ComputationType
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -84,31 +88,31 @@ class TwoWayStage(PipelineStage):
         return [op for op in ops if op.peer != dist.get_rank()]
 
 
-class GivenOrder(ScheduleZBVZeroBubble):
-    """Two stages a process in a V, whose processes work in given orders.
+class GivenOrder(_PipelineScheduleRuntime):
+    """Processes that work in given orders, of forward passes and halves of backward ones.
 
-    Messages are sent and awaited in the order in which they are made by `spans`. torch's own order
-    assumes equal durations: a receive that comes too early holds up what is ready.
+    With `spans` messages are sent and awaited in the order in which they are made by them. torch's
+    own order assumes equal durations: a receive that comes too early holds up what is ready.
     """
 
     def __init__(
         self,
         stages: list[Any],
         orders: Sequence[Order],
-        spans: Mapping[Operation, tuple[float, float]],
+        spans: Mapping[Operation, tuple[float, float]] | None = None,
         **options: Any,
     ) -> None:
-        self.orders = orders
         super().__init__(stages, **options)
-        self.pipeline_order_with_comms = {
-            rank: _in_order_of_messages(actions, spans)
-            for rank, actions in self.pipeline_order_with_comms.items()
+        self.pipeline_order = {
+            rank: [_Action(stage, _COMPUTING[kind], number) for kind, stage, number in order]
+            for rank, order in enumerate(orders)
         }
-
-    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
-        return [
-            _Action(stage, _COMPUTING[kind], number) for kind, stage, number in self.orders[rank]
-        ]
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        if spans is not None:
+            self.pipeline_order_with_comms = {
+                rank: _in_order_of_messages(actions, spans)
+                for rank, actions in self.pipeline_order_with_comms.items()
+            }
 
 
 _Type = _ComputationType

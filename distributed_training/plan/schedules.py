@@ -66,7 +66,6 @@ SCHEDULES: dict[str, Schedule] = {
         bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
         kept=lambda p, m: min(p, m),
         splits_backward=True,
-        equal_rounds=True,
     ),
     "zb-v": Schedule(
         bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,

@@ -81,7 +81,12 @@ EIGHT = {"model": "eight-layers"}
 OTHERS = {
     2: {
         f"odd/pp2-{schedule}-3": {**split(pp=2), **ODD, "pipeline_schedule": schedule}
-        for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")
+        for schedule in ("gpipe", "1f1b", "interleaved", "zb-v", "zb-auto")
+    } | {
+        # Five micro-batches are not rounds of two.
+        "ten/pp2-zb-h1-5": {
+            **split(pp=2), **cut(5, global_batch=10), "pipeline_schedule": "zb-h1",
+        },
     },
     4: {
         f"eight/pp4-{schedule}": {
@@ -99,6 +104,7 @@ REFERENCES = {
     "packed": {"pack": True},
     "padded": {"pack": False},
     "odd": {"pack": True, **cut(1, global_batch=ODD_BATCH)},
+    "ten": {"pack": True, **cut(1, global_batch=10)},
     "eight": {"pack": True, **EIGHT},
 }
 
