@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
 from distributed_training.predict.rates import Rates
 from distributed_training.predict.speed import StepTime, estimate_step
-from distributed_training.predict.traffic import Formulas
+from distributed_training.predict.traffic import sent_by_axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,23 +59,6 @@ def predict(
         mfu=mfu,
         sent_bytes=sent_by_axis(plan),
     )
-
-
-def sent_by_axis(plan: Plan) -> dict[str, float]:
-    """Axis -> bytes that a process sends in a step, where collectives run as rings; of the process
-    along pp that sends most."""
-    found, per_stage = [], plan.num_processes // plan.mesh["pp"]
-    for place in range(plan.mesh["pp"]):
-        topology = Topology(
-            world_size=plan.num_processes, rank=place * per_stage, local_rank=0,
-            device_type="cpu", **plan.mesh,
-        )  # fmt: skip
-        sent: dict[str, float] = {}
-        for name, size in Formulas(plan, topology).sent().items():
-            axis, _, _kind = name.partition(" ")
-            sent[axis] = sent.get(axis, 0.0) + size
-        found.append(sent)
-    return max(found, key=lambda sent: sum(sent.values()))
 
 
 def fits(plan: Plan, memory: MemoryEstimate) -> bool:

@@ -3,19 +3,19 @@
     python real_model_example.py calibrate FILE.json
     torchrun --nproc_per_node=4 real_model_example.py calibrate FILE.json
 
-Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, copies to
-the host, the disk under FILE, and every collective over each group size. Means of several calls.
-GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
+Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, and every
+collective over each group size: what predict/rates.py reads. Means of several calls. GPUs are
+measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.machine import Machine, available_ram_bytes
-from distributed_training.predict.kernels import UPDATE_BYTES, Cost, Work
-from distributed_training.predict.rates import cpu_rates, from_calibration
+from distributed_training.plan.plan import Plan
+from distributed_training.predict.constants import FITTED
+from distributed_training.predict.kernels import BACKWARD_ATTENTION, Cost, Work
+from distributed_training.predict.rates import Rates, cpu_rates, from_calibration
 from distributed_training.records.record import timestamp, versions, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.parser import Parser
@@ -38,9 +40,11 @@ from distributed_training.tools.clock import Clock
 from distributed_training.tools.links import time_group
 
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
-FILE_BYTES = 2**28
 MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
-NO_TRAFFIC = dict.fromkeys(("block", "head", "update"), 1.0)
+NO_GPU = Machine(
+    num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0), ram_bytes=0,
+    num_cpus=1,
+)  # fmt: skip
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
 
@@ -53,8 +57,10 @@ def matrix_products(clock: Clock) -> list[dict[str, Any]]:
         d = size.hidden_size
         shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d), (d, size.padded_vocab_size))
         for tokens, (k, n) in itertools.product(TOKENS if on_gpu else TOKENS[:1], shapes):
-            # A GPU's fp32 is slow, and the same for all shapes.
-            for dtype in (torch.bfloat16, torch.float32)[: 1 + (not on_gpu or n == 3072)]:
+            dtypes = [torch.bfloat16, torch.float32]
+            if on_gpu and n != 3072:  # a GPU's fp32 is slow, and the same for all shapes
+                dtypes.pop()
+            for dtype in dtypes:
                 rates = _three_products(clock, tokens, k, n, dtype)
                 shape = {"tokens": tokens, "in": k, "out": n, "dtype": str(dtype)}
                 found.append({**shape, "flops_per_s": rates})
@@ -76,88 +82,87 @@ def _three_products(
 
 
 def memory_traffic(clock: Clock) -> dict[str, float]:
-    """Bytes a second of element-wise kernels, and of AdamW's 28 bytes a parameter."""
+    """Bytes a second of an element-wise kernel, and of AdamW's 28 bytes a parameter."""
     count = VALUES[clock.device.type]
     x = torch.randn(count, device=clock.device, dtype=torch.bfloat16)
-    found = {
-        "add": 4 * count / clock.seconds(lambda: x + x),
-        "gelu": 4 * count / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
-    }
     parameter = torch.nn.Parameter(torch.randn(count // 4, device=clock.device))
     parameter.grad = torch.randn_like(parameter)
     fused = clock.device.type == "cuda"
     optimizer = torch.optim.AdamW([parameter], fused=fused, capturable=fused)
-    found["adamw"] = 28 * (count // 4) / clock.seconds(optimizer.step)
-    return found
+    return {
+        "gelu": 4 * count / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
+        "adamw": 28 * (count // 4) / clock.seconds(optimizer.step),
+    }
 
 
 def attention(clock: Clock) -> list[dict[str, Any]]:
-    """FLOP/s of causal attention, counted over the lower triangle, both ways."""
-    found = []
+    """FLOP/s of causal attention, counted over the lower triangle, forward and backward."""
     on_gpu = clock.device.type == "cuda"
+    batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
+    found = []
     for length in (512, 1024):
-        batch, heads = (16, 16) if on_gpu else (2, 4)
         shape = (batch, heads, length, 64)
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        q, k, v = (
+        inputs = [
             torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True)
             for _ in range(3)
-        )
-        flops = 2 * batch * heads * length * length * 64
+        ]
 
-        def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        def both(forward: Any = forward, inputs: Any = (q, k, v)) -> None:
-            y = forward()
+        def both(inputs: list[torch.Tensor] = inputs) -> None:
+            y = F.scaled_dot_product_attention(*inputs, is_causal=True)
             torch.autograd.grad(y, inputs, torch.ones_like(y))
 
-        seconds = clock.seconds(forward), clock.seconds(both)
-        rates = {"forward": flops / seconds[0], "both": 3.5 * flops / seconds[1]}
-        found.append({"length": length, "flops_per_s": rates})
+        flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * length * length * 64
+        found.append({"length": length, "flops_per_s": {"both": flops / clock.seconds(both)}})
     return found
 
 
 def launches(clock: Clock) -> dict[str, float]:
-    """Seconds: of a tiny kernel on the device and on the host, and for which the host launches one
-    block of GPT-2 forward and backward, compiled and not."""
+    """Seconds of a tiny kernel and, on a GPU, for which the host launches one compiled block of
+    GPT-2 forward and backward."""
     x = torch.zeros(1024, device=clock.device)
-    found = {
-        "kernel": clock.seconds(lambda: x.add_(1)),
-        "launch": clock.launching(lambda: x.add_(1)),
-    }
-    for compiled in (False, True) if clock.device.type == "cuda" else (False,):
-        block = _one_block().to(clock.device)
-        forward = torch.compile(block) if compiled else block
+    found = {"kernel": clock.seconds(lambda: x.add_(1))}
+    if clock.device.type == "cuda":
+        model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
+        block = torch.compile(model.blocks["0"].to(clock.device))
         hidden = torch.randn(1, 64, 768, device=clock.device, requires_grad=True)
-
-        def both(forward: Any = forward, hidden: Any = hidden) -> None:
-            forward(hidden).sum().backward()
-
-        found["compiled_block" if compiled else "eager_block"] = clock.launching(both)
+        found["compiled_block"] = clock.launching(lambda: block(hidden).sum().backward())
     return found
-
-
-def _one_block() -> torch.nn.Module:
-    model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
-    return model.blocks["0"]
 
 
 def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str, dict[str, float]]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
-    that they mean by the laws of plan/kernels.py. Caches, and processes beside it, are in them."""
+    that they mean by predict/kernels.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
-    config = build_config(words, options=strategy_options)
-    machine = Machine(
-        num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0),
-        ram_bytes=available_ram_bytes(), num_cpus=num_cpus,
-    )  # fmt: skip
-    plan = draft_plan(config, machine, 1, 1)
+    machine = dataclasses.replace(NO_GPU, ram_bytes=available_ram_bytes(), num_cpus=num_cpus)
+    plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
+    seconds = _parts_of_a_step(clock, plan)
+    # Each part takes (arithmetic) + (bytes) / rate.
+    measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
+    rates = from_calibration(measured, cpu_rates(num_cpus, 1))
+    update_bytes = FITTED["update_bytes"]["plain"] * plan.size.num_parameters
+    traffic = {"update": update_bytes / seconds["update"]}
+    for name in ("block", "head"):
+        arithmetic, with_one_byte_a_second = (
+            sum(getattr(_work(plan, rates, rate), name)(), start=Cost()).total
+            for rate in (math.inf, 1.0)
+        )
+        # At least a tenth, should products have been slower on their own.
+        left = max(seconds[name] - arithmetic, 0.1 * seconds[name])
+        traffic[name] = (with_one_byte_a_second - arithmetic) / left
+    return {"seconds": seconds, "memory_bytes_per_s": traffic}
+
+
+def _work(plan: Plan, rates: Rates, memory_bytes: float) -> Work:
+    own = dataclasses.replace(rates, memory_bytes=memory_bytes, head_memory_bytes=memory_bytes)
+    return Work(plan, own, 1)
+
+
+def _parts_of_a_step(clock: Clock, plan: Plan) -> dict[str, float]:
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)
     hidden = torch.randn(*shape, plan.size.hidden_size, requires_grad=True)
-    block, count = model.blocks["0"], plan.size.num_layers
+    block = model.blocks["0"]
     optimizer = torch.optim.AdamW(model.parameters())
 
     def update() -> None:
@@ -170,42 +175,9 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
         "update": clock.in_step(update),
     }
     # At least a tenth, should a busy machine have made blocks slow when they were alone.
-    seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - count * seconds["block"])
-    # Each part takes (arithmetic) + (bytes) / rate.
-    measured = {**found, "memory_bytes_per_s": NO_TRAFFIC}
-    rates = from_calibration(measured, cpu_rates(num_cpus, 1))
-    endless, one = (
-        Work(plan, replace(rates, memory_bytes=rate, head_memory_bytes=rate), 1)
-        for rate in (math.inf, 1.0)
-    )
-    traffic = {"update": UPDATE_BYTES * plan.size.num_parameters / seconds["update"]}
-    for name in ("block", "head"):
-        arithmetic, both = (
-            sum((getattr(work, name)()), start=Cost()).total for work in (endless, one)
-        )
-        # At least a tenth, should products have been slower on their own.
-        left = max(seconds[name] - arithmetic, 0.1 * seconds[name])
-        traffic[name] = (both - arithmetic) / left
-    return {"seconds": seconds, "memory_bytes_per_s": traffic}
-
-
-def copies(clock: Clock, folder: Path) -> dict[str, float]:
-    """Bytes a second to the host, from it, and to and from the disk of `folder`."""
-    found, count = {}, FILE_BYTES
-    if clock.device.type == "cuda":
-        there = torch.empty(count, dtype=torch.uint8, device=clock.device)
-        here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-        found["to_host"] = count / clock.seconds(lambda: here.copy_(there, non_blocking=True))
-        found["from_host"] = count / clock.seconds(lambda: there.copy_(here, non_blocking=True))
-    path, data = folder / f".calibrate-{os.getpid()}", os.urandom(count // 16) * 16
-    start = time.perf_counter()
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    found["disk_write"] = len(data) / (time.perf_counter() - start)
-    path.unlink()
-    return found
+    blocks = plan.size.num_layers * seconds["block"]
+    seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - blocks)
+    return seconds
 
 
 def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -225,7 +197,7 @@ def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]
     return found
 
 
-def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+def calibrate(device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
     """All figures of one process, and those of the groups that it is in. Collective."""
     on_gpu = device.type == "cuda"
     clock = Clock(device, crowded=not on_gpu and world_size > 1)
@@ -238,7 +210,6 @@ def calibrate(device: torch.device, folder: Path, rank: int, world_size: int) ->
         "memory_bytes_per_s": memory_traffic(clock),
         "attention": attention(clock),
         "seconds": launches(clock),
-        "bytes_per_s": copies(clock, folder) if rank == 0 else {},
         "collectives": between,
     }
     if not on_gpu:
@@ -256,8 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with harness.open_group() as group:
         start = time.perf_counter()
         process = group.process
-        file.parent.mkdir(parents=True, exist_ok=True)
-        found = calibrate(group.device, file.parent, process.rank, process.world_size)
+        found = calibrate(group.device, process.rank, process.world_size)
         if process.rank == 0:
             on_gpu = group.device.type == "cuda"
             about = {
@@ -268,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "versions": versions(),
                 "took_s": time.perf_counter() - start,
             }
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, {**about, **found})
             print(f"wrote {file} after {about['took_s']:.0f} s")
     return 0

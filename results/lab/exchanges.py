@@ -17,7 +17,7 @@ import checkout
 import torch
 import torch.distributed as dist
 
-from distributed_training.predict.traffic import fullest_sent_bytes
+from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.loop import learning_rate
 from distributed_training.settings.files import ROOT, load_json
@@ -42,7 +42,7 @@ def train(run: Run) -> dict[str, Any]:
     return {
         "losses": means.tolist(),
         "validation_loss": validation_loss(run),
-        "sent_bytes_a_step": fullest_sent_bytes(run.plan),
+        "sent_bytes_a_step": sum(sent_by_axis(run.plan).values()),
     }
 
 

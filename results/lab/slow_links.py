@@ -20,7 +20,7 @@ from typing import Any
 
 import checkout
 
-from distributed_training.predict.traffic import fullest_sent_bytes
+from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.assemble import gather
 from distributed_training.settings.errors import UserError
@@ -50,7 +50,7 @@ def time_rounds(run: Run) -> dict[str, Any]:
             step += 1
         seconds.append((time.perf_counter() - began) / STEPS_A_ROUND)
     counted = (int(COUNTER.read_text()) - before) / (ROUNDS * STEPS_A_ROUND)
-    by_formula = fullest_sent_bytes(run.plan)
+    by_formula = sum(sent_by_axis(run.plan).values())
     return {"round_s": seconds, "counted_bytes": counted, "formula_bytes": by_formula}
 
 

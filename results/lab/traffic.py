@@ -169,7 +169,7 @@ def count_step(run: Run) -> dict[str, Any]:
     return {
         "rank": topology.rank,
         "counted": {key: dict(value) for key, value in sorted(traffic.counted.items())},
-        "formula_sent_bytes": Formulas(run.plan, topology).sent(),
+        "formula_sent_bytes": Formulas(run.plan, topology.pp_rank).sent(),
     }
 
 

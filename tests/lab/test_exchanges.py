@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distributed_training.advise.make import draft_plan
-from distributed_training.predict.traffic import fullest_sent_bytes
+from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import strategy_options
@@ -27,7 +27,7 @@ def test_the_table_is_the_runs():
 @pytest.mark.parametrize("name", PLAN["cases"])
 def test_bytes_are_the_formulas(name):
     config = build_config({**PLAN["common"], **PLAN["cases"][name]}, options=strategy_options)
-    sent = fullest_sent_bytes(draft_plan(config, CPU_MACHINE, 2, 2))
+    sent = sum(sent_by_axis(draft_plan(config, CPU_MACHINE, 2, 2)).values())
     for found in RECORD["runs"][name].values():
         assert found["sent_bytes_a_step"] == sent
         assert len(found["losses"]) == PLAN["steps"] // 8

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distributed_training.advise.make import draft_plan
-from distributed_training.predict.traffic import fullest_sent_bytes
+from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import strategy_options
@@ -45,7 +45,7 @@ def test_the_table_is_the_runs():
 @pytest.mark.parametrize("name", CASES)
 def test_the_interface_counts_the_formulas_bytes_and_headers(name):
     config = build_config({**PLAN["common"], **PLAN["cases"][name]}, options=strategy_options)
-    sent = fullest_sent_bytes(draft_plan(config, CPU_MACHINE, 2, 2))
+    sent = sum(sent_by_axis(draft_plan(config, CPU_MACHINE, 2, 2)).values())
     for cases in RECORD["rates"].values():
         assert cases[name]["formula_bytes"] == sent
         assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07

@@ -29,14 +29,14 @@ def sent(formulas):
     """Axis -> bytes that the process sends."""
     found = dict.fromkeys(("tp", "dp_shard", "dp_replicate", "pp"), 0.0)
     for (axis, kind), size in formulas.total().items():
-        members = 2 if axis == "pp" else formulas.topology.axes[axis]
+        members = 2 if axis == "pp" else formulas.mesh[axis]
         found[axis] += sent_bytes(kind, size, members)
     return found
 
 
 def formulas_of(config, processes, rank):
     plan = draft_plan(config, CPU_MACHINE, processes, processes)
-    return Formulas(plan, cpu_topology(plan, rank))
+    return Formulas(plan, cpu_topology(plan, rank).pp_rank)
 
 
 def with_cut(processes, **values):

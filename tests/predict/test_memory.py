@@ -8,7 +8,8 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import cut_data
-from distributed_training.predict.memory import TOKENISING_BYTES, estimate_copy, estimate_memory
+from distributed_training.predict.constants import FITTED
+from distributed_training.predict.memory import estimate_copy, estimate_memory
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
@@ -107,7 +108,7 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
         return plan.prediction["host_bytes"]
 
     first, second = predicted(1), predicted(1)
-    assert first - second == TOKENISING_BYTES
+    assert first - second == FITTED["process_bytes"]["tokenising"]
     assert predicted(2) < first
 
 
