@@ -21,15 +21,7 @@ from pipedream.simulate.simulator import Timeline, simulate
 
 with errors_in_one_line():  # matplotlib may be missing
     from matplotlib.figure import Figure
-    from pipedream.draw.compare import draw_bubble, draw_gradient_error, draw_utilization
-    from pipedream.draw.figures import (
-        draw_all_schedules,
-        draw_microbatch_backward,
-        draw_microbatch_forward,
-        draw_naive,
-        draw_weight_versioning,
-    )
-    from pipedream.draw.memory import draw_activations_and_versions, draw_memory_vs_bubble
+    from pipedream.draw import charts, grids
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,
@@ -69,7 +61,7 @@ class Work:
 
 
 def naive_pipeline(work: Work, path: Path) -> Figure:
-    return draw_naive(work.row("naive").batch, path)
+    return grids.draw_picture(grids.naive(work.row("naive").batch), path)
 
 
 def microbatch_forward(work: Work, path: Path) -> Figure:
@@ -77,7 +69,8 @@ def microbatch_forward(work: Work, path: Path) -> Figure:
     whole = replace(
         work.case, num_microbatches=1, forward=work.case.forward * work.case.num_microbatches
     )
-    return draw_microbatch_forward(_forwards(measure("gpipe", whole).batch), _forwards(cut), path)
+    uncut = _forwards(measure("gpipe", whole).batch)
+    return grids.draw_picture(grids.microbatch_forward(uncut, _forwards(cut)), path)
 
 
 def _forwards(timeline: Timeline) -> Timeline:
@@ -85,7 +78,7 @@ def _forwards(timeline: Timeline) -> Timeline:
 
 
 def microbatch_backward(work: Work, path: Path) -> Figure:
-    return draw_microbatch_backward(work.row("gpipe").batch, path)
+    return grids.draw_picture(grids.microbatch_backward(work.row("gpipe").batch), path)
 
 
 def weight_versioning(work: Work, path: Path) -> Figure:
@@ -94,36 +87,39 @@ def weight_versioning(work: Work, path: Path) -> Figure:
         (text, weight_use(batch.schedule, POLICIES[policy], m))
         for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
     ]
-    return draw_weight_versioning(batch, uses, path)
+    return grids.draw_weight_versioning(batch, uses, path)
 
 
 def utilization_comparison(work: Work, path: Path) -> Figure:
-    return draw_utilization(*work.standings, path)
+    return charts.draw_utilization(*work.standings, path)
 
 
 def all_schedules(work: Work, path: Path) -> Figure:
     found, refused = work.standings
-    return draw_all_schedules(same_orders([one.row for one in found]), refused, path)
+    groups = same_orders([one.row for one in found])
+    return grids.draw_picture(grids.all_schedules(groups, refused), path)
 
 
 def bubble_vs_microbatches(work: Work, path: Path) -> Figure:
     p = work.case.num_stages
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     many = sorted({*range(1, 2 * p), *(p * k for k in range(1, 17)), *counts})
-    return draw_bubble(idle_curves(AGAINST_M, work.case, counts, many), p, path)
+    return charts.draw_bubble(idle_curves(AGAINST_M, work.case, counts, many), p, path)
 
 
 def memory_vs_bubble(work: Work, path: Path) -> Figure:
-    return draw_memory_vs_bubble(work.standings[0], work.config["weight_size"], path)
+    return charts.draw_memory_vs_bubble(work.standings[0], work.config["weight_size"], path)
 
 
 def activations_and_versions(work: Work, path: Path) -> Figure:
     found = {one.row.name: one for one in work.standings[0]}
-    return draw_activations_and_versions([found[name] for name in OVER_TIME if name in found], path)
+    return charts.draw_activations_and_versions(
+        [found[name] for name in OVER_TIME if name in found], path
+    )
 
 
 def gradient_error(work: Work, path: Path) -> Figure:
-    return draw_gradient_error(_load_study(shipped(Path(work.config["study"]))), path)
+    return charts.draw_gradient_error(_load_study(shipped(Path(work.config["study"]))), path)
 
 
 def _load_study(path: Path) -> list[dict[str, Any]]:

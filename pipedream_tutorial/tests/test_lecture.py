@@ -14,10 +14,9 @@ import pytest
 import torch
 from nbclient import NotebookClient
 from pipedream.config import FOLDER
-from pipedream.draw.animations import ANIMATIONS, between, stack
-from pipedream.draw.grid import draw_grid
+from pipedream.draw.gifs import ANIMATIONS, between, stack, versions_at, weight_stashing
+from pipedream.draw.grids import draw_grid
 from pipedream.draw.page import new_figure
-from pipedream.draw.stashing import versions_at, weight_stashing
 from pipedream.lecture import gradients, orders
 from pipedream.lecture.verdict import Verdict
 from pipedream.schedules.ops import repeat

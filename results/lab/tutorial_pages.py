@@ -131,34 +131,27 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
-    from pipedream.draw import animations, frontier, moving
-    from pipedream.draw import prediction as figures_prediction
-    from pipedream.draw import steps as figures_steps
+    from pipedream.draw import charts, gifs, grids, steps
 
     shown = [(describe(record), record) for record in load_records(folder / "records").values()]
+    searched = _load(folder / "records/frontier.json")
     found: dict[str, tuple[str, Callable[[Path], object]]] = {
         "figures/prediction.png": (
-            figures_prediction.digest(shown),
-            partial(figures_prediction.draw_prediction, shown),
-        )
+            charts.prediction_digest(shown),
+            partial(charts.draw_prediction, shown),
+        ),
+        "figures/frontier.png": (
+            charts.frontier_digest(searched),
+            partial(charts.draw_frontier, searched),
+        ),
     }
-    searched = _load(folder / "records/frontier.json")
-    found["figures/frontier.png"] = (
-        frontier.digest(searched),
-        partial(frontier.draw_frontier, searched),
-    )
-    for name, build in figures_steps.PICTURES.items():
+    for name, build in steps.PICTURES.items():
         picture = build()
-        found[f"figures/{name}.png"] = (
-            figures_steps.digest(picture),
-            partial(figures_steps.draw_picture, picture),
-        )
-    for name, move in animations.ANIMATIONS.items():
+        found[f"figures/{name}.png"] = grids.digest(picture), partial(grids.draw_picture, picture)
+    for name, move in gifs.ANIMATIONS.items():
         animation = move()
-        found[f"figures/{name}.gif"] = (
-            moving.digest(animation),
-            partial(moving.draw_animation, animation),
-        )
+        drawn = gifs.digest(animation), partial(gifs.draw_animation, animation)
+        found[f"figures/{name}.gif"] = drawn
     return found
 
 

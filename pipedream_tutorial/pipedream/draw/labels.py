@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,24 +13,19 @@ from matplotlib.figure import Figure
 from pipedream.draw.page import DPI, GREY, SMALL
 
 Point = tuple[float, float]
-
-
 Box = tuple[float, float, float, float]
 """Left, low, right, high in pixels."""
-
-
 DOT, GAP, FAR = 9.0, 11.0, 18.0
 """In points: half a marker, from a marker to its label, and from where on a line leads there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """A place for one label, in pixels."""
 
+    distance: float
     box: Box
     lead: tuple[Point, Point] | None
     """From the point to the label's edge, where it is far."""
-    distance: float
 
 
 def place_labels(
@@ -97,11 +92,9 @@ def _arrange(
         own = _around(anchors[point], anchors[point], DOT)
         for spot in _spots(anchors[point], *sizes[point]):
             path = [] if spot.lead is None else _along(spot.lead, own)
-            low, high = spot.box[:2], spot.box[2:]
-            within = all(
-                floor <= near and far <= roof
-                for floor, near, far, roof in zip(inside[:2], low, high, inside[2:], strict=True)
-            )
+            left, low, right, high = spot.box
+            within = inside[0] <= left and inside[1] <= low
+            within = within and right <= inside[2] and high <= inside[3]
             if within and not any(_overlap(new, old) for new in [spot.box, *path] for old in taken):
                 taken += [spot.box, *path]
                 placed[point] = spot
@@ -138,6 +131,5 @@ def _spots(anchor: Point, width: float, height: float) -> list[Spot]:
         distance = float(np.hypot(end[0] - x, end[1] - y)) / unit
         if left < 0:
             distance += 4  # on the right a label reads as the point's own
-        lead = ((x, y), end) if distance > FAR else None
-        found.append(Spot(box=box, lead=lead, distance=distance))
+        found.append(Spot(distance, box, ((x, y), end) if distance > FAR else None))
     return sorted(found, key=lambda spot: spot.distance)

@@ -119,10 +119,10 @@ def _plain(ax: Axes) -> None:
         ax.spines[side].set_color(GREY)
 
 
-def save(figure: Figure, path: Path) -> Figure:
+def save(figure: Figure, path: Path, source: str | None = None) -> Figure:
     """Write a PNG or SVG that is the same for the same data; the page, for those who look into
-    it."""
-    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    it. A PNG's metadata holds `source`, the digest of what was drawn."""
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
     with rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata=metadata)
     return figure

@@ -1,79 +1,20 @@
-"""Pictures of single steps of the tutorial: a few timelines above each other, on one time axis.
-
-Drawn by results/lab/tutorial_pages.py --write, always at the same sizes: README.md quotes them.
-"""
+"""README.md's pictures of single steps, always at the sizes that it quotes."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from pipedream.config import FOLDER
-from pipedream.draw.figures import idle_text, panel_title, time_label
-from pipedream.draw.grid import draw_grid, kind_legend, row_height
-from pipedream.draw.page import TEXT, new_figure, number, percent
+from pipedream.draw.grids import Panel, Picture, idle_text
+from pipedream.draw.page import number, percent
 from pipedream.plan.planner import Plan, plan_pipeline
 from pipedream.plan.profile import load_profile
 from pipedream.plan.replicated import simulate_plan
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
 from pipedream.simulate.measures import idle
-from pipedream.simulate.simulator import Timeline
-
-ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
-         "shrinkA": 0, "shrinkB": 0}  # fmt: skip
-MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
-
-
-class Panel(NamedTuple):
-    """A timeline, and the line above it."""
-
-    text: str
-    timeline: Timeline
-
-
-class Picture(NamedTuple):
-    """What is drawn."""
-
-    title: str
-    panels: list[Panel]
-    unit: str | None = None
-    """The time axis's label; None: the durations, which are the same for all panels."""
-    notes: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
-    """The ranks' names; empty: their numbers."""
-    arrows: bool = False
-    """Whether messages that a rank waits for are drawn."""
-
-
-class Message(NamedTuple):
-    """A result on its way from one rank to another."""
-
-    sender: int
-    sent: Fraction
-    receiver: int
-    arrives: Fraction
-
-
-def awaited(timeline: Timeline) -> list[Message]:
-    """The messages on whose arrival an idle rank starts."""
-    ranks, cost = timeline.schedule.ranks(), timeline.costs.communication
-    found = []
-    for events in timeline.events:
-        free = Fraction(0)
-        for event in events:
-            sender = event.rank if event.bound_by is None else ranks[event.bound_by]
-            if event.start > free and sender != event.rank:
-                found.append(Message(sender, event.start - cost, event.rank, event.start))
-            free = event.end
-    return found
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
@@ -215,52 +156,3 @@ PICTURES = {
     "communication": communication,
     "plan": plan,
 }
-
-
-def draw_picture(picture: Picture, path: Path) -> Figure:
-    """Write the PNG; what it was drawn from is in its metadata as a digest."""
-    timelines = [panel.timeline for panel in picture.panels]
-    until = max(timeline.makespan for timeline in timelines)
-    ranks = timelines[0].schedule.num_ranks
-    figure, axes = new_figure(
-        picture.title,
-        [1.2 * ranks * row_height(ranks)] * len(timelines),
-        legend=[*kind_legend(timelines), *([MESSAGE] if picture.arrows else [])],
-        head=0.45,
-        gap=0.5,
-        notes=picture.notes,
-        left=2.5 if picture.rows else 0.95,
-    )
-    for ax, panel in zip(axes, picture.panels, strict=True):
-        draw_grid(ax, panel.timeline, until=until)
-        panel_title(ax, panel.text)
-        if picture.rows:
-            ax.set_yticks(range(ranks), picture.rows)
-        if picture.arrows:
-            draw_messages(ax, awaited(panel.timeline))
-    for ax in axes[:-1]:
-        ax.tick_params(labelbottom=False)
-    if picture.unit is None:
-        time_label(axes[-1], timelines[0])
-    else:
-        axes[-1].set_xlabel(picture.unit, fontsize=TEXT)
-    figure.savefig(path, metadata={"Software": None, "Source": digest(picture)})
-    return figure
-
-
-def draw_messages(ax: Axes, messages: Sequence[Message]) -> None:
-    """An arrow for each, from where and when it is sent to where and when it arrives."""
-    for sender, sent, receiver, arrives in messages:
-        ends = (float(arrives), receiver), (float(sent), sender)
-        ax.annotate("", *ends, arrowprops=ARROW)
-
-
-def digest(picture: Picture) -> str:
-    """Of every event, its start and its end, and of all texts."""
-    parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
-    parts += [str(message) for panel in picture.panels if picture.arrows
-              for message in awaited(panel.timeline)]  # fmt: skip
-    for panel in picture.panels:
-        parts.append(panel.text)
-        parts += [f"{e.rank} {e.item} {e.start} {e.end}" for e in panel.timeline.all_events()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from pipedream.draw.figures import cost_text, panel_title, time_label
-from pipedream.draw.grid import draw_grid, kind_legend, row_height
-from pipedream.draw.page import DPI, WIDTH, new_figure
+from pipedream.draw.grids import Panel, Picture, cost_text, lay_out
+from pipedream.draw.page import DPI, WIDTH
 from pipedream.draw.terminal import draw
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.ops import Schedule
@@ -31,21 +30,8 @@ class Shown:
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         from PIL import Image
 
-        ranks = self.timelines[0].schedule.num_ranks
-        until = max(timeline.makespan for timeline in self.timelines)
-        figure, axes = new_figure(
-            self.title,
-            [1.2 * ranks * row_height(ranks)] * len(self.timelines),
-            legend=kind_legend(self.timelines),
-            head=0.45,
-            gap=0.5,
-        )
-        for ax, timeline in zip(axes, self.timelines, strict=True):
-            draw_grid(ax, timeline, until=until)
-            panel_title(ax, describe(timeline))
-        for ax in axes[:-1]:
-            ax.tick_params(labelbottom=False)
-        time_label(axes[-1], self.timelines[0])
+        panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
+        figure, _ = lay_out(Picture(self.title, panels))
         drawn, small = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn)
         Image.open(drawn).convert("RGB").quantize(32).save(small, "png", optimize=True)

@@ -1,0 +1,574 @@
+"""Charts: utilisation, idle time, gradient errors, memory, search, prediction."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from pipedream.draw.data import IdleCurve, Standing
+from pipedream.draw.grids import durations_text, panel_title, rank_axis, refusals
+from pipedream.draw.labels import place_labels
+from pipedream.draw.page import (
+    DPI,
+    EDGE,
+    GREY,
+    LEAST,
+    LINE_COLOURS,
+    SMALL,
+    TEXT,
+    darker,
+    new_figure,
+    number,
+    percent,
+    save,
+)
+from pipedream.draw.steps import row_of
+from pipedream.runtime.record import GPU_GOAL_POINTS
+from pipedream.schedules.catalogue import title_of
+from pipedream.schedules.policies import weight_use
+from pipedream.simulate.comparison import Refused
+from pipedream.simulate.measures import held_activations, live_versions, times_of
+
+STEADY = "Batch after batch: each rank starts its next batch once its own work on the last is done"
+MARKERS = "osD^vPX*<>hpd8H"
+DASHES = ("-", "--", "-.", ":")
+HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
+BEATEN: dict[str, Any] = {
+    "marker": "o", "linestyle": "", "color": LINE_COLOURS[6], "markersize": 9.0,
+    "markeredgecolor": EDGE, "markeredgewidth": 0.6,
+}  # fmt: skip
+BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
+CURVE: dict[str, Any] = {
+    "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
+    "drawstyle": "steps-post",
+}  # fmt: skip
+LANE, FLOOR = 0.8, 0.4
+"""Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
+FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+Record = Mapping[str, Any]
+Points = dict[tuple[Fraction, Fraction], list[str]]
+
+
+def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path: Path) -> Figure:
+    """Busy share of every schedule by three definitions, the least busy one on top.
+
+    PipeDream's ways of keeping weights share a row where they are equally busy.
+    """
+    busy = sorted(1 - one.row.batch_idle.makespan_fraction for one in found)
+    steady = sum(one.steady_idle == 0 for one in found)
+    batch = found[0].row.batch.schedule
+    title = (
+        f"{batch.num_ranks} ranks, {batch.num_microbatches} microbatches: busy from "
+        f"{percent(busy[0])} to {percent(busy[-1])} of one batch's makespan; {steady} of "
+        f"{len(found)} schedules never idle when batch follows batch"
+    )
+    bars = (
+        ("makespan: of one batch", LINE_COLOURS[1]),
+        ("span: each rank's own in one batch", LINE_COLOURS[6]),
+    )
+    legend: list[Artist] = [Patch(facecolor=colour, label=text) for text, colour in bars]
+    diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
+    legend.append(Line2D([], [], label="steady: batch after batch", **diamond))
+    rows = _utilization_rows(found)
+    figure, (ax,) = new_figure(
+        title, [0.4 * len(rows)], legend=legend, left=2.65, right=2.95, head=0.45,
+        notes=[STEADY, *refusals(refused)],
+    )  # fmt: skip
+    beside: dict[str, Any] = {
+        "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
+    }  # fmt: skip
+    for place, (_, shares) in enumerate(rows):
+        # The span's share is never the smaller one: of its bar the end shows.
+        for share, (_, colour) in reversed(list(zip(shares, bars, strict=False))):
+            ax.barh(place, float(share), height=0.62, color=colour)
+        ax.plot([float(shares[2])], [place], markersize=7, clip_on=False, **diamond)
+        for column, share in enumerate(shares):
+            ax.text(1.1 + 0.16 * column, place, percent(share), **beside)
+    for column, text in enumerate(("makespan", "span", "steady")):
+        ax.text(1.1 + 0.16 * column, -0.85, text, **beside)
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlim(0, 1)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.set_xlabel("utilisation: share of the ranks' time spent computing", fontsize=TEXT)
+    return save(figure, path)
+
+
+def _utilization_rows(found: Sequence[Standing]) -> list[tuple[str, tuple[Fraction, ...]]]:
+    """(name, busy shares of makespan, span and steady state), the least busy first."""
+    rows: dict[tuple[object, tuple[Fraction, ...]], list[str]] = {}
+    for one in found:
+        idle = one.row.batch_idle
+        shares = (1 - idle.makespan_fraction, 1 - idle.span_fraction, 1 - one.steady_idle)
+        family = "pipedream" if one.row.name.startswith("pipedream") else one.row.name
+        rows.setdefault((family, shares), []).append(one.row.title)
+    named = [
+        (titles[0] + (f", all {len(titles)} kinds" if len(titles) > 1 else ""), shares)
+        for (_, shares), titles in rows.items()
+    ]
+    return sorted(named, key=lambda row: row[1])
+
+
+def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Figure:
+    """Idle shares against the number of microbatches: closed forms as lines, simulation as
+    points."""
+    counts = sorted({point.microbatches for curve in curves for point in curve.simulated})
+    falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
+    least, most = falling[0], falling[-1]
+    title = (
+        f"More microbatches, less bubble: on {num_stages} ranks GPipe idles "
+        f"{percent(least.makespan)} of its makespan at m = {least.microbatches} and "
+        f"{percent(most.makespan)} at m = {most.microbatches}"
+    )
+    notes = ["Lines: closed forms, where they hold; points: simulation"]
+    figure, axes = new_figure(title, [4.8], columns=2, head=0.5, right=0.1, notes=notes)
+    texts = (("makespan", "of the makespan"), ("span", "of the ranks' own spans"))
+    for ax, (field, text) in zip(axes, texts, strict=True):
+        for place, curve in enumerate(curves):
+            for points, changed in (
+                (curve.closed, {"marker": "", "linewidth": 2}),
+                (curve.simulated, {"linestyle": ""}),
+            ):
+                xs = [point.microbatches for point in points]
+                ys = [float(getattr(point, field)) for point in points]
+                ax.plot(xs, ys, **_curve_style(place) | changed)
+        ax.set_xscale("log", base=2)
+        # On the right the curves' names need a third of the width.
+        ax.set_xlim(counts[0] / 1.15, counts[-1] * (counts[-1] / counts[0]) ** 0.56)
+        ax.set_xticks(counts)
+        ax.minorticks_off()
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+        ax.set_xlabel("microbatches in a batch, m", fontsize=TEXT)
+        panel_title(ax, f"Idle share {text}")
+    shares = [float(v) for c in curves for s in c.simulated for v in s[1:]]
+    smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
+    steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
+    ticks = [y for y in steps if smallest < y <= max(shares)]
+    _log_axes(axes, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
+    for ax, (field, _) in zip(axes, texts, strict=True):
+        ax.set_ylim(-0.2 * smallest if 0 in shares else smallest, 1.1 * max(shares, default=1))
+        ends = [float(getattr(curve.simulated[-1], field)) for curve in curves]
+        _name_curves(ax, 1.2 * counts[-1], ends, curves)
+    return save(figure, path)
+
+
+def _log_axes(
+    axes: Sequence[Axes], smallest: float, below: float, ticks: Sequence[float], zero: str
+) -> None:
+    """One logarithmic scale of shares for all, with 0 on a line of its own below it."""
+    for ax in axes:
+        ax.set_yscale("symlog", linthresh=smallest, linscale=below)
+        ax.set_yticks(ticks)
+        ax.minorticks_off()
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%" if y else zero))
+        ax.grid(axis="y", color="#E0E0E0")
+
+
+def _curve_style(place: int) -> dict[str, Any]:
+    """Colour, marker and dashes, each in turn."""
+    return HOLLOW | {
+        "color": LINE_COLOURS[place % len(LINE_COLOURS)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": DASHES[place % len(DASHES)],
+        "markersize": 8,
+    }
+
+
+def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[IdleCurve]) -> None:
+    """Names at the right of the curves' ends, one below the other where curves end together."""
+    line = 1.3 * SMALL * DPI / 72
+    labels = sorted(
+        (float(ax.transData.transform((x, end))[1]), "\n".join(curve.titles), place)
+        for place, (end, curve) in enumerate(zip(ends, curves, strict=True))
+    )
+    tall = [line * (1 + text.count("\n")) for _, text, _ in labels]
+    centres = np.array([y for y, _, _ in labels])
+    for _ in range(500):
+        for i in range(len(centres) - 1):
+            push = (tall[i] + tall[i + 1]) / 2 - (centres[i + 1] - centres[i])
+            if push > 0:
+                centres[i : i + 2] += -push / 2, push / 2
+        centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
+    for y, (_, text, place) in zip(centres, labels, strict=True):
+        at = float(ax.transData.inverted().transform((0, y))[1])
+        style = {"fontsize": SMALL, "va": "center", "linespacing": 1.1}
+        ax.text(x, at, text, color=darker(_curve_style(place)["color"]), **style)
+
+
+def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
+    """How wrong gradients are without weight stashing, against learning rate, depth and stage.
+
+    A row has num_stages, learning_rate, mode (a schedule's name), median_relative_error and
+    per_stage (a list of such errors); None where training diverged. Errors of exactly 0, which a
+    logarithmic axis cannot show, are drawn on a line of their own below it.
+    """
+    wrong = [row for row in rows if row["mode"] == "pipedream-no-stash"]
+    right = [row for row in rows if row["mode"] == "pipedream"]
+    numbers = [row for row in wrong if row["median_relative_error"] is not None]
+    depths = sorted({row["num_stages"] for row in rows})
+    figure, axes = new_figure(
+        _error_title(numbers, right), [4.6], columns=2, head=0.5, left=1.4, right=0.3
+    )
+    for i, p in enumerate(depths):
+        for group, dashes in ((wrong, "-"), (right, ":")):
+            own = sorted(
+                (row["learning_rate"], row["median_relative_error"])
+                for row in group
+                if row["num_stages"] == p and row["median_relative_error"] is not None
+            )
+            _error_line(axes[0], own, dashes, i, f"p = {p}" if dashes == "-" else "")
+    axes[0].set_xscale("log")
+    axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes[0].set_xlabel("learning rate (of a batch)", fontsize=TEXT)
+    panel_title(axes[0], "All stages: without stashing, and with (dotted)")
+    rates = sorted({row["learning_rate"] for row in numbers})
+    rate = rates[len(rates) // 2]
+    for row in numbers:
+        if row["learning_rate"] == rate:
+            points = list(enumerate(row["per_stage"]))
+            name = f"p = {row['num_stages']}"
+            _error_line(axes[1], points, "-", depths.index(row["num_stages"]), name, at=0)
+    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[1].set_xlabel("stage (the last one sees no update in between)", fontsize=TEXT)
+    panel_title(axes[1], f"By stage, without stashing, learning rate {rate:g}")
+    axes[1].set_xlim(-0.3, 0.3 + max(depths) - 1)
+    drawn = np.concatenate([line.get_ydata() for ax in axes for line in ax.get_lines()])
+    errors = drawn[drawn > 0]
+    smallest = 10.0 ** math.floor(math.log10(errors.min()))
+    powers = [smallest * 10.0**k for k in range(20)]
+    ticks = [0.0, *(power for power in powers if power <= errors.max())]
+    _log_axes(axes, smallest, 0.6, ticks, "exactly 0")
+    for ax in axes:
+        ax.set_ylim(-0.3 * smallest, 1.5 * errors.max())
+    axes[0].set_ylabel("relative error of the gradient, median", fontsize=TEXT)
+    return save(figure, path)
+
+
+def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
+    """The smallest and the largest error without stashing, and the largest with it."""
+    ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
+    low, high = (
+        f"{100 * row['median_relative_error']:.2g}% (p = {row['num_stages']}, learning rate "
+        f"{row['learning_rate']:g})"
+        for row in (ordered[0], ordered[-1])
+    )
+    largest = max((row["median_relative_error"] or 0 for row in right), default=0)
+    with_it = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
+    return f"Without stashing gradients are off by {low} to {high}; with stashing by {with_it}"
+
+
+def _error_line(
+    ax: Axes,
+    points: Sequence[tuple[float, float]],
+    dashes: str,
+    place: int,
+    name: str,
+    at: int = -1,
+) -> None:
+    """One line, named beside its first or last point; markers stay visible where lines meet."""
+    if not points:
+        return
+    colour = LINE_COLOURS[1 + place % 7]
+    style = HOLLOW | {"marker": MARKERS[place], "markersize": max(5.0, 12.0 - 2 * place)}
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=colour, **style)
+    if name:
+        ax.annotate(
+            name, points[at], xytext=(9, 2), textcoords="offset points", fontsize=SMALL,
+            color=darker(colour), fontweight="bold",
+        )  # fmt: skip
+
+
+def draw_memory_vs_bubble(found: Sequence[Standing], weights: Fraction, path: Path) -> Figure:
+    """Peak memory of the fullest rank against the idle share when batch follows batch.
+
+    Memory is peak activations plus `weights` times the weight versions kept: `weights` is what a
+    rank's weights weigh in units of one microbatch's activations on that rank.
+    """
+    places: Points = defaultdict(list)
+    for one in found:
+        if one.row.policy.stashed:
+            memory, text = fullest_rank(one, weights)
+            places[one.steady_idle, memory].append(f"{one.row.title} {text}")
+    front = pareto_front(set(places))
+    best = [name.rpartition(" (")[0] for point in front for name in places[point]]
+    title = (
+        f"Idle time against memory: for every schedule but {_listed(best)} another one is better "
+        "in one and no worse in the other"
+    )
+    legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
+    notes = [STEADY]
+    wrong = [one.row.title for one in found if not one.row.policy.stashed]
+    if wrong:
+        notes.append(f"Left out, because its gradients are wrong: {_listed(wrong)}")
+    figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
+    ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
+    ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
+    for points, style in (([at for at in places if at not in front], BEATEN), (front, BEST)):
+        ax.plot([float(x) for x, _ in points], [float(y) for _, y in points], **style)
+    ax.grid(color="#E6E6E6")
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.set_xlabel("idle share of the ranks' time, batch after batch", fontsize=TEXT)
+    ax.set_ylabel("peak memory of the fullest rank", fontsize=TEXT)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    panel_title(
+        ax,
+        "(activations + weight copies), in one microbatch's activations on a rank; a copy of its "
+        f"weights is {number(weights)}",
+    )
+    labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
+    place_labels(figure, ax, labels)
+    return save(figure, path)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def fullest_rank(one: Standing, weights: Fraction) -> tuple[Fraction, str]:
+    """(memory, '(activations + copies)') of the rank with the highest peak."""
+    held = list(zip(one.row.peak_activations, one.row.weight_copies, strict=True))
+    activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
+    memory = Fraction(activations + weights * copies)
+    return memory, f"({number(activations)} + {number(Fraction(copies))})"
+
+
+def pareto_front(points: set[tuple[Fraction, Fraction]]) -> list[tuple[Fraction, Fraction]]:
+    """Points that no other one beats or equals in both coordinates, by the first coordinate."""
+    return sorted(
+        (x, y)
+        for x, y in points
+        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+    )
+
+
+def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figure:
+    """Held activations as areas and kept weight versions as lines, over two batches.
+
+    One panel a schedule, one lane a rank, all to one scale; beside a lane its two peaks.
+    """
+    p, until = found[0].row.batch.schedule.num_ranks, max(o.row.stream.makespan for o in found)
+    fullest = max(found, key=lambda one: max(one.row.peak_activations)).row
+    most = max(found, key=lambda one: max(one.row.weight_copies)).row
+    top = max(max(fullest.peak_activations), Fraction(max(most.weight_copies)))
+    title = (
+        f"Two batches: {fullest.title} holds up to {number(max(fullest.peak_activations))} "
+        f"microbatches' activations on a rank, {most.title} up to "
+        f"{number(Fraction(max(most.weight_copies)))} weight versions"
+    )
+    legend = [
+        Patch(color=LINE_COLOURS[6], label="activations held"),
+        Line2D([], [], color=LINE_COLOURS[4], linewidth=2.5, label="weight versions kept"),
+    ]  # fmt: skip
+    notes = [
+        "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
+        f"Time in units: {durations_text(found[0].row.stream)}",
+    ]
+    heights = [max(1.6, 0.58 * p)] * -(-len(found) // 2)
+    figure, axes = new_figure(
+        title, heights, columns=2, legend=legend, head=0.45, left=1.3, right=0.6, notes=notes
+    )
+    for place, (ax, one) in enumerate(zip(axes, found, strict=False)):
+        _draw_lanes(ax, one, top)
+        ax.set_xlim(0, float(until))
+        rank_axis(ax, p, most_times=7)
+        _lane_axis(ax, p, top)
+        panel_title(ax, one.row.title)
+        if place % 2:
+            ax.set_ylabel("")
+        if place + 2 >= len(found):
+            ax.set_xlabel("time", fontsize=TEXT)
+    for ax in axes[len(found) :]:
+        ax.remove()
+    return save(figure, path)
+
+
+def _lane_axis(ax: Axes, num_ranks: int, top: Fraction) -> None:
+    """Each lane's own scale from 0 to `top`, with a line at both and half-way."""
+    values = [Fraction(0), top / 2, top]
+    ticks = [(rank + FLOOR - LANE * float(v / top), v) for rank in range(num_ranks) for v in values]
+    for y, value in ticks:
+        ax.axhline(y, color="#C9C9C9" if value == 0 else "#E6E6E6", linewidth=0.8, zorder=0)
+    named = [(y, number(value)) for y, value in ticks if value != top / 2]
+    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=LEAST)
+    ax.set_yticks(range(num_ranks), [str(rank) for rank in range(num_ranks)], minor=True)
+    ax.tick_params(axis="y", which="minor", length=0, labelsize=SMALL, pad=22)
+    ax.set_ylim(num_ranks - 0.5, -0.5)
+
+
+def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
+    """Each rank's two step functions, from its lane's floor upwards."""
+    stream, m = one.row.stream, one.row.batch.schedule.num_microbatches
+    times, end = times_of(stream), float(stream.makespan)
+    held = held_activations(stream.schedule, times, Fraction(0))
+    use = weight_use(stream.schedule, one.row.policy, m)
+    kept = live_versions(stream.schedule, times, Fraction(0), use)
+
+    def curve(points: list[tuple[Fraction, Fraction]], rank: int) -> tuple[list[float], ...]:
+        ys = [rank + FLOOR - LANE * float(value / top) for _, value in points]
+        return [*(float(time) for time, _ in points), end], [*ys, ys[-1]]
+
+    for rank in range(stream.schedule.num_ranks):
+        xs, ys = curve(held[rank], rank)
+        ax.fill_between(xs, ys, rank + FLOOR, step="post", color=LINE_COLOURS[6], linewidth=0)
+        ax.step(*curve(kept[rank], rank), where="post", color=LINE_COLOURS[4], linewidth=2)
+        peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
+        beside = {"transform": ax.get_yaxis_transform(), "fontsize": SMALL, "va": "center"}
+        ax.text(1.01, rank, " / ".join(peaks), **beside)
+
+
+def fixed_points(communication: int) -> Points:
+    """(microbatches held on the fullest rank, makespan) -> titles of the schedules there."""
+    found: Points = defaultdict(list)
+    for name in FIXED:
+        row = row_of(name, communication=communication)
+        found[max(row.peak_activations), row.batch.makespan].append(row.title)
+    return found
+
+
+def draw_frontier(record: Record, path: Path) -> Figure:
+    """How long a batch takes against the memory that it may take: fixed schedules as points, search
+    as the curve; a panel for each time to send."""
+    proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
+    least = "the shortest there is, proved" if proved else "the shortest found"
+    figure, axes = new_figure(
+        f"{record['num_stages']} ranks, {record['num_microbatches']} microbatches: with "
+        "communication memory buys time, and search finds what lies between ZB-H1 and ZB-H2",
+        [4.6],
+        columns=2,
+        legend=[
+            Line2D([], [], label=f"search: {least} (one stage a rank)", **CURVE),
+            Line2D([], [], label="fixed schedules", **BEATEN),
+        ],
+        head=0.5,
+        notes=["F = I = W = 1 on every rank; two stages a rank may beat one: ZB-V does at c = 0"],
+    )
+    times = sorted({row["communication"] for row in record["rows"]})
+    for ax, communication in zip(axes, times, strict=True):
+        curve = [
+            (row["memory"], float(Fraction(row["makespan"])))
+            for row in record["rows"]
+            if row["communication"] == communication and row["memory"] > 2
+        ]
+        named = {
+            (float(x), float(y)): ", ".join(names)
+            for (x, y), names in fixed_points(communication).items()
+        }
+        ax.plot([x for x, _ in curve], [y for _, y in curve], **CURVE)
+        ax.plot([x for x, _ in named], [y for _, y in named], **BEATEN)
+        ax.set_ylim(0.9 * min(y for _, y in (*curve, *named)), 1.1648 * max(y for _, y in named))
+        ax.set_xlim(2.5, max(x for x, _ in curve) + 1.2)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("activations held on the fullest rank, microbatches", fontsize=TEXT)
+        ax.grid(color="#E6E6E6")
+        line = [
+            (float(x), float(y))
+            for (left, high), (right, low) in pairwise(curve)
+            for x, y in [
+                *((x, high) for x in np.linspace(left, right, 20)),
+                *((right, y) for y in np.linspace(low, high, 20)),
+            ]
+        ]
+        place_labels(figure, ax, named, avoid=line)
+        panel_title(ax, f"Communication c = {number(Fraction(communication))}")
+    axes[0].set_ylabel("time of one batch", fontsize=TEXT)
+    return save(figure, path, frontier_digest(record))
+
+
+def frontier_digest(record: Record) -> str:
+    """Of all that is drawn."""
+    return _digest([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
+
+
+def _digest(drawn: object) -> str:
+    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+
+
+def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
+    """Every predicted run of the records (their texts, and the records): how far the simulation is
+    off against the measured utilisation.
+
+    Runs that the durations were taken from are drawn filled. Cases without a prediction are left
+    out.
+    """
+    cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
+    machines = list(dict.fromkeys(_machine(record) for _, record in records))
+    colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
+    names = dict.fromkeys(case["schedule"] for _, _, case in cases)
+    markers = dict(zip(names, MARKERS, strict=False))
+    predicted = [each for each in cases if not each[2]["calibrated_on"]]
+    text, _, worst = max(predicted, key=lambda each: abs(points_off(each[2])))
+    where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
+    dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
+    legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
+    for name, marker in markers.items():
+        legend.append(Line2D([], [], label=title_of(name), **dot | {"marker": marker}))
+    filled = dot | {"marker": "o", "markerfacecolor": "black"}
+    legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
+    figure, (ax,) = new_figure(
+        f"Utilisation simulated and measured: at most {abs(points_off(worst)):.1f} percentage "
+        "points apart in runs that the simulator was not calibrated on",
+        [4.4], legend=legend, legend_columns=4, head=0.45, left=1.05,
+        notes=[f"Farthest off: {where}"],
+    )  # fmt: skip
+    ax.axhspan(-GPU_GOAL_POINTS, GPU_GOAL_POINTS, color="#EFEFEF", linewidth=0, zorder=0)
+    ax.axhline(0, color="black", linewidth=0.8, zorder=1)
+    for _, record, case in cases:
+        style = dot | {"color": colours[_machine(record)], "marker": markers[case["schedule"]]}
+        if case["calibrated_on"]:
+            style["markerfacecolor"] = style["color"]
+        ax.plot([case["measured"]["utilisation"]], [points_off(case)], **style)
+    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_off(case)) for _, _, case in cases))
+    ax.set_ylim(-limit, limit)
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
+    ax.set_xlabel("measured utilisation", fontsize=TEXT)
+    ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
+    ax.annotate(
+        f"the goal on GPUs: within {GPU_GOAL_POINTS:g} points", (0, -GPU_GOAL_POINTS),
+        xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
+        fontsize=SMALL, color=GREY,
+    )  # fmt: skip
+    return save(figure, path, prediction_digest(records))
+
+
+def _machine(record: Record) -> str:
+    return f"{record['num_stages']} stages, {record['machine']['device'].partition(',')[0]}"
+
+
+def predicted_cases(record: Record) -> list[Record]:
+    """Those that the calibration says something about."""
+    return [case for case in record["cases"] if case["predicted"] is not None]
+
+
+def points_off(case: Record) -> float:
+    """Simulated less measured utilisation, in percentage points."""
+    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
+
+
+def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
+    """Of all that is drawn."""
+    keys = ("schedule", "num_microbatches", "calibrated_on")
+    drawn = [
+        [text, *([*(case[key] for key in keys), case["measured"]["utilisation"],
+                  case["predicted"]["utilisation"]] for case in predicted_cases(record))]
+        for text, record in records
+    ]  # fmt: skip
+    return _digest(drawn)

@@ -1,0 +1,323 @@
+"""The three moving pictures of lecture.ipynb, as GIFs drawn from simulated timelines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from PIL import Image
+
+from pipedream.draw.grids import (
+    IDLE_HATCH,
+    ROW,
+    cost_text,
+    draw_grid,
+    events_text,
+    kind_legend,
+    panel_title,
+    row_height,
+    time_label,
+)
+from pipedream.draw.page import (
+    DPI,
+    EDGE,
+    LINE_COLOURS,
+    SMALL,
+    TEXT,
+    WIDTH,
+    Colour,
+    ink,
+    new_figure,
+    paler,
+)
+from pipedream.schedules.ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Op,
+    Schedule,
+    as_orders,
+    one_chain,
+)
+from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
+from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
+from pipedream.simulate.measures import times_of
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
+
+SCALE = 1.25  # pixels of a frame for one of the page that shows it
+COLOURS = 32
+MOVES = 8
+"""Frames from one timeline to the next."""
+MOVE_MS, UNIT_MS, REST_MS, LAST_MS = 80, 500, 2000, 4000
+"""For how long a frame stays: on the way, in a unit of time, at rest, at the end."""
+
+Frames = Iterator[tuple[Figure, int]]
+"""Pictures, and for how many ms each is shown."""
+
+
+class Animation(NamedTuple):
+    """What moves, as digests see it and as it is drawn."""
+
+    texts: tuple[str, ...]
+    timelines: tuple[Timeline, ...]
+    frames: Callable[[], Frames]
+
+
+def digest(animation: Animation) -> str:
+    """Of every text, and of every event's start and end."""
+    parts = [*animation.texts, *(line for t in animation.timelines for line in events_text(t))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def draw_animation(animation: Animation, path: Path) -> None:
+    """Write the GIF; what it was drawn from is in its comment as a digest."""
+    figures, durations = zip(*animation.frames(), strict=True)
+    images = [_as_image(figure) for figure in figures]
+    width, height = images[0].size
+    sheet = Image.new("RGB", (width, 3 * height))  # for colours: the first, middle and last frame
+    for row, image in enumerate((images[0], images[len(images) // 2], images[-1])):
+        sheet.paste(image, (0, row * height))
+    palette = sheet.quantize(COLOURS)
+    first, *others = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    first.save(
+        path,
+        save_all=True,
+        append_images=others,
+        duration=list(durations),
+        loop=0,
+        comment=digest(animation).encode(),
+    )
+
+
+def _as_image(figure: Figure) -> Image.Image:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+    width = int(WIDTH * DPI * SCALE / 2)
+    return image.convert("RGB").resize((width, round(image.height * width / image.width)))
+
+
+def from_gpipe_to_1f1b() -> Animation:
+    """The ranks turn to one forward, one backward: the last one first."""
+    p, m = 4, 8
+    first, last = gpipe(p, m), one_f_one_b(p, m)
+    steps = [("GPipe", _run(first))]
+    for turned in reversed(range(p)):
+        orders = first.orders[:turned] + last.orders[turned:]
+        text = f"1F1B from rank {turned} on" if turned else "1F1B on all ranks"
+        steps.append((text, _run(replace(last, orders=orders))))
+    return _moving("From GPipe to 1F1B: the same time, less memory", steps)
+
+
+def w_fills_holes() -> Animation:
+    """Whole backward passes; the same cut in two; W put off until the rank would idle."""
+    whole = _run(one_f_one_b(4, 8))
+    at_once = _cut_in_place(whole.schedule)
+    steps = [
+        ("1F1B, the backward pass whole", whole),
+        ("Each backward pass is I and W", _halved(whole, at_once)),
+        ("A stage waits only for the next one's I", _run(at_once)),
+        ("W waits until its rank would idle (ZB-H1)", _run(zb_h1(4, 8))),
+    ]
+    return _moving("Zero bubble: W fills the holes", steps)
+
+
+def _run(schedule: Schedule) -> Timeline:
+    return simulate(schedule, build_costs(schedule))
+
+
+def _cut_in_place(schedule: Schedule) -> Schedule:
+    """Every B as I, and W right after it."""
+    halves = {BACKWARD: (INPUT_GRADIENT, WEIGHT_GRADIENT)}
+    lines = [
+        [
+            Op(kind, op.stage, op.microbatch)
+            for item in order
+            for op in item.parts
+            for kind in halves.get(op.kind, (op.kind,))
+        ]
+        for order in schedule.orders
+    ]
+    return Schedule(name="cut", orders=as_orders(lines), chains=one_chain(schedule.num_ranks))
+
+
+def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
+    """The times of whole backward passes, each as two halves."""
+    spans = times_of(timeline)
+    for op, (start, end) in times_of(timeline).items():
+        if op.kind == BACKWARD:
+            middle = (start + end) / 2
+            spans[op._replace(kind=INPUT_GRADIENT)] = start, middle
+            spans[op._replace(kind=WEIGHT_GRADIENT)] = middle, end
+    return _placed(cut, timeline, spans)
+
+
+def _placed(
+    schedule: Schedule, like: Timeline, spans: dict[Op, tuple[Fraction, Fraction]]
+) -> Timeline:
+    """A timeline with these starts and ends, whatever the data allow: to be drawn only."""
+    tick = Fraction(1, 1000)
+    lines = [[spans[op] for item in order for op in item.parts] for order in schedule.orders]
+    return replace(
+        like,
+        schedule=schedule,
+        tick=tick,
+        starts=tuple(tuple(int(start / tick) for start, _ in line) for line in lines),
+        ends=tuple(tuple(int(end / tick) for _, end in line) for line in lines),
+        bounds=tuple((None,) * len(line) for line in lines),
+    )
+
+
+def between(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
+    """Every operation so far on its way."""
+    old, spans = times_of(before), {}
+    for op, (start, end) in times_of(after).items():
+        begun, ended = old[op]
+        spans[op] = begun + share * (start - begun), ended + share * (end - ended)
+    return _placed(after.schedule, after, spans)
+
+
+def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
+    """At rest at each step, and the ways between them."""
+    steps = [(f"{text}: {cost_text(timeline)}", timeline) for text, timeline in steps]
+    timelines = [timeline for _, timeline in steps]
+
+    def frames() -> Frames:
+        for (text, before), (next_text, after) in pairwise(steps):
+            yield _moving_frame(title, timelines, text, before), REST_MS
+            if set(times_of(before)) != set(times_of(after)):
+                continue  # cut in two: nothing moves
+            for move in range(1, MOVES):
+                share = Fraction(move, MOVES)
+                eased = share * share * (3 - 2 * share)  # slow at both ends
+                timeline = between(before, after, eased)
+                yield _moving_frame(title, timelines, next_text, timeline), MOVE_MS
+        yield _moving_frame(title, timelines, *steps[-1]), LAST_MS
+
+    return Animation((title, *(text for text, _ in steps)), tuple(timelines), frames)
+
+
+def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Timeline) -> Figure:
+    ranks = timeline.schedule.num_ranks
+    figure, (ax,) = new_figure(
+        title, [1.5 * ranks * row_height(ranks)], legend=kind_legend(steps), head=0.45
+    )
+    draw_grid(ax, timeline, until=max(step.makespan for step in steps))
+    stack(ax)
+    panel_title(ax, text)
+    time_label(ax, timeline)
+    return figure
+
+
+def stack(ax: Axes) -> None:
+    """A cell that another one passes takes its number along below it."""
+    cells: dict[tuple[float, float], list[float]] = {}
+    for height, cell in enumerate(ax.patches):
+        if not isinstance(cell, Rectangle) or str(cell.get_gid()).startswith("idle"):
+            continue
+        cell.set_zorder(2 + height / 1000)
+        centre = cell.get_x() + cell.get_width() / 2, cell.get_y() + cell.get_height() / 2
+        cells.setdefault(centre, []).append(cell.get_zorder())
+    for label in ax.texts:
+        label.set_zorder(cells[label.get_position()].pop(0) + 1 / 2000)
+
+
+def weight_stashing() -> Animation:
+    """PipeDream on 3 stages as time goes on, and below it the versions that each stage keeps."""
+    timeline = _run(one_f_one_b(3, 6))
+    use = weight_use(timeline.schedule, POLICIES["stash"], 6)
+    title = "Weight stashing: a version stays until its last microbatch has come back"
+    # The middle of every time unit, and the end.
+    moments = [Fraction(2 * t + 1, 2) for t in range(int(timeline.makespan))]
+    moments.append(timeline.makespan)
+
+    def frames() -> Frames:
+        for moment in moments:
+            shown_ms = LAST_MS if moment == timeline.makespan else UNIT_MS
+            yield _stash_frame(title, timeline, use, moment), shown_ms
+
+    texts = (title, *(str(versions_at(timeline, use, moment)) for moment in moments))
+    return Animation(texts, (timeline,), frames)
+
+
+def versions_at(
+    timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
+) -> list[dict[int, list[int]]]:
+    """By stage: version -> microbatches in flight that ran forward with it; the newest one too."""
+    times = times_of(timeline)
+    found = []
+    for stage, one in sorted(use.items()):
+        updates = sum(times[Op(BACKWARD, stage, i)][1] <= moment for i in one.forward)
+        kept: dict[int, list[int]] = {updates: []}
+        for i, version in sorted(one.forward.items()):
+            begun, done = times[Op(FORWARD, stage, i)][0], times[Op(BACKWARD, stage, i)][1]
+            if begun <= moment < done:
+                kept.setdefault(version, []).append(i)
+        found.append(dict(sorted(kept.items())))
+    return found
+
+
+def _shade(version: int) -> Colour:
+    return paler(LINE_COLOURS[1 + version], 0.25)
+
+
+def _stash_frame(
+    title: str, timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
+) -> Figure:
+    p, now, end = timeline.schedule.num_ranks, float(moment), float(timeline.makespan)
+    heights = [1.6 * p * row_height(p), 1.9 * p * row_height(p)]
+    legend = [Patch(**IDLE_HATCH, label="idle")]
+    figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95, head=0.4)
+
+    def colour(op: Op) -> Colour:
+        own = use[op.stage]
+        return _shade((own.forward if op.kind == FORWARD else own.backward)[op.microbatch])
+
+    draw_grid(above, timeline, colour=colour, labels=(lambda op: f"{op.kind}{op.microbatch}",))
+    panel_title(above, "F and B of each microbatch, coloured by the weight version they use")
+    veil = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
+    above.add_patch(Rectangle((now, -0.5), end - now, p, **veil))
+    above.axvline(now, color="black", linewidth=2, zorder=5)
+    newest = max(version for one in use.values() for version in one.forward.values()) + 2
+    _draw_stash(below, versions_at(timeline, use, moment), newest)
+    return figure
+
+
+def _draw_stash(ax: Axes, kept: Sequence[dict[int, list[int]]], newest: int) -> None:
+    """A box for each version that a stage keeps, with the microbatches that it is kept for."""
+    ax.set_xlim(-0.6, newest + 0.1)
+    ax.set_ylim(len(kept) - 0.5, -0.5)
+    ax.set_yticks(range(len(kept)), map(str, range(len(kept))))
+    ax.set_ylabel("stage", fontsize=TEXT)
+    ax.set_xticks([])
+    ax.tick_params(length=0)
+    text = "Versions kept now (thick: the newest), and the microbatches in flight that need them"
+    panel_title(ax, text)
+    for stage, versions in enumerate(kept):
+        for version, needed_by in versions.items():
+            new, shade = version == max(versions), _shade(version)
+            edge = {"edgecolor": "black", "linewidth": 2.5} if new else {"edgecolor": EDGE}
+            corner = version - 0.44, stage - ROW / 2
+            ax.add_patch(Rectangle(corner, 0.88, ROW, facecolor=shade, **{"linewidth": 0.8} | edge))
+            lines = [f"v{version}"]
+            if needed_by:
+                lines.append(f"for {', '.join(map(str, needed_by))}")
+            style = {"ha": "center", "va": "center", "fontsize": SMALL, "color": ink(shade)}
+            ax.text(version, stage, "\n".join(lines), **style)
+
+
+ANIMATIONS: dict[str, Callable[[], Animation]] = {
+    "lecture_1f1b": from_gpipe_to_1f1b,
+    "lecture_stashing": weight_stashing,
+    "lecture_zero_bubble": w_fills_holes,
+}
