@@ -20,11 +20,10 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
-from pipedream.draw.charts import draw_gradient_error, draw_prediction
+from pipedream.draw.charts import draw_gradient_error
 from pipedream.draw.data import forwards_only, idle_curves, standings, wrong_backwards
 from pipedream.draw.grids import KINDS, awaited, draw_picture, kind_colours, naive
 from pipedream.draw.page import LEAST, number, percent
-from pipedream.draw.steps import PICTURES as STEPS
 from pipedream.errors import main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS
@@ -35,6 +34,8 @@ from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
+from tutorial_figures import PICTURES as STEPS
+from tutorial_figures import draw_prediction
 from tutorial_pages import load_records
 from tutorial_text import describe
 

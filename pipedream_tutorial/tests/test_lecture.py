@@ -14,7 +14,6 @@ import pytest
 import torch
 from nbclient import NotebookClient
 from pipedream.config import FOLDER
-from pipedream.draw.gifs import ANIMATIONS, between, stack, versions_at, weight_stashing
 from pipedream.draw.grids import draw_grid
 from pipedream.draw.page import new_figure
 from pipedream.lecture import gradients, orders
@@ -23,6 +22,7 @@ from pipedream.schedules.ops import repeat
 from pipedream.schedules.orders import gpipe, naive, one_f_one_b
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import times_of
+from tutorial_gifs import ANIMATIONS, between, stack, versions_at, weight_stashing
 
 SOLUTIONS = sorted((FOLDER / "solutions").glob("*.py"))
 CHECKS = {

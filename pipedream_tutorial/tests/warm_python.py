@@ -31,7 +31,7 @@ FOLDER = Path(__file__).resolve().parent.parent
 # sympy, by way of symbolic_shapes: the first autograd.grad with grad_outputs imports it.
 PRELOAD = (
     "torch.distributed.pipelining", "torch.fx.experimental.symbolic_shapes", "matplotlib.pyplot",
-    "PIL.Image", "pipedream.draw.grids", "pipedream.draw.steps", "pipedream.plan.planner",
+    "PIL.Image", "pipedream.draw.grids", "pipedream.plan.planner",
     "pipedream.runtime.record", "pipedream.runtime.session", "pipedream.simulate.search",
     "pipedream.train.studies",
 )  # fmt: skip

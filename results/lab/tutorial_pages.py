@@ -131,21 +131,23 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
-    from pipedream.draw import charts, gifs, grids, steps
+    import tutorial_figures as own
+    import tutorial_gifs as gifs
+    from pipedream.draw import grids
 
     shown = [(describe(record), record) for record in load_records(folder / "records").values()]
     searched = _load(folder / "records/frontier.json")
     found: dict[str, tuple[str, Callable[[Path], object]]] = {
         "figures/prediction.png": (
-            charts.prediction_digest(shown),
-            partial(charts.draw_prediction, shown),
+            own.prediction_digest(shown),
+            partial(own.draw_prediction, shown),
         ),
         "figures/frontier.png": (
-            charts.frontier_digest(searched),
-            partial(charts.draw_frontier, searched),
+            own.frontier_digest(searched),
+            partial(own.draw_frontier, searched),
         ),
     }
-    for name, build in steps.PICTURES.items():
+    for name, build in own.PICTURES.items():
         picture = build()
         found[f"figures/{name}.png"] = grids.digest(picture), partial(grids.draw_picture, picture)
     for name, move in gifs.ANIMATIONS.items():

@@ -1,14 +1,11 @@
-"""Charts: utilisation, idle time, gradient errors, memory, search, prediction."""
+"""Charts: utilisation, idle time, gradient errors, memory."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from pipedream.draw.labels import place_labels
 from pipedream.draw.page import (
     DPI,
     EDGE,
-    GREY,
     LEAST,
     LINE_COLOURS,
     SMALL,
@@ -37,9 +33,6 @@ from pipedream.draw.page import (
     percent,
     save,
 )
-from pipedream.draw.steps import row_of
-from pipedream.runtime.record import GPU_GOAL_POINTS
-from pipedream.schedules.catalogue import title_of
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Refused
 from pipedream.simulate.measures import held_activations, live_versions, times_of
@@ -53,13 +46,8 @@ BEATEN: dict[str, Any] = {
     "markeredgecolor": EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
 BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
-CURVE: dict[str, Any] = {
-    "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
-    "drawstyle": "steps-post",
-}  # fmt: skip
 LANE, FLOOR = 0.8, 0.4
 """Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
-FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 Record = Mapping[str, Any]
 Points = dict[tuple[Fraction, Fraction], list[str]]
@@ -432,143 +420,3 @@ def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         beside = {"transform": ax.get_yaxis_transform(), "fontsize": SMALL, "va": "center"}
         ax.text(1.01, rank, " / ".join(peaks), **beside)
-
-
-def fixed_points(communication: int) -> Points:
-    """(microbatches held on the fullest rank, makespan) -> titles of the schedules there."""
-    found: Points = defaultdict(list)
-    for name in FIXED:
-        row = row_of(name, communication=communication)
-        found[max(row.peak_activations), row.batch.makespan].append(row.title)
-    return found
-
-
-def draw_frontier(record: Record, path: Path) -> Figure:
-    """How long a batch takes against the memory that it may take: fixed schedules as points, search
-    as the curve; a panel for each time to send."""
-    proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
-    least = "the shortest there is, proved" if proved else "the shortest found"
-    figure, axes = new_figure(
-        f"{record['num_stages']} ranks, {record['num_microbatches']} microbatches: with "
-        "communication memory buys time, and search finds what lies between ZB-H1 and ZB-H2",
-        [4.6],
-        columns=2,
-        legend=[
-            Line2D([], [], label=f"search: {least} (one stage a rank)", **CURVE),
-            Line2D([], [], label="fixed schedules", **BEATEN),
-        ],
-        head=0.5,
-        notes=["F = I = W = 1 on every rank; two stages a rank may beat one: ZB-V does at c = 0"],
-    )
-    times = sorted({row["communication"] for row in record["rows"]})
-    for ax, communication in zip(axes, times, strict=True):
-        curve = [
-            (row["memory"], float(Fraction(row["makespan"])))
-            for row in record["rows"]
-            if row["communication"] == communication and row["memory"] > 2
-        ]
-        named = {
-            (float(x), float(y)): ", ".join(names)
-            for (x, y), names in fixed_points(communication).items()
-        }
-        ax.plot([x for x, _ in curve], [y for _, y in curve], **CURVE)
-        ax.plot([x for x, _ in named], [y for _, y in named], **BEATEN)
-        ax.set_ylim(0.9 * min(y for _, y in (*curve, *named)), 1.1648 * max(y for _, y in named))
-        ax.set_xlim(2.5, max(x for x, _ in curve) + 1.2)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_xlabel("activations held on the fullest rank, microbatches", fontsize=TEXT)
-        ax.grid(color="#E6E6E6")
-        line = [
-            (float(x), float(y))
-            for (left, high), (right, low) in pairwise(curve)
-            for x, y in [
-                *((x, high) for x in np.linspace(left, right, 20)),
-                *((right, y) for y in np.linspace(low, high, 20)),
-            ]
-        ]
-        place_labels(figure, ax, named, avoid=line)
-        panel_title(ax, f"Communication c = {number(Fraction(communication))}")
-    axes[0].set_ylabel("time of one batch", fontsize=TEXT)
-    return save(figure, path, frontier_digest(record))
-
-
-def frontier_digest(record: Record) -> str:
-    """Of all that is drawn."""
-    return _digest([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
-
-
-def _digest(drawn: object) -> str:
-    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
-
-
-def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
-    """Every predicted run of the records (their texts, and the records): how far the simulation is
-    off against the measured utilisation.
-
-    Runs that the durations were taken from are drawn filled. Cases without a prediction are left
-    out.
-    """
-    cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
-    machines = list(dict.fromkeys(_machine(record) for _, record in records))
-    colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
-    names = dict.fromkeys(case["schedule"] for _, _, case in cases)
-    markers = dict(zip(names, MARKERS, strict=False))
-    predicted = [each for each in cases if not each[2]["calibrated_on"]]
-    text, _, worst = max(predicted, key=lambda each: abs(points_off(each[2])))
-    where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
-    dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
-    legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
-    for name, marker in markers.items():
-        legend.append(Line2D([], [], label=title_of(name), **dot | {"marker": marker}))
-    filled = dot | {"marker": "o", "markerfacecolor": "black"}
-    legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
-    figure, (ax,) = new_figure(
-        f"Utilisation simulated and measured: at most {abs(points_off(worst)):.1f} percentage "
-        "points apart in runs that the simulator was not calibrated on",
-        [4.4], legend=legend, legend_columns=4, head=0.45, left=1.05,
-        notes=[f"Farthest off: {where}"],
-    )  # fmt: skip
-    ax.axhspan(-GPU_GOAL_POINTS, GPU_GOAL_POINTS, color="#EFEFEF", linewidth=0, zorder=0)
-    ax.axhline(0, color="black", linewidth=0.8, zorder=1)
-    for _, record, case in cases:
-        style = dot | {"color": colours[_machine(record)], "marker": markers[case["schedule"]]}
-        if case["calibrated_on"]:
-            style["markerfacecolor"] = style["color"]
-        ax.plot([case["measured"]["utilisation"]], [points_off(case)], **style)
-    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_off(case)) for _, _, case in cases))
-    ax.set_ylim(-limit, limit)
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
-    ax.set_xlabel("measured utilisation", fontsize=TEXT)
-    ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
-    ax.annotate(
-        f"the goal on GPUs: within {GPU_GOAL_POINTS:g} points", (0, -GPU_GOAL_POINTS),
-        xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
-        fontsize=SMALL, color=GREY,
-    )  # fmt: skip
-    return save(figure, path, prediction_digest(records))
-
-
-def _machine(record: Record) -> str:
-    return f"{record['num_stages']} stages, {record['machine']['device'].partition(',')[0]}"
-
-
-def predicted_cases(record: Record) -> list[Record]:
-    """Those that the calibration says something about."""
-    return [case for case in record["cases"] if case["predicted"] is not None]
-
-
-def points_off(case: Record) -> float:
-    """Simulated less measured utilisation, in percentage points."""
-    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
-
-
-def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
-    """Of all that is drawn."""
-    keys = ("schedule", "num_microbatches", "calibrated_on")
-    drawn = [
-        [text, *([*(case[key] for key in keys), case["measured"]["utilisation"],
-                  case["predicted"]["utilisation"]] for case in predicted_cases(record))]
-        for text, record in records
-    ]  # fmt: skip
-    return _digest(drawn)

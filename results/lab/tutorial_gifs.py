@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import tutorial_checkout  # noqa: F401
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from PIL import Image
-
 from pipedream.draw.grids import (
     IDLE_HATCH,
     ROW,

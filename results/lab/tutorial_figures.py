@@ -1,0 +1,320 @@
+"""The tutorial's pictures that its pages quote: single steps, the frontier of search, and how far
+simulation is from measurement. All at the sizes that the pages name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tutorial_checkout  # noqa: F401
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from pipedream.config import FOLDER
+from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, Record
+from pipedream.draw.grids import Panel, Picture, idle_text, panel_title
+from pipedream.draw.labels import place_labels
+from pipedream.draw.page import GREY, LINE_COLOURS, SMALL, TEXT, new_figure, number, percent, save
+from pipedream.plan.planner import Plan, plan_pipeline
+from pipedream.plan.profile import load_profile
+from pipedream.plan.replicated import simulate_plan
+from pipedream.runtime.record import GPU_GOAL_POINTS
+from pipedream.schedules.catalogue import SCHEDULES, title_of
+from pipedream.simulate.comparison import Case, Row, measure
+from pipedream.simulate.measures import idle
+
+CURVE: dict[str, Any] = {
+    "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
+    "drawstyle": "steps-post",
+}  # fmt: skip
+FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
+    """A schedule on 4 ranks with F = I = W = 1."""
+    one = Fraction(1)
+    case = Case(
+        num_stages=4,
+        num_microbatches=m,
+        num_batches=batches,
+        chunks=2,
+        forward=one,
+        input_gradient=one,
+        weight_gradient=one,
+        communication=Fraction(communication),
+        overlap_saving=Fraction(0),
+        stage_scale=None,
+    )
+    return measure(name, case)
+
+
+def _batches(names: Sequence[str], communication: Fraction | int = 0) -> list[Panel]:
+    panels = []
+    for name in names:
+        row = row_of(name, communication=communication)
+        shares = idle_text(row.batch_idle)
+        text = f"{row.title}: ends at {number(row.batch.makespan)}, idle {shares}"
+        panels.append(Panel(text, row.batch))
+    return panels
+
+
+def one_f_one_b() -> Picture:
+    panels = []
+    for name in ("gpipe", "1f1b"):
+        row = row_of(name)
+        held = ", ".join(map(number, row.peak_activations))
+        text = f"{row.title}: ends at {number(row.batch.makespan)}; microbatches held at most"
+        panels.append(Panel(f"{text} by rank {held}", row.batch))
+    title = "GPipe and 1F1B: as much idle time, but different numbers of microbatches in memory"
+    return Picture(title, panels)
+
+
+def asynchronous() -> Picture:
+    panels = []
+    for name in ("1f1b", "pipedream"):
+        row = row_of(name, m=4, batches=2)
+        share = percent(row.stream_idle.makespan_fraction)
+        text = f"{row.title}: ends at {number(row.stream.makespan)}, idle {share}"
+        panels.append(Panel(text, row.stream))
+    ends = [number(panel.timeline.makespan) for panel in panels]
+    title = (
+        f"Two batches of 4 microbatches: with a flush after each until time {ends[0]}, "
+        f"without until {ends[1]}"
+    )
+    return Picture(title, panels)
+
+
+def interleaving() -> Picture:
+    panels = _batches(("1f1b", "interleaved"))
+    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
+    title = f"Two stages a rank: a rank idles for {idles[1]} time units instead of {idles[0]}"
+    return Picture(title, panels)
+
+
+def zero_bubble() -> Picture:
+    panels = _batches(("1f1b", "zb-h1", "zb-h2", "zb-v"))
+    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
+    title = (
+        "The backward pass cut in two: a rank idles for "
+        f"{', '.join(idles[1:-1])} or {idles[-1]} time units instead of {idles[0]}"
+    )
+    return Picture(title, panels)
+
+
+def two_directions() -> Picture:
+    panels = _batches(("dualpipe-v", "chimera"))
+    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
+    flushed = number(max(idle(row_of("1f1b").batch).makespan))
+    title = (
+        f"Filled from both sides: a rank idles for {idles[0]} time units under "
+        f"{SCHEDULES['dualpipe-v'].title}, {idles[1]} under {SCHEDULES['chimera'].title}, "
+        f"{flushed} under 1F1B"
+    )
+    return Picture(title, panels)
+
+
+def communication() -> Picture:
+    c = Fraction(1)
+    panels = _batches(("gpipe", "1f1b", "zb-h2"), c)
+    without = [row_of(name).batch.makespan for name in ("gpipe", "1f1b", "zb-h2")]
+    costs = [number(p.timeline.makespan - t) for p, t in zip(panels, without, strict=True)]
+    title = (
+        f"A message takes {number(c)}, as long as a forward: it costs GPipe {costs[0]}, 1F1B "
+        f"{costs[1]} and ZB-H2 {costs[2]} time units"
+    )
+    return Picture(title, panels, arrows=True)
+
+
+def plan() -> Picture:
+    found = _shipped_plan()
+    run = simulate_plan(found, 24, busy_links=False)
+    layers = load_profile(_profile()).layers
+    names = [
+        " to ".join(dict.fromkeys((layers[stage.first].name, layers[stage.last].name)))
+        for stage in found.stages
+    ]
+    notes = tuple(
+        f"{name[:1].upper()}{name[1:]}: F + B are drawn as long as its {stage.replicas} workers "
+        f"synchronise, {float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
+        for name, stage in zip(names, found.stages, strict=True)
+        if stage.sync_s > stage.compute_s
+    )
+    workers = [name for name, stage in zip(names, found.stages, strict=True)
+               for _ in range(stage.replicas)]  # fmt: skip
+    rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
+    most = max(range(len(names)), key=lambda place: found.stages[place].replicas)
+    text = f"1F1B of 24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    title = (
+        f"A plan for GPT-2 on {len(workers)} workers at 1 Gbit/s: {names[most]} is on "
+        f"{found.stages[most].replicas} of them"
+    )
+    return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
+
+
+def _profile() -> Path:
+    return FOLDER / "profiles/gpt2_cpu.json"
+
+
+def _shipped_plan() -> Plan:
+    layers = load_profile(_profile()).layers
+    return plan_pipeline(layers, num_workers=8, bandwidth=Fraction("1.25e8"))
+
+
+PICTURES = {
+    "one_f_one_b": one_f_one_b,
+    "asynchronous": asynchronous,
+    "interleaving": interleaving,
+    "zero_bubble": zero_bubble,
+    "two_directions": two_directions,
+    "communication": communication,
+    "plan": plan,
+}
+
+
+def fixed_points(communication: int) -> Points:
+    """(microbatches held on the fullest rank, makespan) -> titles of the schedules there."""
+    found: Points = defaultdict(list)
+    for name in FIXED:
+        row = row_of(name, communication=communication)
+        found[max(row.peak_activations), row.batch.makespan].append(row.title)
+    return found
+
+
+def draw_frontier(record: Record, path: Path) -> Figure:
+    """How long a batch takes against the memory that it may take: fixed schedules as points, search
+    as the curve; a panel for each time to send."""
+    proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
+    least = "the shortest there is, proved" if proved else "the shortest found"
+    figure, axes = new_figure(
+        f"{record['num_stages']} ranks, {record['num_microbatches']} microbatches: with "
+        "communication memory buys time, and search finds what lies between ZB-H1 and ZB-H2",
+        [4.6],
+        columns=2,
+        legend=[
+            Line2D([], [], label=f"search: {least} (one stage a rank)", **CURVE),
+            Line2D([], [], label="fixed schedules", **BEATEN),
+        ],
+        head=0.5,
+        notes=["F = I = W = 1 on every rank; two stages a rank may beat one: ZB-V does at c = 0"],
+    )
+    times = sorted({row["communication"] for row in record["rows"]})
+    for ax, communication in zip(axes, times, strict=True):
+        curve = [
+            (row["memory"], float(Fraction(row["makespan"])))
+            for row in record["rows"]
+            if row["communication"] == communication and row["memory"] > 2
+        ]
+        named = {
+            (float(x), float(y)): ", ".join(names)
+            for (x, y), names in fixed_points(communication).items()
+        }
+        ax.plot([x for x, _ in curve], [y for _, y in curve], **CURVE)
+        ax.plot([x for x, _ in named], [y for _, y in named], **BEATEN)
+        ax.set_ylim(0.9 * min(y for _, y in (*curve, *named)), 1.1648 * max(y for _, y in named))
+        ax.set_xlim(2.5, max(x for x, _ in curve) + 1.2)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("activations held on the fullest rank, microbatches", fontsize=TEXT)
+        ax.grid(color="#E6E6E6")
+        line = [
+            (float(x), float(y))
+            for (left, high), (right, low) in pairwise(curve)
+            for x, y in [
+                *((x, high) for x in np.linspace(left, right, 20)),
+                *((right, y) for y in np.linspace(low, high, 20)),
+            ]
+        ]
+        place_labels(figure, ax, named, avoid=line)
+        panel_title(ax, f"Communication c = {number(Fraction(communication))}")
+    axes[0].set_ylabel("time of one batch", fontsize=TEXT)
+    return save(figure, path, frontier_digest(record))
+
+
+def frontier_digest(record: Record) -> str:
+    """Of all that is drawn."""
+    return _digest([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
+
+
+def _digest(drawn: object) -> str:
+    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+
+
+def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
+    """Every predicted run of the records (their texts, and the records): how far the simulation is
+    off against the measured utilisation.
+
+    Runs that the durations were taken from are drawn filled. Cases without a prediction are left
+    out.
+    """
+    cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
+    machines = list(dict.fromkeys(_machine(record) for _, record in records))
+    colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
+    names = dict.fromkeys(case["schedule"] for _, _, case in cases)
+    markers = dict(zip(names, MARKERS, strict=False))
+    predicted = [each for each in cases if not each[2]["calibrated_on"]]
+    text, _, worst = max(predicted, key=lambda each: abs(points_off(each[2])))
+    where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
+    dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
+    legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
+    for name, marker in markers.items():
+        legend.append(Line2D([], [], label=title_of(name), **dot | {"marker": marker}))
+    filled = dot | {"marker": "o", "markerfacecolor": "black"}
+    legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
+    figure, (ax,) = new_figure(
+        f"Utilisation simulated and measured: at most {abs(points_off(worst)):.1f} percentage "
+        "points apart in runs that the simulator was not calibrated on",
+        [4.4], legend=legend, legend_columns=4, head=0.45, left=1.05,
+        notes=[f"Farthest off: {where}"],
+    )  # fmt: skip
+    ax.axhspan(-GPU_GOAL_POINTS, GPU_GOAL_POINTS, color="#EFEFEF", linewidth=0, zorder=0)
+    ax.axhline(0, color="black", linewidth=0.8, zorder=1)
+    for _, record, case in cases:
+        style = dot | {"color": colours[_machine(record)], "marker": markers[case["schedule"]]}
+        if case["calibrated_on"]:
+            style["markerfacecolor"] = style["color"]
+        ax.plot([case["measured"]["utilisation"]], [points_off(case)], **style)
+    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_off(case)) for _, _, case in cases))
+    ax.set_ylim(-limit, limit)
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
+    ax.set_xlabel("measured utilisation", fontsize=TEXT)
+    ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
+    ax.annotate(
+        f"the goal on GPUs: within {GPU_GOAL_POINTS:g} points", (0, -GPU_GOAL_POINTS),
+        xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
+        fontsize=SMALL, color=GREY,
+    )  # fmt: skip
+    return save(figure, path, prediction_digest(records))
+
+
+def _machine(record: Record) -> str:
+    return f"{record['num_stages']} stages, {record['machine']['device'].partition(',')[0]}"
+
+
+def predicted_cases(record: Record) -> list[Record]:
+    """Those that the calibration says something about."""
+    return [case for case in record["cases"] if case["predicted"] is not None]
+
+
+def points_off(case: Record) -> float:
+    """Simulated less measured utilisation, in percentage points."""
+    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
+
+
+def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
+    """Of all that is drawn."""
+    keys = ("schedule", "num_microbatches", "calibrated_on")
+    drawn = [
+        [text, *([*(case[key] for key in keys), case["measured"]["utilisation"],
+                  case["predicted"]["utilisation"]] for case in predicted_cases(record))]
+        for text, record in records
+    ]  # fmt: skip
+    return _digest(drawn)
