@@ -96,7 +96,7 @@ def _about(key: Key, *more: str) -> str:
 
 
 def config_reference() -> str:
-    """Markdown lists of every key with its default, by group."""
+    """Markdown lists of every key with its default, by need, and of those that are the work."""
     lines = []
     for title, keys in by_group(KEYS.values()).items():
         lines.append(f"### {title}\n")
@@ -105,6 +105,11 @@ def config_reference() -> str:
             text = _about(key, *([f"also {also}"] if also else []))
             lines.append(f"- `{key.name}={key.default!r}`: {text}")
         lines.append("")
+    names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
+    lines.append("### The work\n")
+    lines.append(
+        f"Runs are compared, and resumed, where these and the global batch agree: {names}.\n"
+    )
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -18,13 +18,20 @@ from distributed_training.settings.keys import Key, Options, by_key, key, read_k
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # until whoever has not come counts as missing
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")
 PRESETS_DIR = ROOT / "configs" / "presets"
-work = functools.partial(key, work=True, group="The work")
-spread = functools.partial(key, work=False, group="How it is spread")
-kept = functools.partial(key, work=False, group="What is looked at and kept")
+# Keys stand by the need that one looks for them with.
+data = functools.partial(key, work=True, group="Model and text")
+learning = functools.partial(key, work=True, group="Batch and learning")
+layout = functools.partial(key, work=False, group="Strategy and layout")
+memory = functools.partial(key, work=False, group="Less memory")
+speed = functools.partial(key, work=False, group="More speed")
+watching = functools.partial(key, work=False, group="What is looked at")
+keeping = functools.partial(key, work=False, group="What is kept")
+trouble = functools.partial(key, work=False, group="When something goes wrong")
 
 Auto = Literal["auto"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"]
+PIPELINE_SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**31)]
@@ -37,127 +44,128 @@ class RunConfig(Options):
     """Everything that decides a run, validated. All fields but the last five are CONFIG's keys."""
 
     # fmt: off
-    model: Text = work(AUTO, aliases=("model_name", "model_name_or_path"),
+    model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"),
         help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
         "gpt2-tiny without a GPU, gpt2 below 12 GiB, else gpt2-medium")
-    strategy: Text = spread(AUTO,
-        help="where state lives and who computes what; auto: the planner's first choice")
-    batch_size: Count | Auto = spread(4, aliases=("per_device_train_batch_size",),
-        help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
-    epochs: Count = work(2, aliases=("num_epochs", "num_train_epochs"),
-        help="passes over the training samples")
-    max_length: Annotated[int, Field(ge=2, le=2**20)] = work(512,
-        aliases=("seq_len", "max_seq_length", "block_size"),
-        help="tokens per sample, up to the model's positions (1024)")
-    num_samples: CountOrAll | Auto = work(AUTO,
-        help="samples to train on, the first so many; -1: all; auto: at most 1000")
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = work(42,
-        help="initial weights, order of the data, dropout, the generated sample")
-    deepspeed_config: Text | None = spread(None,
-        help="a DeepSpeed JSON; None: the strategy's own")
-    dataset: Text = work(AUTO, aliases=("data", "train_file"),
+    dataset: Text = data(AUTO, aliases=("data", "train_file"),
         help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name[:config] of "
         "the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else "
         "embedded")
-    validation_dataset: Text | None = work(None, aliases=("validation_file", "eval_dataset"),
+    validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"),
         help="likewise, to evaluate on; None: dataset's validation split, or its last 5%")
-    tokenizer: Text = work(AUTO,
+    tokenizer: Text = data(AUTO,
         help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
-    weights: Text = work(AUTO,
+    weights: Text = data(AUTO,
         help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where "
         "possible")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = work(AUTO,
-        help="dtype of the arithmetic; master weights are fp32")
-    grad_accum_steps: Count = spread(1, aliases=("gradient_accumulation_steps",),
-        help="accumulation steps per optimizer step; multiplies batch_size")
-    learning_rate: Rate | Auto = work(AUTO, aliases=("lr",),
+    num_samples: CountOrAll | Auto = data(AUTO,
+        help="samples to train on, the first so many; -1: all; auto: at most 1000")
+    max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
+        aliases=("seq_len", "max_seq_length", "block_size"),
+        help="tokens per sample, up to the model's positions (1024)")
+    pack: bool = data(True,
+        help="True: full blocks of running text; False: one padded line a sample")
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42,
+        help="initial weights, order of the data, dropout, the generated sample")
+    batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",),
+        work=False,  # the global batch size is
+        help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
+    grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",),
+        work=False, help="accumulation steps per optimizer step; multiplies batch_size")
+    epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"),
+        help="passes over the training samples")
+    max_steps: Count | Literal[-1] = learning(-1,
+        help="stop, and end the schedule, after so many optimizer steps; -1: whole epochs")
+    learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",),
         help="peak; auto: 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for gpt2-tiny")
-    lr_schedule: Literal["constant", "linear", "cosine"] = work("cosine",
+    lr_schedule: Literal["constant", "linear", "cosine"] = learning("cosine",
         aliases=("lr_scheduler_type",),
         help="shape after the warm-up; linear and cosine end at 0")
-    warmup_steps: CountOrZero = work(10, aliases=("warmup", "num_warmup_steps"),
+    warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"),
         help="optimizer steps over which the rate rises linearly")
-    weight_decay: Rate = work(0.01, help="AdamW's, on matrices; not on biases and norms")
-    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = work(
+    weight_decay: Rate = learning(0.01, help="AdamW's, on matrices; not on biases and norms")
+    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(
         1.0, aliases=("gradient_clipping",),
         help="clip the norm of the whole gradient to this; None: never")
-    dropout: Annotated[float, Field(ge=0, le=0.99)] = work(0.0,
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0,
         help="on embeddings, attention and residuals")
-    gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = work("none",
-        help="under dp: what is sent instead of fp32 gradients")
-    compression_rank: Count = work(4,
-        help="with powersgd: rank of what stands for a matrix's gradient")
-    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = work(0.01,
-        help="with topk-int8: share of the values sent as they are; the rest in 8 bits")
-    pack: bool = work(True,
-        help="True: full blocks of running text; False: one padded line a sample")
-    max_steps: Count | Literal[-1] = work(-1,
-        help="stop, and end the schedule, after so many optimizer steps; -1: whole epochs")
-    micro_batch_size: Count | Auto = spread(AUTO,
-        help="sequences that pass through the model at a time; auto: by layout")
-    num_microbatches: Count | Auto = spread(AUTO,
-        help="micro-batches of a replica in one optimizer step; auto: by layout")
-    dp_replicate: Axis = spread(None,
+    strategy: Text = layout(AUTO,
+        help="where state lives and who computes what; auto: the planner's first choice")
+    deepspeed_config: Text | None = layout(None,
+        help="a DeepSpeed JSON; None: the strategy's own")
+    dp_replicate: Axis = layout(None,
         help="copies of the model; each axis: None: as the strategy says, -1: what is left")
-    dp_shard: Axis = spread(None, help="processes that a copy's state is divided over")
-    tp: Axis = spread(None, help="processes that every layer is split over")
-    pp: Axis = spread(None, help="processes that the layers are dealt out to")
-    sequence_parallel: bool = spread(True,
+    dp_shard: Axis = layout(None, help="processes that a copy's state is divided over")
+    tp: Axis = layout(None, help="processes that every layer is split over")
+    pp: Axis = layout(None, help="processes that the layers are dealt out to")
+    sequence_parallel: bool = layout(True,
         help="with tp: split what lies between the split layers, too")
-    async_tp: bool | Auto = spread(AUTO,
-        help="with tp, compiled: exchange in parts while a product computes; auto: on H100, H200")
-    pipeline_schedule: Literal[
-        "auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto"
-    ] = spread(AUTO, help="with pp: order of the micro-batches; auto: 1f1b")
-    pipeline_cut: Text | None = spread(None,
+    micro_batch_size: Count | Auto = layout(AUTO,
+        help="sequences that pass through the model at a time; auto: by layout")
+    num_microbatches: Count | Auto = layout(AUTO,
+        help="micro-batches of a replica in one optimizer step; auto: by layout")
+    pipeline_schedule: PipelineSchedule | Auto = layout(AUTO,
+        help="with pp: order of the micro-batches; auto: 1f1b")
+    pipeline_cut: Text | None = layout(None,
         help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
-    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = spread(None,
-        help="under dp: MiB of gradients that are averaged together; None: PyTorch's, 25")
-    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = spread(1,
-        help="under fsdp: blocks whose parameters are gathered ahead of their use")
-    activation_checkpointing: Literal["none", "full", "selective"] = spread("none",
+    activation_checkpointing: Literal["none", "full", "selective"] = memory("none",
         help="what is computed again for the backward pass instead of kept")
-    loss_chunk_tokens: CountOrZero = spread(0,
+    loss_chunk_tokens: CountOrZero = memory(0,
         help="tokens whose logits are in memory at a time; 0: a micro-batch's")
-    compile: bool | Literal["auto", "whole"] = spread(AUTO,
+    offload_dir: Text | None = memory(None,
+        help="where infinity keeps its files; None: output_dir/.offload")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO,
+        work=True, help="dtype of the arithmetic; master weights are fp32")
+    compile: bool | Literal["auto", "whole"] = speed(AUTO,
         help="torch.compile, once for all blocks; whole: all of the model, on one process; "
         "auto: on GPUs of compute capability 7.0 and more")
-    cuda_graphs: bool | Auto = spread(AUTO,
+    cuda_graphs: bool | Auto = speed(AUTO,
         help="launch a training step as one CUDA graph; auto: wherever that is correct")
-    eval_every: CountOrZero = kept(0, aliases=("eval_steps",),
+    async_tp: bool | Auto = speed(AUTO,
+        help="with tp, compiled: exchange in parts while a product computes; auto: on H100, H200")
+    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed(1,
+        help="under fsdp: blocks whose parameters are gathered ahead of their use")
+    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed(None,
+        help="under dp: MiB of gradients that are averaged together; None: PyTorch's, 25")
+    gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = speed("none",
+        work=True, help="under dp: what is sent instead of fp32 gradients")
+    compression_rank: Count = speed(4,
+        work=True, help="with powersgd: rank of what stands for a matrix's gradient")
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = speed(0.01,
+        work=True, help="with topk-int8: share of the values sent as they are; the rest in 8 bits")
+    eval_every: CountOrZero = watching(0, aliases=("eval_steps",),
         help="steps between evaluations; 0: at epochs' ends only")
-    eval_samples: CountOrAll = kept(200, help="validation samples used, the first so many; -1: all")
-    generate: Text | None = kept("The value of",
+    eval_samples: CountOrAll = watching(200,
+        help="validation samples used, the first so many; -1: all")
+    generate: Text | None = watching("The value of",
         help="prompt of the samples before and after training; None: none")
-    output_dir: Text = kept("runs", aliases=("out_dir",),
+    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,
+        aliases=("report_to",), help="another place for the metrics; install it first")
+    profile: Annotated[int, Field(ge=0, le=20)] = watching(0,
+        help="steps that each rank traces; on a GPU also a snapshot of memory; 0: none")
+    verbose: bool = watching(False, help="show what libraries print about themselves, too")
+    output_dir: Text = keeping("runs", aliases=("out_dir",),
         help="a folder for each run goes here; in CONFIG relative to the script")
-    shared_disk: bool = kept(True,
+    shared_disk: bool = keeping(True,
         help="whether all nodes see output_dir; False: each keeps its own part of a checkpoint")
-    offload_dir: Text | None = kept(None,
-        help="where infinity keeps its files; None: output_dir/.offload")
-    checkpoint_every: CountOrZero | None = kept(None, aliases=("save_steps",),
+    checkpoint_every: CountOrZero | None = keeping(None, aliases=("save_steps",),
         help="steps between checkpoints; None: at epochs' ends, 0: never")
-    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = kept(1, aliases=("save_total_limit",),
-        help="older ones are deleted")
-    keep_best: bool = kept(False,
+    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = keeping(1,
+        aliases=("save_total_limit",), help="older ones are deleted")
+    keep_best: bool = keeping(False,
         help="write best/ at each evaluation that beats those before")
-    on_nonfinite: Literal["stop", "skip", "rollback"] = kept("stop",
+    resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",),
+        help="auto: the newest unfinished run of the same work; or a run's folder")
+    export: bool = keeping(True, help="write hf/ in Hugging Face's format at the end")
+    push: Text | None = keeping(None, aliases=("hub_model_id",),
+        help="user/name on the Hugging Face Hub that hf/ is sent to at the end")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop",
         help="when a loss or gradient is not finite; rollback: go back to the last checkpoint, "
         "once, and pass the batch over")
-    profile: Annotated[int, Field(ge=0, le=20)] = kept(0,
-        help="steps that each rank traces; on a GPU also a snapshot of memory; 0: none")
-    hang_timeout_s: CountOrZero = kept(600,
+    hang_timeout_s: CountOrZero = trouble(600,
         help="seconds after which a step counts as hung, on several processes; 0: never")
-    rendezvous_timeout_s: Count = kept(RENDEZVOUS_S,
+    rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S,
         help="seconds that processes wait for others to start")
-    export: bool = kept(True, help="write hf/ in Hugging Face's format at the end")
-    push: Text | None = kept(None, aliases=("hub_model_id",),
-        help="user/name on the Hugging Face Hub that hf/ is sent to at the end")
-    resume: Text | None = kept(None, aliases=("resume_from_checkpoint",),
-        help="auto: the newest unfinished run of the same work; or a run's folder")
-    log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = kept(None,
-        aliases=("report_to",), help="another place for the metrics; install it first")
-    verbose: bool = kept(False, help="show what libraries print about themselves, too")
     # fmt: on
 
     # Values of the keys that the strategy's own engine adds, and which of them are work.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from distributed_training.settings.config import PIPELINE_SCHEDULES
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean
 from distributed_training.settings.keys import Options
@@ -57,7 +58,7 @@ _DEEPSPEED = Traits(
 ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
-        schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"),
+        schedules=PIPELINE_SCHEDULES,
         leaves_out_updates=True,
         replays_steps=True,
         uses_ddp_and_fsdp=True,
