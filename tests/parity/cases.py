@@ -168,10 +168,18 @@ def _resume(run: Run) -> dict[str, Any]:
     run.engine.close()
     run.engine = assemble.build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
+    # As on another number of processes, and without learning: nothing may move.
+    run.engine.load(saved, counters)
+    run.engine.set_learning_rate(0.0)
+    loaded = run.engine.full_state()
+    take(second_half)
+    kept = run.engine.full_state()
+    run.engine.set_learning_rate(float(run.plan.config.learning_rate))
     run.engine.load(saved, counters)
     load_own(run.engine, saved, run.topology)
     take(second_half)
-    return {"straight": straight, "resumed": run.engine.full_state()}
+    found = {"straight": straight, "resumed": run.engine.full_state()}
+    return {**found, "loaded": loaded, "kept": kept}
 
 
 def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:

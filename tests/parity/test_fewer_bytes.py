@@ -69,6 +69,8 @@ def test_a_resumed_run_goes_on_bit_for_bit():
     for name, both in run_cases(TO_RESUME, 2, what="resume").items():
         for key, weight in both["straight"].items():
             assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"
+        for key, weight in both["loaded"].items():
+            torch.testing.assert_close(both["kept"][key], weight, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -48,6 +48,9 @@ RANK_0 = "rank-00000.safetensors"
 class FakeEngine(Engine):
     """Holds one number; `saving` lets a test look at, or break, the moment of saving."""
 
+    # What saving and loading never ask for.
+    train_step = eval_step = logits = describe_dtypes = full_state = None
+
     def __init__(self, value=0, saving=None):
         self.state = torch.full((10, 4), float(value))
         self.saving = saving or (lambda: None)
