@@ -11,6 +11,7 @@ from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
+from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -113,7 +114,8 @@ def lay_out_on(
 ) -> Plan:
     """A draft for the cluster's processes (`lay_out`)."""
     here = cluster.processes_a_node
-    return lay_out(config, strategy, cluster.machine, cluster.num_processes, here, mesh)
+    plan = lay_out(config, strategy, cluster.machine, cluster.num_processes, here, mesh)
+    return with_orders(plan, cluster.rates, here)
 
 
 def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:

@@ -19,7 +19,6 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.sources import find_sources
 from distributed_training.predict.predict import predict
-from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.strategies import load_strategy
 
@@ -36,7 +35,7 @@ def decide_plan(
     What may have to be downloaded comes last. `cut` gives the run's samples, where they are wanted.
     """
     cluster = this_machine(machine, num_processes, processes_here)
-    plan = with_orders(_draft(config, cluster))
+    plan = _draft(config, cluster)
     run_checks(plan, functools.partial(what_fits, cluster=cluster))
     plan = find_sources(plan)
     if plan.weights_dir is not None:

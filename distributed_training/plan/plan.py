@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from distributed_training.models import ModelSize, ModelSpec, find_model
 from distributed_training.plan.layouts import Layout
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.schedules import Schedule, schedule_of
+from distributed_training.plan.schedules import FoundOrders, Schedule, schedule_of
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, describe_work
@@ -51,8 +51,7 @@ class Plan:
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes: what one of them starts again goes on.
     launchers: list[str] = field(default_factory=list)
-    # What each process along pp does, where a search found it (predict/stages.py); None in a draft
-    orders: list[str] | None = None
+    orders: FoundOrders | None = None  # where a search found them (predict/stages.py)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
 
     @property

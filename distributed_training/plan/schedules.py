@@ -47,6 +47,15 @@ class Schedule:
         return [m for m in divisors(num_sequences) if self.takes(p, m)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundOrders:
+    """What a search found for a pipeline, and the durations in seconds that it went by."""
+
+    by_place: tuple[str, ...]  # what each process along pp does, as predict/orders.py writes it
+    stage_s: tuple[tuple[float, float, float], ...]  # of each stage's F, I and W
+    message_s: float  # until what one process made is on the next
+
+
 def _share(idle: int, busy: int) -> float:
     return idle / (busy + idle)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import FoundOrders
 from distributed_training.predict.kernels import Work
 from distributed_training.predict.orders import (
     Operation,
@@ -14,45 +15,47 @@ from distributed_training.predict.orders import (
     timeline,
     write_order,
 )
-from distributed_training.predict.rates import rates_of
+from distributed_training.predict.rates import Rates, rates_of
 from distributed_training.predict.search import search_orders
 from distributed_training.settings.gpus import known_gpu
 
-# Whose rates the search goes by, and the order of messages: the same in every process, as different
-# ones would deadlock.
-REFERENCE = "H200"
 
+def with_orders(plan: Plan, rates: Rates | None, node_size: int) -> Plan:
+    """The plan with what a search finds for the durations that `rates` mean, if its schedule is
+    searched for; without rates by those of an H200. `node_size`: processes of a node.
 
-def find_orders(plan: Plan) -> tuple[Order, ...]:
-    """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
-    m, pp = plan.batch.num_microbatches, plan.mesh["pp"]
+    Durations go with the orders: processes that put messages in different orders would deadlock.
+    """
     if not plan.schedule.searched:
-        return build_orders(plan.config.pipeline_schedule, pp, m)
-    if plan.orders is not None:
-        return tuple(map(read_order, plan.orders))
-    work = _reference(plan)
+        return plan
+    work = Work(plan, rates or rates_of(known_gpu("H200")), node_size)
     costs, blocks = work.operations(), plan.layout.blocks_per_stage
     seconds = tuple(
         (costs["F", stage].total, costs["I", stage].total, costs["W", stage].total)
         for stage in range(len(blocks))
     )
-    return search_orders(seconds, blocks, m, work.message())
+    orders = search_orders(seconds, blocks, plan.batch.num_microbatches, work.message())
+    found = FoundOrders(
+        by_place=tuple(map(write_order, orders)), stage_s=seconds, message_s=work.message()
+    )
+    return replace(plan, orders=found)
 
 
-def with_orders(plan: Plan) -> Plan:
-    """The plan with what a search found for it."""
+def find_orders(plan: Plan) -> tuple[Order, ...]:
+    """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
     if not plan.schedule.searched:
-        return plan
-    return replace(plan, orders=[write_order(order) for order in find_orders(plan)])
+        name, pp = plan.config.pipeline_schedule, plan.mesh["pp"]
+        return build_orders(name, pp, plan.batch.num_microbatches)
+    assert plan.orders is not None, "with_orders comes first"
+    return tuple(map(read_order, plan.orders.by_place))
 
 
 def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
-    """Begin and end of each operation of a step in seconds, on the GPU that orders are found for:
-    the same on every process."""
-    work = _reference(plan)
-    seconds = {place: cost.total for place, cost in work.operations().items()}
-    return timeline(find_orders(plan), seconds, plan.layout.ranks, work.message())
-
-
-def _reference(plan: Plan) -> Work:
-    return Work(plan, rates_of(known_gpu(REFERENCE)), plan.processes_here)
+    """Begin and end of each operation of a step in seconds, by what the search went by."""
+    assert plan.orders is not None
+    seconds = {
+        (kind, stage): took
+        for stage, each in enumerate(plan.orders.stage_s)
+        for kind, took in zip("FIW", each, strict=True)
+    }
+    return timeline(find_orders(plan), seconds, plan.layout.ranks, plan.orders.message_s)

@@ -108,7 +108,8 @@ def attention(clock: Clock) -> list[dict[str, Any]]:
         ]
 
         def both(inputs: list[torch.Tensor] = inputs) -> None:
-            y = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            query, key, value = inputs
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             torch.autograd.grad(y, inputs, torch.ones_like(y))
 
         flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * length * length * 64

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 
 import pytest
 from torch.distributed.pipelining import schedules
 
+from distributed_training.advise.cluster import cluster_of
+from distributed_training.advise.make import draft_plan
 from distributed_training.parallel import private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict import stages
+from distributed_training.predict.kernels import Work
 from distributed_training.predict.orders import build_orders, simulate
 from distributed_training.predict.search import search_orders
 from distributed_training.predict.stages import expect_spans, find_orders
+from distributed_training.settings.config import build_config
+from distributed_training.settings.gpus import GPUS
 from tests.plan.helpers import plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE
+from tests.support import GPU_MACHINE
 
 ZB_V = SCHEDULES["zb-v"]
 # Of six gpt2-medium blocks and the loss on an H200, 32 x 1024 tokens, in ms.
@@ -122,24 +126,21 @@ def plan_of(tmp_path, machine=GPU_MACHINE, **more):
     return plan_for(tmp_path, machine, 4, checked=False, batch_size=8, **words)
 
 
-def test_orders_are_searched_for_once(tmp_path, monkeypatch):
-    """By the process that plans; the others read them in plan.json."""
+def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkeypatch):
+    """The process that plans searches once, by the rates at hand; the others read plan.json."""
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
-    plan = plan_for(tmp_path, CPU_MACHINE, 2, tokenizer="embedded", weights="random", **words)
-    expected = find_orders(dataclasses.replace(plan, orders=None))
-    monkeypatch.setattr(stages, "search_orders", None)
-    read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
-    assert find_orders(read) == expected
-    assert set(expected[0]) == set(build_orders("zb-v", 2, plan.batch.num_microbatches)[0])
-
-
-def test_every_machine_finds_the_same_orders(tmp_path):
-    plan = plan_of(tmp_path)
-    other = plan_of(tmp_path, dataclasses.replace(GPU_MACHINE, gpu_name="NVIDIA A100", num_cpus=4))
-    found = find_orders(plan)
-    search_orders.cache_clear()
-    assert find_orders(other) == found
-    assert expect_spans(plan) == expect_spans(other)
+    slow, quick = (cluster_of(GPUS[name], 1, 2) for name in ("L4", "H200"))
+    plans = [draft_plan(build_config(words), of.machine, 2, 2) for of in (slow, quick)]
+    for cluster, plan in zip((slow, quick), plans, strict=True):
+        costs = Work(plan, cluster.rates, 2).operations()
+        spans = expect_spans(plan)
+        for (kind, stage, _), (begin, end) in spans.items():
+            assert end - begin == pytest.approx(costs[kind, stage].total)
+        found, m = find_orders(plan), plan.batch.num_microbatches
+        assert set(found[0]) == set(build_orders("zb-v", 2, m)[0])
+        monkeypatch.setattr(stages, "search_orders", None)
+        read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
+        assert (find_orders(read), expect_spans(read)) == (found, spans)
 
 
 def lowered(plan):
