@@ -22,13 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipedream.config import parse_arguments
+from pipedream.config import Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.launch import Process, launch, run_worker, this_process
 from pipedream.runtime.prediction import MeasuredRun, calibrate, can_predict, predict
 from pipedream.runtime.record import build_record, render
-from pipedream.runtime.settings import BENCHMARKS, RULES
-from pipedream.schedules.catalogue import FOUND, layers_of_a_stage, schedule_for_training, trainable
+from pipedream.schedules.catalogue import (
+    FOUND,
+    SCHEDULES,
+    layers_of_a_stage,
+    schedule_for_training,
+    trainable,
+)
 from pipedream.simulate.trace import write_trace
 
 if TYPE_CHECKING:
@@ -59,6 +64,123 @@ CONFIG: dict[str, Any] = {
     "go_on": False,  # where a schedule fails, start again without it
 }
 
+ON_GPUS: dict[str, Any] = {
+    "device": "cuda",
+    "model": "gpt2-medium",
+    "forward_ms": 0,
+    "backward_ms": 0,
+    "learning_rate": 0.01,
+    "repeats": 3,
+    "calibrate_on": 8,
+    "check_weights": False,
+    "go_on": True,
+}
+BENCHMARKS: dict[str, dict[str, Any]] = {
+    "flushes": ON_GPUS
+    | {
+        "num_microbatches": [4, 8, 16, 32],
+        "num_batches": 3,
+        "microbatch_size": 8,  # where a GPU works for as long as the host takes to launch, it waits
+    },
+    "zero-bubble": ON_GPUS
+    | {
+        "schedule": [
+            "zb-h1", "1f1b", "zb-h2", "search", "interleaved", "zb-v", "v-half", "v-min",
+        ],
+        "num_microbatches": [8],
+        "layers_per_stage": 6,
+        "microbatch_size": 32,  # F, I and W of half a rank's blocks still take 5 ms of an H200
+        "timeout_s": 60,
+    },
+    "search": ON_GPUS
+    | {
+        "schedule": ["zb-h1", "search", "1f1b", "zb-h2"],
+        "memory": [4, 5, 6],
+        "num_microbatches": [8],
+        "num_batches": 1,
+        "layers_per_stage": 1,  # little work between messages of the same size
+        "microbatch_size": 96,
+        "nccl_max_ctas": 2,  # and a slower link: to send takes about as long as F
+        "repeats": 5,
+        "timeout_s": 60,
+    },
+}  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    "num_stages": Rule(text="stages p, one process each", kind=int, low=1, high=64),
+    "num_microbatches": Rule(
+        text="microbatches m in a batch, one run for each", kind=int, many=True, low=1, high=4096
+    ),
+    "num_batches": Rule(text="batches in a run", kind=int, low=1, high=1000),
+    "schedule": Rule(
+        text="one run for each; all: those with one copy of the model",
+        kind=str,
+        many=True,
+        choices=("all", "search", *SCHEDULES),
+        or_file=".csv",
+    ),
+    "memory": Rule(
+        text="of search: microbatches that a rank may hold, one run for each; None: num_stages",
+        kind=int,
+        many=True,
+        none=True,
+        low=1,
+        high=4096,
+    ),
+    "model": Rule(
+        text="what is trained; of gpt2 the blocks only",
+        kind=str,
+        choices=("mlp", "gpt2-tiny", "gpt2-medium"),
+    ),
+    "layers_per_stage": Rule(
+        text="None: 2 of mlp, an even share of the blocks of a gpt2",
+        kind=int,
+        none=True,
+        low=1,
+        high=256,
+    ),
+    "microbatch_size": Rule(
+        text="samples or sequences in a microbatch; None: 8 of mlp, 4 of a gpt2",
+        kind=int,
+        none=True,
+        low=1,
+        high=512,
+    ),
+    "dtype": Rule(
+        text="None: float64 for mlp; for a gpt2 bfloat16 on a GPU, float32 on the CPU",
+        kind=str,
+        none=True,
+        choices=("float64", "float32", "bfloat16"),
+    ),
+    "device": Rule(text="auto: GPUs if any", kind=str, choices=("auto", "cpu", "cuda")),
+    "forward_ms": Rule(
+        text="each forward on the CPU also sleeps this long, to emulate a device",
+        kind=float,
+        low=0,
+        high=10_000,
+    ),
+    "backward_ms": Rule(text="the same for a whole backward", kind=float, low=0, high=10_000),
+    "learning_rate": Rule(text="of plain SGD", kind=float, low=0, high=100),
+    "seed": Rule(text="of weights and data", kind=int, low=0, high=10**6),
+    "repeats": Rule(text="timed runs of each case", kind=int, low=1, high=1000),
+    "warmups": Rule(text="runs of each case before those", kind=int, low=0, high=1000),
+    "receive_depth": Rule(text="receives posted ahead", kind=int, low=0, high=64),
+    "nccl_max_ctas": Rule(
+        text="multiprocessors of a GPU that one pending receive may take; None: as NCCL likes",
+        kind=int,
+        none=True,
+        low=1,
+        high=32,
+    ),
+    "calibrate_on": Rule(
+        text="the m of the run, of the first schedule, that durations are from; None: the first m",
+        kind=int,
+        none=True,
+    ),
+    "check_weights": Rule(text="compare with the one-process run bit for bit", kind=bool),
+    "timeout_s": Rule(text="longest wait for another stage, seconds", kind=float, low=1, high=3600),
+    "go_on": Rule(text="where a schedule fails, start again without it", kind=bool),
+}
 EXTRA = {
     "trace": "write a Perfetto trace of the last run, predicted and measured",
     "record": "write all measured and predicted numbers as JSON",
@@ -69,9 +191,12 @@ EXTRA = {
 def read_config(arguments: list[str]) -> dict[str, Any]:
     """CONFIG, with a benchmark's values under --benchmark, and what the command line changes."""
     base = dict(CONFIG)
-    for name in [a for a in arguments if a.partition("=")[0] == "--benchmark"]:
-        arguments = [a for a in arguments if a != name]
-        base |= _benchmark(name.partition("=")[2] or "flushes")
+    for option in [a for a in arguments if a.partition("=")[0] == "--benchmark"]:
+        arguments = [a for a in arguments if a != option]
+        name = option.partition("=")[2] or "flushes"
+        if name not in BENCHMARKS:
+            raise UserError(f"there is no benchmark {name!r}", nearest(name, BENCHMARKS))
+        base |= BENCHMARKS[name]
     config = parse_arguments(base, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
@@ -89,12 +214,6 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
         if config[key] is not None:
             _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
     return config
-
-
-def _benchmark(name: str) -> dict[str, Any]:
-    if name not in BENCHMARKS:
-        raise UserError(f"there is no benchmark {name!r}", nearest(name, BENCHMARKS))
-    return BENCHMARKS[name]
 
 
 def _check_writable(option: str, path: Path) -> None:
@@ -146,9 +265,7 @@ def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
     """Start the stages; with go_on again and again, without the schedules that failed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # What the stages need is imported once, here.
-    import pipedream.runtime.cases
-    import pipedream.runtime.session
-    import pipedream.runtime.workload  # noqa: F401
+    import pipedream.runtime.session  # noqa: F401
 
     schedules, code = list(config["schedule"]), 0
     with tempfile.TemporaryDirectory() as folder:
@@ -169,8 +286,7 @@ def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
 
 def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
     """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.runtime.cases import calibration  # torch
-    from pipedream.runtime.session import run_session
+    from pipedream.runtime.session import calibration, run_session  # torch
     from pipedream.runtime.workload import about
 
     how = about({key: config[key] for key in CONFIG}, arguments)
@@ -189,7 +305,7 @@ def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) 
         config,
         process,
         keep_weights=config["weights"] is not None,
-        say=_print_now,
+        say=partial(print, flush=True),
         keep=keep,
         begin=begin,
     )
@@ -217,14 +333,10 @@ def _write_whole(path: Path, record: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
-def _print_now(text: str) -> None:
-    print(text, flush=True)
-
-
 def _write_trace(path: str, run: MeasuredRun, chosen: MeasuredRun) -> None:
     timeline = None
     if can_predict(chosen.schedule, run.schedule):
-        timeline = predict(run.schedule, calibrate(chosen.events, chosen.schedule)).timeline
+        timeline = predict(run.schedule, calibrate(chosen.events, chosen.schedule))
     write_trace(
         path,
         predicted=timeline,

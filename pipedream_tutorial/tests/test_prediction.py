@@ -1,8 +1,14 @@
-"""Prediction from measurement: exact on runs that the simulator made, within 10 % on real ones."""
+"""Prediction from measurement: exact on runs that the simulator made, close on those with jitter.
+
+How well real runs are predicted depends on how busy a machine is: records of pipedream_runtime.py
+hold that (TEST_RESULTS.md), and no test does.
+"""
 
 import json
+import random
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import pytest
 from pipedream.runtime.prediction import (
@@ -20,9 +26,9 @@ from pipedream.runtime.record import build_record, render
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import repeat
 from pipedream.schedules.policies import POLICIES
+from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, simulate
 from pipedream.simulate.trace import MeasuredEvent, transfers
-from starting import warm
 
 MS = 10**6
 
@@ -109,9 +115,9 @@ def test_other_schedules_and_sizes_are_predicted_exactly_when_durations_are_exac
     other = repeat(build_schedule(name, 4, m), 2)
     _, truth = pretend_measured(other, UNEVEN)
     found = predict(other, calibrate(events, calibrated_on))
-    assert found.makespan_ns == truth.makespan
+    assert found.makespan == truth.makespan
     busy = 2 * m * sum(UNEVEN.forward + UNEVEN.input_gradient)
-    assert found.utilisation == Fraction(busy, 4 * truth.makespan)
+    assert 1 - idle(found).makespan_fraction == Fraction(busy, 4 * truth.makespan)
 
 
 def test_a_run_with_cut_backward_passes_predicts_whole_ones_but_not_the_other_way_round():
@@ -119,7 +125,7 @@ def test_a_run_with_cut_backward_passes_predicts_whole_ones_but_not_the_other_wa
     events, _ = pretend_measured(cut, SPLIT)
     assert calibrate(events, cut) == SPLIT
     _, truth = pretend_measured(whole, SPLIT)
-    assert predict(whole, calibrate(events, cut)).makespan_ns == truth.makespan
+    assert predict(whole, calibrate(events, cut)).makespan == truth.makespan
     assert can_predict(cut, whole)
     assert not can_predict(whole, cut)
 
@@ -211,39 +217,41 @@ def test_a_prediction_outside_its_goal_is_named(gpus, goal, off):
     assert "worse than the goal" not in render(build_record([quick], quick, about))
 
 
-ATTEMPTS = 3
+def with_jitter(schedule, costs, rng):
+    """A run of whole backward passes on a clock of this test's own: operations take 0 to 10% longer
+    at random."""
+    last = schedule.num_ranks - 1
+    left = [list(order) for order in schedule.orders]
+    ends = {}
+    events = []
+    while any(left):
+        for rank, ops in enumerate(left):
+            kind, stage, i = ops[0] if ops else (None, 0, 0)
+            before = ("F", stage - 1, i) if kind == "F" else ("B", stage + 1, i)
+            from_outside = stage > 0 if kind == "F" else stage < last
+            if kind is None or (from_outside and before not in ends):
+                continue
+            arrived = ends[before] + int(costs.communication) if from_outside else 0
+            begun = max(arrived, ends.get(rank, 0))
+            mean = (costs.forward if kind == "F" else costs.input_gradient)[stage]
+            ends[kind, stage, i] = ends[rank] = begun + int(mean) * rng.randrange(100, 110) // 100
+            event = MeasuredEvent(
+                rank=rank, kind=kind, stage=stage, microbatch=i, start_ns=begun, end_ns=ends[rank],
+                thread="compute",
+            )  # fmt: skip
+            events.append(event)
+            ops.pop(0)
+    return tuple(events)
 
 
-@pytest.mark.timeout(240)
-def test_real_runs_are_predicted_within_ten_percent(tmp_path):
-    """p = 4 on the CPU, emulated stages of 20 and 40 ms, calibrated on m = 8 of GPipe.
-
-    Up to three attempts, each a whole calibration and six predictions: what else this machine does
-    can stretch any sleep, and so one run, but a prediction that is wrong is wrong every time.
-    """
-    worst = []
-    for attempt in range(ATTEMPTS):
-        path = tmp_path / f"record-{attempt}.json"
-        arguments = [
-            "--num_stages", "4", "--num_microbatches", "8,4,12", "--num_batches", "1",
-            "--schedule", "gpipe,1f1b,pipedream", "--forward_ms", "20", "--backward_ms", "40",
-            "--check_weights", "False", "--record", str(path),
-        ]  # fmt: skip
-        done = warm(arguments, 4, limit_s=75)
-        assert done.returncode == 0, done.stderr
-        record = json.loads(path.read_text())
-        errors = {
-            (case["schedule"], case["num_microbatches"]): abs(
-                case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1
-            )
-            for case in record["cases"]
-            if case["num_microbatches"] != record["calibration"]["num_microbatches"]
-        }
-        assert len(errors) == 6
-        assert min(record["calibration"]["forward_ms"]) >= 20  # the sleep is inside what is timed
-        assert min(record["calibration"]["backward_ms"]) >= 40
-        assert all(case["measured"]["received_before_sent"] == 0 for case in record["cases"])
-        worst.append(max(errors.values()))
-        if worst[-1] < 0.1:
-            return
-    pytest.fail(f"worst relative error of each attempt: {worst}")
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_with_jitter_are_predicted_from_the_mean_durations_of_another(seed):
+    rng = random.Random(seed)
+    costs = build_costs([20] * 4, [40] * 4, communication=1)
+    calibrated_on = build_schedule("gpipe", 4, 8)
+    found = calibrate(with_jitter(calibrated_on, costs, rng), calibrated_on)
+    for name, m in product(("gpipe", "1f1b", "naive"), (4, 12)):
+        other = build_schedule(name, 4, m)
+        measured = makespan_ns(with_jitter(other, costs, rng))
+        assert predict(other, found).makespan == pytest.approx(measured, rel=0.03), (name, m)
+        assert predict(other, costs).makespan < 0.98 * measured  # another machine's would not do

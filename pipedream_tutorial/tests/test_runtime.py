@@ -8,19 +8,17 @@ from itertools import pairwise
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.runtime.cases import build_cases
 from pipedream.runtime.channels import Inbox, Peer
-from pipedream.runtime.clocks import EventClock
 from pipedream.runtime.prediction import makespan_ns
-from pipedream.runtime.settings import BENCHMARKS
-from pipedream.runtime.stage import Station, pace_from_ms, run_rank
+from pipedream.runtime.session import build_cases
+from pipedream.runtime.stage import EventClock, Station, pace_from_ms, run_rank
 from pipedream.runtime.workload import build_workload, on_gpus
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import train
-from pipedream_runtime import read_config
+from pipedream_runtime import BENCHMARKS, read_config
 from starting import FAST, no_process_is_left, run, warm  # noqa: F401
 
 # Every schedule with one copy of the model; the runtime knows none by name.
@@ -146,12 +144,15 @@ def _train_alone_slowly():
     session.train_alone = slow
 
 
+QUICK = ["--num_stages=2", "--forward_ms=0", "--backward_ms=0"]
+
+
 @pytest.mark.timeout(120)
 def test_the_others_do_not_wait_while_one_process_trains_alone(tmp_path):
     cases, _ = recorded(
         tmp_path / "record.json",
-        ["--num_stages=2", "--forward_ms=0", "--backward_ms=0", "--schedule=1f1b",
-         "--num_microbatches=4,5", "--timeout_s=3"],
+        [*QUICK, "--schedule=1f1b", "--num_microbatches=4,5", "--timeout_s=3",
+         "--microbatch_size=7"],
         before=_train_alone_slowly,
     )  # fmt: skip
     assert [case["measured"]["weights_equal"] for case in cases] == [True, True]
@@ -160,40 +161,24 @@ def test_the_others_do_not_wait_while_one_process_trains_alone(tmp_path):
 @pytest.mark.timeout(120)
 def test_what_diverged_is_equal_too_and_its_record_is_json(tmp_path):
     """In-place updates at a rate at which every weight becomes NaN."""
-    cases, done = recorded(
+    (case,), done = recorded(
         tmp_path / "record.json",
-        ["--num_stages=2", "--forward_ms=0", "--backward_ms=0", "--schedule=pipedream-no-stash",
-         "--num_microbatches=4", "--num_batches=60", "--learning_rate=100",
-         "--layers_per_stage=4", "--warmups=0"],
+        [*QUICK, "--schedule=pipedream-no-stash", "--num_microbatches=4", "--num_batches=60",
+         "--learning_rate=100", "--layers_per_stage=4", "--warmups=0"],
     )  # fmt: skip
-    for case in cases:
-        assert case["measured"]["weights_equal"] is True
-        assert case["measured"]["losses"][-1] is None
+    assert case["measured"]["weights_equal"] is True
+    assert case["measured"]["losses"][-1] is None
     assert "DIFFER" not in done.stdout
 
 
-@pytest.mark.timeout(120)
-def test_any_size_of_a_microbatch_can_be_run(tmp_path):
-    cases, _ = recorded(
-        tmp_path / "record.json",
-        ["--num_stages=2", "--forward_ms=0", "--backward_ms=0", "--microbatch_size=7"],
-    )
-    assert all(case["measured"]["weights_equal"] for case in cases)
-
-
-@pytest.mark.timeout(120)
-def test_all_leaves_out_what_the_sizes_refuse_and_says_so(tmp_path):
-    record = tmp_path / "record.json"  # a start of a user's: its launcher says so
-    done = run(
-        [*FAST, "--num_stages=2", "--schedule=all", "--num_microbatches=5", "--num_batches=1",
-         "--warmups=0", "--record", str(record)],
-    )  # fmt: skip
-    cases = json.loads(record.read_text())["cases"]
-    ran = [case["schedule"] for case in cases]
-    assert "1f1b" in ran
-    assert "zb-h1" not in ran
-    notes = [line for line in done.stderr.splitlines() if line.startswith("note: left out")]
-    assert [note.split(": ")[2] for note in notes] == ["interleaved", "zb-h1"]
+def test_all_leaves_out_what_the_sizes_refuse_and_says_so(capsys):
+    given = ["--num_stages=2", "--schedule=all", "--num_microbatches=5", "--num_batches=1"]
+    schedules = read_config(given)["schedule"]
+    assert {"1f1b", "pipedream"} < set(schedules)
+    assert "interleaved" not in schedules
+    notes = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("note: left out: interleaved: ") for line in notes)
+    assert [case.name for case in build_cases(read_config(given))] == schedules
 
 
 def test_blocks_are_cut_evenly_or_not_at_all():
@@ -317,7 +302,6 @@ def test_a_run_timed_by_events(monkeypatch):
         loss=torch.nn.functional.cross_entropy,
         task=task,
         peers={},
-        form=((8, 32), torch.float64),
         clock=EventClock(device.event, device.synchronize),
         receive_depth=2,
         learning_rate=0.1,
@@ -337,6 +321,7 @@ def test_a_run_timed_by_events(monkeypatch):
     assert done.events[-1].end_ns < ended + 1_000_000
     assert all(a.end_ns <= b.start_ns for a, b in pairwise(done.events))
     assert done.peak_memory_bytes is None
+    assert done.losses.keys() == set(range(m))
     assert done.waited_for_host == 1  # a device that does nothing is done at once
 
 
@@ -361,7 +346,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
     monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
     peer = Peer(rank=1, incoming=None, outgoing=None, device=torch.device("cpu"))
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
-    inbox = Inbox(peer, [(op, ((2,), torch.float64)) for op in sent], depth)
+    inbox = Inbox(peer, sent, ((2,), torch.float64), depth)
     assert len(log) == min(depth, 4)
     for microbatch in (0, 3, 1, 2):  # another order than the sender's
         op = Op("F", 1, microbatch)

@@ -34,13 +34,11 @@ def connection_to(whom: str) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """Another rank that messages come from or go to."""
+    """Another rank that messages come from or go to, each way in a process group of its own."""
 
     rank: int
     incoming: Any
-    """Process group of the two ranks that carries what we receive."""
     outgoing: Any
-    """The same for what we send."""
     device: torch.device
 
     @property
@@ -56,10 +54,9 @@ def connect(
     rank: int,
     pairs: Iterable[tuple[int, int]],
     *,
-    backend: str,
     device: torch.device,
     timeout: datetime.timedelta,
-    max_ctas: int | None = None,
+    max_ctas: int | None,
 ) -> dict[int, Peer]:
     """rank -> peer, for all that this one exchanges messages with; `pairs` has all such pairs.
 
@@ -69,6 +66,7 @@ def connect(
     comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
     groups = {}
+    backend = "nccl" if device.type == "cuda" else "gloo"
     for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
         for sender, receiver in ((low, high), (high, low)):
             options = _nccl_options(timeout, max_ctas) if backend == "nccl" else None
@@ -106,10 +104,10 @@ def _nccl_options(timeout: datetime.timedelta, max_ctas: int | None) -> Any:
 class Inbox:
     """What one peer sends, received in the order in which it sends."""
 
-    def __init__(self, peer: Peer, arriving: Sequence[tuple[Op, Form]], depth: int) -> None:
-        """`arriving`: the peer's operations whose results come here, and their form. `depth`
+    def __init__(self, peer: Peer, arriving: Sequence[Op], form: Form, depth: int) -> None:
+        """`arriving`: the peer's operations whose results come here, all of one form. `depth`
         receives are posted before they are asked for; with 0 each is posted when it is."""
-        self.peer, self.depth = peer, depth
+        self.peer, self.form, self.depth = peer, form, depth
         self.to_post = deque(arriving)
         self.posted: deque[tuple[Op, torch.Tensor, Any]] = deque()
         self.arrived: dict[Op, torch.Tensor] = {}
@@ -118,7 +116,8 @@ class Inbox:
     def _post(self, depth: int) -> None:
         peer = self.peer
         while self.to_post and len(self.posted) < depth:
-            op, (shape, dtype) = self.to_post.popleft()
+            op = self.to_post.popleft()
+            shape, dtype = self.form
             buffer = torch.empty(shape, dtype=dtype, device=peer.device)
             with connection_to(peer.name):
                 work = dist.irecv(buffer, peer.rank, group=peer.incoming)

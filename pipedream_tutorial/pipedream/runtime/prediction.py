@@ -12,7 +12,6 @@ from statistics import median
 
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
-from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 from pipedream.simulate.trace import MeasuredEvent, transfers
 
@@ -42,15 +41,6 @@ class MeasuredRun:
     waited for the host; None on a CPU."""
     weights_equal: bool | None = None
     """Whether the final weights are those of the one-process run bit for bit; None: not checked."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """What the simulator says of a run that it has not seen."""
-
-    timeline: Timeline
-    makespan_ns: Fraction
-    utilisation: Fraction
 
 
 def compute_events(events: Sequence[MeasuredEvent]) -> dict[Op, MeasuredEvent]:
@@ -126,15 +116,10 @@ def can_predict(calibrated_on: Schedule, other: Schedule) -> bool:
     return calibrated_on.cuts_backward or not other.cuts_backward
 
 
-def predict(schedule: Schedule, costs: Costs) -> Prediction:
-    """Run the orders in the simulator with calibrated costs; where the schedule has other stages
-    than they are of, each gets its share of the layers."""
-    timeline = simulate(schedule, recut(costs, len(schedule.chains[0])))
-    return Prediction(
-        timeline=timeline,
-        makespan_ns=timeline.makespan,
-        utilisation=1 - idle(timeline).makespan_fraction,
-    )
+def predict(schedule: Schedule, costs: Costs) -> Timeline:
+    """The orders in the simulator with calibrated costs; where the schedule has other stages than
+    they are of, each gets its share of the layers."""
+    return simulate(schedule, recut(costs, len(schedule.chains[0])))
 
 
 def recut(costs: Costs, num_stages: int) -> Costs:
@@ -161,10 +146,8 @@ def recut(costs: Costs, num_stages: int) -> Costs:
 def received_before_sent(events: Sequence[MeasuredEvent]) -> list[Op]:
     """Operations whose result had been received before its sending began: none, if the stages'
     clocks agree."""
-    sent = {_sending(e): e.start_ns for e in events if e.thread == "send"}
-    received = {_sending(e): e.end_ns for e in events if e.thread == "receive"}
+    sent = {Op(e.kind, e.stage, e.microbatch): e.start_ns for e in events if e.thread == "send"}
+    received = {
+        Op(e.kind, e.stage, e.microbatch): e.end_ns for e in events if e.thread == "receive"
+    }
     return [op for op, end in received.items() if op in sent and end < sent[op]]
-
-
-def _sending(event: MeasuredEvent) -> Op:
-    return Op(event.kind, event.stage, event.microbatch)

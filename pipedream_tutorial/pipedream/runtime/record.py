@@ -21,6 +21,7 @@ from pipedream.runtime.prediction import (
 from pipedream.schedules.catalogue import FOUND
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import weight_use
+from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs
 
 RECORD_FORMAT = 1
@@ -50,6 +51,21 @@ def build_record(
     """
     costs = calibrate(calibrated_on.events, calibrated_on.schedule)
     backward = [a + b for a, b in zip(costs.input_gradient, costs.weight_gradient, strict=True)]
+    cases = []
+    for run in runs:
+        case = {
+            "schedule": run.name,
+            "num_microbatches": run.num_microbatches,
+            "num_batches": run.num_batches,
+            "calibrated_on": run is calibrated_on,
+        }
+        if run.name.startswith(FOUND):
+            case["found"] = _letters(run)
+        case["measured"] = _measured(run)
+        case["predicted"] = None
+        if can_predict(calibrated_on.schedule, run.schedule):
+            case["predicted"] = _predicted(run, costs)
+        cases.append(case)
     return {
         "format": RECORD_FORMAT,
         **about,
@@ -61,20 +77,7 @@ def build_record(
             "backward_ms": [_ms(t) for t in backward],
             "communication_ms": _ms(costs.communication),
         },
-        "cases": [
-            {
-                "schedule": run.name,
-                "num_microbatches": run.num_microbatches,
-                "num_batches": run.num_batches,
-                "calibrated_on": run is calibrated_on,
-                **({"found": _letters(run)} if run.name.startswith(FOUND) else {}),
-                "measured": _measured(run),
-                "predicted": _predicted(run, costs)
-                if can_predict(calibrated_on.schedule, run.schedule)
-                else None,
-            }
-            for run in runs
-        ],
+        "cases": cases,
     }
 
 
@@ -112,12 +115,13 @@ def _measured(run: MeasuredRun) -> dict[str, Any]:
 
 
 def _predicted(run: MeasuredRun, costs: Costs) -> dict[str, Any]:
-    found = predict(run.schedule, costs)
+    timeline = predict(run.schedule, costs)
+    bubble = float(idle(timeline).makespan_fraction)
     uses = weight_use(run.schedule, run.policy, run.num_microbatches)
     return {
-        "makespan_ms": _ms(found.makespan_ns),
-        "utilisation": round(float(found.utilisation), 5),
-        "bubble": round(float(1 - found.utilisation), 5),
+        "makespan_ms": _ms(timeline.makespan),
+        "utilisation": round(1 - bubble, 5),
+        "bubble": round(bubble, 5),
         "peak_versions": [use.peak_versions for use in uses.values()],
     }
 
@@ -134,10 +138,14 @@ def waited_for_host(record: Mapping[str, Any]) -> list[str]:
     host had handed them over: what their events bracket is launching in part. A GPU that waits
     in the middle of an operation, and catches up, is not found."""
     return [
-        f"{case['schedule']} m={case['num_microbatches']}"
+        _name(case)
         for case in record["cases"]
         if max(case["measured"].get("waited_for_host") or [0]) > HOST_SHARE
     ]
+
+
+def _name(case: Mapping[str, Any]) -> str:
+    return f"{case['schedule']} m={case['num_microbatches']}"
 
 
 CPU_GOAL_PERCENT, GPU_GOAL_POINTS = 10.0, 3.0
@@ -159,11 +167,9 @@ def points_error(case: Mapping[str, Any]) -> float:
 
 def goal_of(record: Mapping[str, Any]) -> str:
     """How close a prediction of this record should be."""
-    return (
-        f"{GPU_GOAL_POINTS:g} points"
-        if on_gpu(record)
-        else f"{CPU_GOAL_PERCENT:g}% of the makespan"
-    )
+    if on_gpu(record):
+        return f"{GPU_GOAL_POINTS:g} points"
+    return f"{CPU_GOAL_PERCENT:g}% of the makespan"
 
 
 def outside_goal(record: Mapping[str, Any]) -> list[str]:
@@ -172,11 +178,10 @@ def outside_goal(record: Mapping[str, Any]) -> list[str]:
     for case in record["cases"]:
         if case["predicted"] is None or case["calibrated_on"]:
             continue
-        name = f"{case['schedule']} m={case['num_microbatches']}"
         if on_gpu(record) and abs(points_error(case)) > GPU_GOAL_POINTS:
-            found.append(f"{name} ({points_error(case):+.1f} points)")
+            found.append(f"{_name(case)} ({points_error(case):+.1f} points)")
         if not on_gpu(record) and abs(makespan_error(case)) > CPU_GOAL_PERCENT:
-            found.append(f"{name} ({makespan_error(case):+.1f}%)")
+            found.append(f"{_name(case)} ({makespan_error(case):+.1f}%)")
     return found
 
 
@@ -189,22 +194,19 @@ def render(record: Mapping[str, Any]) -> str:
         f"{'':24}  {'measured':>8} {'simulated':>9} {'%':>5}  "
         f"{'measured':>8} {'simulated':>9} {'points':>7}",
     ]
-    for case in record["cases"]:
-        lines.append(_line(case))
-    average = [
+    lines += [_line(case) for case in record["cases"]]
+    average = "; ".join(
         f"stage {stage}: {forward:.2f} + {backward:.2f}"
         for stage, (forward, backward) in enumerate(
             zip(found["forward_ms"], found["backward_ms"], strict=True)
         )
-    ]
+    )
+    impossible = sum(case["measured"]["received_before_sent"] for case in record["cases"])
     lines += [
         "",
         f"* the run that the durations are from ({found['schedule']}, "
-        f"m={found['num_microbatches']}): forward + backward in ms, "
-        f"{'; '.join(average)}; from stage to stage {found['communication_ms']:.2f} ms",
-    ]
-    impossible = sum(case["measured"]["received_before_sent"] for case in record["cases"])
-    lines += [
+        f"m={found['num_microbatches']}): forward + backward in ms, {average}; from stage to stage "
+        f"{found['communication_ms']:.2f} ms",
         "bubble: the share of all stages' time that is idle; utilisation is the rest",
         f"results received before they were sent: {impossible}",
     ]
@@ -215,13 +217,13 @@ def render(record: Mapping[str, Any]) -> str:
             "runs on this machine lengthens single operations, so try again on a quiet one"
         )
     memory = [
-        f"{case['schedule']} m={case['num_microbatches']}: "
+        f"  {_name(case)}: "
         + ", ".join(f"{mib:.0f}" for mib in case["measured"]["peak_memory_mib"])
         for case in record["cases"]
         if case["measured"]["peak_memory_mib"] is not None
     ]
     if memory:
-        lines += ["peak memory by stage, MiB", *(f"  {text}" for text in memory)]
+        lines += ["peak memory by stage, MiB", *memory]
     late = waited_for_host(record)
     if late:
         lines.append(

@@ -1,4 +1,5 @@
-"""All runs of one start of the runtime, in one process of several: set up once, run every case."""
+"""All runs of one start, in one process of several: every schedule at every size, and orders that
+are found on the way."""
 
 from __future__ import annotations
 
@@ -6,32 +7,120 @@ import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.cases import Case, Config, build_cases, found_case
+from pipedream.errors import UserError
 from pipedream.runtime.channels import Peer, connect, connection_to
-from pipedream.runtime.clocks import build_clock
 from pipedream.runtime.launch import Process, meet
-from pipedream.runtime.prediction import MeasuredRun, makespan_ns
-from pipedream.runtime.stage import Station, pace_from_ms, run_rank, warm_up_compute
+from pipedream.runtime.prediction import MeasuredRun, calibrate, makespan_ns, recut
+from pipedream.runtime.stage import (
+    RankRun,
+    Station,
+    build_clock,
+    pace_from_ms,
+    run_rank,
+    warm_up_compute,
+)
 from pipedream.runtime.workload import (
+    Config,
     build_workload,
     describe,
     emulated_ms,
     equal_bits,
-    on_cpu,
     on_gpus,
     train_alone,
 )
-from pipedream.schedules.ops import Schedule
+from pipedream.schedules.catalogue import FOUND, schedule_for_training
+from pipedream.schedules.ops import Schedule, repeat
+from pipedream.schedules.policies import POLICIES, Policy
+from pipedream.simulate.search import search
+from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import transfers
+from pipedream.train.oracle import batch_losses
 from pipedream.train.trainer import Weights
 
-Summary = dict[str, Any]
-"""What rank 0 needs to know of one repeat on one stage: plain data."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One schedule at one number of microbatches."""
+
+    name: str
+    num_microbatches: int
+    schedule: Schedule
+    """Orders over all batches."""
+    policy: Policy
+    memory: int | None = None
+    """Of an order that is still to be found: microbatches that a rank may hold. Until then
+    `schedule` is 1F1B, which has the same stages and neighbours."""
+
+
+def build_cases(config: Config) -> list[Case]:
+    """Every schedule at every number of microbatches, and a search for every limit on memory.
+
+    Raises UserError for what cannot be trained, and for a search that has no durations to go by.
+    """
+    cases = []
+    for name in config["schedule"]:
+        limits = (config["memory"] or [config["num_stages"]]) if name == "search" else [None]
+        for limit in limits:
+            for m in config["num_microbatches"]:
+                schedule, policy = _orders_of("1f1b" if limit else name, config, m)
+                case = Case(
+                    name=f"{FOUND}{limit}" if limit else name,
+                    num_microbatches=m,
+                    schedule=schedule,
+                    policy=policy,
+                    memory=limit,
+                )
+                cases.append(case)
+    first = cases[0]
+    if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
+        what = f"{config['schedule'][0]} does not cut its backward passes"
+        if first.memory:
+            what = "nothing runs"
+        raise UserError(
+            f"schedule=search takes measured times of F, I and W, and {what} before it",
+            "set schedule=zb-h1,search",
+        )
+    return cases
+
+
+def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
+    """The orders over all batches of a schedule that has a name, or of a CSV's."""
+    p, num_batches = config["num_stages"], config["num_batches"]
+    if not name.lower().endswith(".csv"):
+        return schedule_for_training(name, p, m, num_batches)
+    batch = load_order(Path(name))
+    if (batch.num_ranks, batch.num_microbatches) != (p, m):
+        raise UserError(
+            f"{name} has {batch.num_ranks} ranks and {batch.num_microbatches} microbatches",
+            f"set num_stages={batch.num_ranks} and num_microbatches={batch.num_microbatches}",
+        )
+    return repeat(batch, num_batches), POLICIES["flush"]
+
+
+def _found_case(config: Config, case: Case, runs: Sequence[MeasuredRun]) -> Case:
+    """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
+    found: list[Schedule | None] = [None]
+    if dist.get_rank() == 0:
+        chosen = calibration(runs, config)
+        assert chosen is not None
+        assert case.memory is not None
+        costs = recut(calibrate(chosen.events, chosen.schedule), config["num_stages"])
+        found = [search(costs, case.num_microbatches, case.memory).schedule]
+    with connection_to("the other stages"):
+        dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return replace(case, schedule=repeat(found[0], config["num_batches"]))
+
+
+def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | None:
+    """The run that durations are from, once it has been run."""
+    return next((run for run in runs if run.num_microbatches == config["calibrate_on"]), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +139,7 @@ def run_session(
     keep_weights: bool,
     say: Callable[[str], None],
     keep: Callable[[list[MeasuredRun]], None],
-    begin: Callable[[str], None] = lambda name: None,
+    begin: Callable[[str], None],
 ) -> Outcome | None:
     """Run all cases; what came of them on rank 0, None on the others.
 
@@ -63,8 +152,16 @@ def run_session(
     meet(process, timeout)
     if process.rank == 0:
         say(describe(config, device))
-    peers = _connect(config, process, device, cases, timeout)
-    stations = _build_stations(config, process, device, cases, peers)
+    pairs = set()
+    for case in cases:
+        ranks = case.schedule.ranks()
+        pairs |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(case.schedule)}
+    max_ctas = config["nccl_max_ctas"]
+    peers = connect(process.rank, pairs, device=device, timeout=timeout, max_ctas=max_ctas)
+    stations = {
+        stages: _build_station(config, process, device, stages, peers)
+        for stages in dict.fromkeys(_placement(case.schedule, process.rank) for case in cases)
+    }
     for station in stations.values():
         warm_up_compute(station)
     runs: list[MeasuredRun] = []
@@ -73,14 +170,17 @@ def run_session(
     for place, case in enumerate(cases):
         begin(case.name)
         if case.memory is not None:
-            case = cases[place] = found_case(config, case, runs)
+            case = cases[place] = _found_case(config, case, runs)
         station = stations[_placement(case.schedule, process.rank)]
-        gathered = _gather(_run_case(config, station, case, with_weights=wanted), process)
-        if gathered is None:
+        repeats = _run_case(config, station, case, keep_weights=wanted)
+        by_rank: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
+        with connection_to("the other stages"):
+            dist.gather_object(repeats, by_rank)
+        if by_rank is None:
             continue
-        summaries, stage_weights = zip(*gathered, strict=True)
-        runs.append(_measured_run(config, case, summaries))
-        weights.append(_in_order(stage_weights))
+        runs.append(_measured_run(config, case, by_rank))
+        last = {stage: own for of_rank in by_rank for stage, own in of_rank[-1].weights.items()}
+        weights.append([own for _, own in sorted(last.items())])
         say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(runs[-1].events) / 1e9:.3f} s")
         keep(runs)
     with connection_to("the other stages"):
@@ -90,7 +190,10 @@ def run_session(
         return None
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
         say("  training in one process, to compare the weights")
-        runs = _compared(config, cases, runs, weights, device)
+        for place, (case, ours) in enumerate(zip(cases, weights, strict=True)):
+            m = case.num_microbatches
+            alone = train_alone(config, case.schedule, case.policy, m, device)
+            runs[place] = replace(runs[place], weights_equal=equal_bits(ours, alone))
         keep(runs)
     return Outcome(runs=runs, weights=weights if keep_weights else [])
 
@@ -108,28 +211,6 @@ def _take_device(config: Config, process: Process) -> torch.device:
     return device
 
 
-def _connect(
-    config: Config,
-    process: Process,
-    device: torch.device,
-    cases: Sequence[Case],
-    timeout: datetime.timedelta,
-) -> dict[int, Peer]:
-    """All peers that some case sends messages between."""
-    pairs = set()
-    for case in cases:
-        ranks = case.schedule.ranks()
-        pairs |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(case.schedule)}
-    return connect(
-        process.rank,
-        pairs,
-        backend="nccl" if device.type == "cuda" else "gloo",
-        device=device,
-        timeout=timeout,
-        max_ctas=config["nccl_max_ctas"],
-    )
-
-
 Placement = tuple[int, ...]
 """The stages of one rank; where a rank holds v, the model is cut into v stages for each rank."""
 
@@ -138,124 +219,72 @@ def _placement(schedule: Schedule, rank: int) -> Placement:
     return tuple(sorted({op.stage for item in schedule.orders[rank] for op in item.parts}))
 
 
-def _build_stations(
+def _build_station(
     config: Config,
     process: Process,
     device: torch.device,
-    cases: Sequence[Case],
+    stages: Placement,
     peers: dict[int, Peer],
-) -> dict[Placement, Station]:
-    """One for each set of stages that this rank holds in some case; of a workload's stages only
-    its own are kept."""
-    found = {}
-    for stages in dict.fromkeys(_placement(case.schedule, process.rank) for case in cases):
-        workload = build_workload(config, device, chunks=len(stages))
-        example, _ = workload.task.microbatch(0)
-        found[stages] = Station(
-            rank=process.rank,
-            modules={stage: workload.modules[stage].cpu() for stage in stages},
-            num_stages=len(workload.modules),
-            loss=workload.loss,
-            task=workload.task,
-            peers=peers,
-            form=(tuple(example.shape), example.dtype),
-            clock=build_clock(device),
-            receive_depth=config["receive_depth"],
-            learning_rate=config["learning_rate"],
-            device=device,
-        )
-    return found
+) -> Station:
+    """For the schedules under which this rank holds these stages; of a workload's stages only they
+    are kept."""
+    workload = build_workload(config, device, chunks=len(stages))
+    return Station(
+        rank=process.rank,
+        modules={stage: workload.modules[stage].cpu() for stage in stages},
+        num_stages=len(workload.modules),
+        loss=workload.loss,
+        task=workload.task,
+        peers=peers,
+        clock=build_clock(device),
+        receive_depth=config["receive_depth"],
+        learning_rate=config["learning_rate"],
+        device=device,
+    )
 
 
-def _run_case(
-    config: Config, station: Station, case: Case, *, with_weights: bool
-) -> tuple[list[Summary], dict[int, Weights]]:
-    """Of each repeat what rank 0 needs to know, and the last one's weights by
-    stage if they are wanted.
-
-    Warm-up runs come first; nothing is slept in them.
-    """
+def _run_case(config: Config, station: Station, case: Case, *, keep_weights: bool) -> list[RankRun]:
+    """The repeats, the last one with its weights if they are wanted. Warm-up runs come first;
+    nothing is slept in them."""
     sizes = {"num_microbatches": case.num_microbatches, "num_batches": config["num_batches"]}
     for _ in range(config["warmups"]):
         run_rank(station, case.schedule, case.policy, pace=pace_from_ms(0, 0), **sizes)
     pace = pace_from_ms(*emulated_ms(config, station.device), case.schedule.stages_per_rank)
-    summaries: list[Summary] = []
-    weights: dict[int, Weights] = {}
-    for number in range(config["repeats"]):
-        run = run_rank(station, case.schedule, case.policy, pace=pace, **sizes)
-        summaries.append(
-            {
-                "events": run.events,
-                "peak_versions": {s: t.peak_versions for s, t in run.trainers.items()},
-                "peak_memory_bytes": run.peak_memory_bytes,
-                "waited_for_host": run.waited_for_host,
-                "losses": {
-                    i: float(loss) for t in run.trainers.values() for i, loss in t.losses.items()
-                },
-            }
+    last = config["repeats"] - 1
+    return [
+        run_rank(
+            station,
+            case.schedule,
+            case.policy,
+            pace=pace,
+            keep_weights=keep_weights and number == last,
+            **sizes,
         )
-        if with_weights and number == config["repeats"] - 1:
-            weights = {stage: on_cpu(t.weights) for stage, t in run.trainers.items()}
-        del run  # or its memory would count in the next one's peak
-    return summaries, weights
+        for number in range(config["repeats"])
+    ]
 
 
-def _measured_run(config: Config, case: Case, summaries: tuple[list[Summary], ...]) -> MeasuredRun:
+def _measured_run(config: Config, case: Case, by_rank: Sequence[list[RankRun]]) -> MeasuredRun:
     """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
-    repeats = list(zip(*summaries, strict=True))  # [repeat][stage]
-    events = [tuple(e for stage in repeat for e in stage["events"]) for repeat in repeats]
+    repeats = list(zip(*by_rank, strict=True))
+    events = [tuple(e for rank in repeat for e in rank.events) for repeat in repeats]
     spans = [makespan_ns(of_repeat) for of_repeat in events]
     median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
     chosen = repeats[median]
-    m = case.num_microbatches
-    losses = next(rank["losses"] for rank in chosen if rank["losses"])
-    versions = sorted(kept for rank in chosen for kept in rank["peak_versions"].items())
-    memory = [stage["peak_memory_bytes"] for stage in chosen]
-    waited = [stage["waited_for_host"] for stage in chosen]
+    versions = sorted(kept for rank in chosen for kept in rank.peak_versions.items())
+    losses = next(rank.losses for rank in chosen if rank.losses)
+    memory = [rank.peak_memory_bytes for rank in chosen if rank.peak_memory_bytes is not None]
+    waited = [rank.waited_for_host for rank in chosen if rank.waited_for_host is not None]
     return MeasuredRun(
         name=case.name,
         schedule=case.schedule,
         policy=case.policy,
-        num_microbatches=m,
+        num_microbatches=case.num_microbatches,
         num_batches=config["num_batches"],
         events=events[median],
         repeat_makespans_ns=tuple(spans),
         peak_versions=tuple(count for _, count in versions),
-        peak_memory_bytes=None if None in memory else tuple(memory),
-        waited_for_host=None if None in waited else tuple(waited),
-        losses=tuple(
-            sum(losses[b * m + i] for i in range(m)) / m for b in range(config["num_batches"])
-        ),
+        peak_memory_bytes=tuple(memory) or None,
+        waited_for_host=tuple(waited) or None,
+        losses=tuple(batch_losses(losses, case.num_microbatches, config["num_batches"])),
     )
-
-
-def _in_order(by_rank: Sequence[dict[int, Weights]]) -> list[Weights]:
-    """Weights by stage."""
-    by_stage = {stage: own for of_rank in by_rank for stage, own in of_rank.items()}
-    return [own for _, own in sorted(by_stage.items())]
-
-
-def _compared(
-    config: Config,
-    cases: Sequence[Case],
-    runs: Sequence[MeasuredRun],
-    weights: Sequence[list[Weights]],
-    device: torch.device,
-) -> list[MeasuredRun]:
-    """The runs, each with whether its weights are those that one process comes to."""
-    return [
-        replace(
-            run,
-            weights_equal=equal_bits(
-                ours, train_alone(config, case.schedule, case.policy, case.num_microbatches, device)
-            ),
-        )
-        for case, run, ours in zip(cases, runs, weights, strict=True)
-    ]
-
-
-def _gather(item: Any, process: Process) -> list[Any] | None:
-    items: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
-    with connection_to("the other stages"):
-        dist.gather_object(item, items)
-    return items

@@ -1,4 +1,4 @@
-"""What the runtime trains: a model cut into stages, its loss, and its microbatches."""
+"""What the runtime trains: a model cut into stages, its loss, its microbatches, and the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from pipedream.schedules.catalogue import layers_of_a_stage
 from pipedream.schedules.ops import Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.train.models import GPT2_SIZES, GPT2Size, Task, build_stages, build_task, gpt2_layers
-from pipedream.train.oracle import run_schedule
-from pipedream.train.trainer import Loss, StageTrainer, Weights
+from pipedream.train.oracle import build_trainers, run_schedule
+from pipedream.train.trainer import Loss, Weights
+
+Config = Mapping[str, Any]
 
 # One token of vocabulary: embedding and head are not used.
 BLOCKS: dict[str, GPT2Size] = {
@@ -30,132 +32,85 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Every process builds the same one, from the seed, and takes its stage."""
+    """Every process builds the same one, from the seed, and takes its stages."""
 
     modules: list[nn.Module]
     """By stage; each but the last gives a tensor of the form that it takes."""
     loss: Loss
     task: Task
-    text: str
-    """Model, layers, microbatch and dtype in words."""
 
 
-def build_workload(config: Mapping[str, Any], device: torch.device, chunks: int = 1) -> Workload:
+def build_workload(config: Config, device: torch.device, chunks: int = 1) -> Workload:
     """The model and data that CONFIG asks for, on a device, each rank's layers cut into `chunks`.
 
     Raises UserError when the model's layers cannot be cut evenly into the stages.
     """
-    name, p, seed = config["model"], config["num_stages"] * chunks, config["seed"]
+    num_stages, seed = config["num_stages"] * chunks, config["seed"]
     layers, batch, dtype = _sizes(config, device)
     layers = layers_of_a_stage(layers, chunks)
-    text = describe_workload(config, device)
-    if name == "mlp":
-        return Workload(
-            modules=[m.to(device) for m in build_stages(p, layers, seed=seed, dtype=dtype)],
-            loss=nn.functional.cross_entropy,
-            task=_move(build_task(seed=seed, microbatch_size=batch, dtype=dtype), device),
-            text=text,
-        )
-    size = BLOCKS[name]
-    torch.manual_seed(seed)
-    with device:
-        blocks = gpt2_layers(replace(size, num_layers=layers * p))[1:-1]
-    parts = [nn.Sequential(*blocks[s * layers : (s + 1) * layers]) for s in range(p)]
+    if config["model"] == "mlp":
+        modules = build_stages(num_stages, layers, seed=seed, dtype=dtype)
+        task = build_task(seed=seed, microbatch_size=batch, dtype=dtype)
+        loss: Loss = nn.functional.cross_entropy
+    else:
+        size = BLOCKS[config["model"]]
+        torch.manual_seed(seed)
+        with device:
+            blocks = gpt2_layers(replace(size, num_layers=layers * num_stages))[1:-1]
+        cuts = range(0, layers * num_stages, layers)
+        modules = [nn.Sequential(*blocks[cut : cut + layers]).to(dtype) for cut in cuts]
+        task = _block_task(size, batch, seed, dtype)
+        loss = nn.functional.mse_loss
     return Workload(
-        modules=[part.to(dtype) for part in parts],
-        loss=nn.functional.mse_loss,
-        task=_block_task(size, batch, seed, dtype, device),
-        text=text,
+        modules=[module.to(device) for module in modules],
+        loss=loss,
+        task=replace(task, inputs=task.inputs.to(device), targets=task.targets.to(device)),
     )
 
 
-def describe_workload(config: Mapping[str, Any], device: torch.device) -> str:
-    """Model, layers, microbatch and dtype in words; errors as build_workload."""
-    name = config["model"]
-    layers, batch, dtype = _sizes(config, device)
-    if name == "mlp":
-        return (
-            f"mlp, {count(layers, 'layer')} a stage, {batch} samples a microbatch, {_short(dtype)}"
-        )
-    size = BLOCKS[name]
-    return (
-        f"{name}, {count(layers, 'block')} of hidden size {size.hidden} a stage (no embedding, no "
-        f"head), {batch} sequences of {size.seq_len} a microbatch, {_short(dtype)}"
-    )
-
-
-def _sizes(config: Mapping[str, Any], device: torch.device) -> tuple[int, int, torch.dtype]:
+def _sizes(config: Config, device: torch.device) -> tuple[int, int, torch.dtype]:
     """Layers a stage, microbatch size and dtype, where CONFIG leaves them open as well."""
-    name, asked = config["model"], config["layers_per_stage"]
+    name, layers = config["model"], config["layers_per_stage"]
     if name == "mlp":
-        return asked or 2, config["microbatch_size"] or 8, DTYPES[config["dtype"] or "float64"]
-    layers = asked or _even_cut(name, BLOCKS[name].num_layers, config["num_stages"])
-    dtype = config["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
-    return layers, config["microbatch_size"] or 4, DTYPES[dtype]
-
-
-def _even_cut(name: str, num_layers: int, num_stages: int) -> int:
-    if num_layers % num_stages:
-        able = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        return layers or 2, config["microbatch_size"] or 8, DTYPES[config["dtype"] or "float64"]
+    total, p = BLOCKS[name].num_layers, config["num_stages"]
+    if not layers and total % p:
+        able = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise UserError(
-            f"the {num_layers} blocks of {name} cannot be cut evenly into {num_stages} stages",
-            f"set num_stages to one of {', '.join(map(str, able))}, or set layers_per_stage",
+            f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
+            f"set num_stages to one of {', '.join(able)}, or set layers_per_stage",
         )
-    return num_layers // num_stages
+    dtype = config["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
+    return layers or total // p, config["microbatch_size"] or 4, DTYPES[dtype]
 
 
-def _block_task(
-    size: GPT2Size, batch: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> Task:
+def _block_task(size: GPT2Size, batch: int, seed: int, dtype: torch.dtype) -> Task:
     """Four microbatches of normal numbers, in place of embedded text, and others as the target."""
     generator = torch.Generator().manual_seed(seed)
     shape = (4 * batch, size.seq_len, size.hidden)
     return Task(
-        inputs=torch.randn(shape, generator=generator).to(device, dtype),
-        targets=torch.randn(shape, generator=generator).to(device, dtype),
+        inputs=torch.randn(shape, generator=generator).to(dtype),
+        targets=torch.randn(shape, generator=generator).to(dtype),
         microbatch_size=batch,
     )
 
 
-def _move(task: Task, device: torch.device) -> Task:
-    return replace(task, inputs=task.inputs.to(device), targets=task.targets.to(device))
-
-
-def count(number: int, noun: str) -> str:
-    """'1 stage', '2 stages'."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def train_alone(
-    config: Mapping[str, Any], schedule: Schedule, policy: Policy, m: int, device: torch.device
+    config: Config, schedule: Schedule, policy: Policy, m: int, device: torch.device
 ) -> list[Weights]:
-    """The final weights of every stage, on the CPU. `m`: microbatches in a batch."""
+    """The final weights of every stage, from one process. `m`: microbatches in a batch."""
     workload = build_workload(config, device, schedule.stages_per_rank)
-    last = len(workload.modules) - 1
-    trainers = [
-        StageTrainer(
-            module,
-            policy,
-            stage=stage,
-            num_stages=last + 1,
-            batch_size=m,
-            num_microbatches=m * config["num_batches"],
-            learning_rate=config["learning_rate"],
-            loss=workload.loss if stage == last else None,
-            cut=schedule.cuts_backward,
-        )
-        for stage, module in enumerate(workload.modules)
-    ]
+    trainers = build_trainers(
+        workload.modules,
+        policy,
+        batch_size=m,
+        num_microbatches=m * config["num_batches"],
+        learning_rate=config["learning_rate"],
+        loss=workload.loss,
+        cut=schedule.cuts_backward,
+    )
     run_schedule(schedule, trainers, workload.task)
-    return [on_cpu(trainer.weights) for trainer in trainers]
-
-
-def on_cpu(weights: Weights) -> Weights:
-    return {name: tensor.detach().cpu() for name, tensor in weights.items()}
+    return [trainer.weights for trainer in trainers]
 
 
 def equal_bits(ours: list[Weights], theirs: list[Weights]) -> bool:
@@ -168,11 +123,11 @@ def equal_bits(ours: list[Weights], theirs: list[Weights]) -> bool:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """torch.equal would take what has diverged to NaN on both sides as different."""
-    a, b = (tensor.flatten().view(torch.uint8) for tensor in (a, b))
+    a, b = (tensor.detach().cpu().flatten().view(torch.uint8) for tensor in (a, b))
     return torch.equal(a, b)
 
 
-def on_gpus(config: Mapping[str, Any]) -> bool:
+def on_gpus(config: Config) -> bool:
     """Whether the stages run on GPUs: where device=auto finds one for each of them, they do.
 
     Raises UserError where device=cuda finds fewer.
@@ -188,31 +143,51 @@ def on_gpus(config: Mapping[str, Any]) -> bool:
     return wanted != "cpu" and gpus >= stages
 
 
-def emulated_ms(config: Mapping[str, Any], device: torch.device) -> tuple[float, float]:
+def emulated_ms(config: Config, device: torch.device) -> tuple[float, float]:
     """Forward and backward durations that are slept: on a CPU as CONFIG says, on a GPU none."""
     if device.type == "cuda":
         return 0.0, 0.0
     return float(config["forward_ms"]), float(config["backward_ms"])
 
 
-def describe(config: Mapping[str, Any], device: torch.device) -> str:
+def describe_workload(config: Config, device: torch.device) -> str:
+    """Model, layers, microbatch and dtype in words; errors as build_workload."""
+    name = config["model"]
+    layers, batch, dtype = _sizes(config, device)
+    short = str(dtype).removeprefix("torch.")
+    if name == "mlp":
+        return f"mlp, {_count(layers, 'layer')} a stage, {batch} samples a microbatch, {short}"
+    size = BLOCKS[name]
+    return (
+        f"{name}, {_count(layers, 'block')} of hidden size {size.hidden} a stage (no embedding, no "
+        f"head), {batch} sequences of {size.seq_len} a microbatch, {short}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    """'1 stage', '2 stages'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def describe(config: Config, device: torch.device) -> str:
     """What is about to run, in words."""
-    p = config["num_stages"]
-    forward, backward = emulated_ms(config, device)
-    where, gpus = "NCCL, a GPU each", torch.cuda.device_count()
+    p, gpus = config["num_stages"], torch.cuda.device_count()
+    where = "NCCL, a GPU each"
     if device.type == "cpu":
-        few = gpus and config["device"] == "auto"
-        where = "gloo, on the CPU" + f", as there are {gpus} GPUs for {p} stages" * bool(few)
-    lines = [f"{count(p, 'stage')}, a process each ({where}): {describe_workload(config, device)}"]
+        where = "gloo, on the CPU"
+        if gpus and config["device"] == "auto":
+            where += f", as there are {gpus} GPUs for {p} stages"
+    text = f"{_count(p, 'stage')}, a process each ({where}): {describe_workload(config, device)}"
+    forward, backward = emulated_ms(config, device)
     if forward or backward:
-        lines.append(
-            f"emulated device: each forward sleeps {forward:g} ms and each backward "
+        text += (
+            f"\nemulated device: each forward sleeps {forward:g} ms and each backward "
             f"{backward:g} ms on top of its small real computation"
         )
-    return "\n".join(lines)
+    return text
 
 
-def about(config: Mapping[str, Any], arguments: list[str]) -> dict[str, Any]:
+def about(config: Config, arguments: list[str]) -> dict[str, Any]:
     """What a record says of how it came about: command, versions, machine, emulation, workload,
     CONFIG."""
     on_gpu = on_gpus(config)
@@ -220,10 +195,8 @@ def about(config: Mapping[str, Any], arguments: list[str]) -> dict[str, Any]:
     forward, backward = emulated_ms(config, device)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if on_gpu:
-        versions |= {
-            "cuda": str(torch.version.cuda),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions |= {"cuda": str(torch.version.cuda), "nccl": nccl}
     return {
         "command": " ".join(["python pipedream_runtime.py", *arguments]),
         "versions": versions,
