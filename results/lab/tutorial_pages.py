@@ -25,13 +25,15 @@ import tutorial_checkout  # noqa: F401
 from pipedream.config import FOLDER
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.record import RECORD_FORMAT
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.catalogue import SCHEDULES, schedule_for_training
 from pipedream.schedules.closed_forms import CLOSED_FORMS
-from tutorial_tables import bubble_table, cut_table
+from pipedream.schedules.ops import BACKWARD, FORWARD, Op
+from pipedream.schedules.policies import weight_use
+from tutorial_tables import bubble_table, cut_table, depth_table
 from tutorial_text import describe, printed, render_page
 from tutorial_traffic import comparison_table
 
-PAGES = ("README.md", "QUICKSTART.md", "COMPARISON.md")
+PAGES = ("README.md", "ADVANCED.md", "COMPARISON.md")
 ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "cpu-runtime-zero-bubble.json")
 """README.md shows the first of these that is there."""
 _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -83,6 +85,26 @@ def version_table() -> str:
     return _law_table(("weight versions on stage s", "updates behind, microbatch i"), texts)
 
 
+def microbatch_table(p: int = 4, i: int = 4) -> str:
+    """Which versions each stage keeps when microbatch i's backward pass begins, in PipeDream."""
+    schedule, policy = schedule_for_training("pipedream", p, 8, 1)
+    lines = [
+        f"| stage | F{i} used version | newest when B{i} begins | late by | kept for |",
+        "|---:|---:|---:|---:|---|",
+    ]
+    for stage, use in weight_use(schedule, policy, 8).items():
+        begun = schedule.orders[stage].index(Op(BACKWARD, stage, i))
+        before = schedule.orders[stage][:begun]
+        done = {op.microbatch for op in before if op.kind == BACKWARD}
+        in_flight = [op.microbatch for op in before if op.kind == FORWARD]
+        waiting = [j for j in in_flight if j not in done]
+        assert len({use.forward[j] for j in waiting} | {len(done)}) == use.peak_versions
+        kept = ", ".join(f"{use.forward[j]} (B{j})" for j in waiting)
+        used = use.forward[i]
+        lines.append(f"| {stage} | {used} | {len(done)} | {len(done) - used} | {kept} |")
+    return "\n".join(lines)
+
+
 def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
     """Schedule -> cells as a table; schedules that have all cells in common share a line."""
     lines = [f"| schedule | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
@@ -96,7 +118,10 @@ def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> s
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Name -> the table of that name."""
     records = load_records(folder / "records")
+    study = _load(folder / "records/cpu-staleness.json")
     return {
+        "microbatch 4": microbatch_table,
+        "staleness at 8": lambda: depth_table(study, num_stages=8),
         "idle time": idle_table,
         "activations": activation_table,
         "weight versions": version_table,

@@ -17,66 +17,25 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def study_intro(study: Record) -> list[str]:
-    """Where the record is from, and what the first table shows."""
-    settings = study["settings"]["gradient_errors"]
+def study_intro(study: Record) -> str:
+    """Where the record is from, and what the table shows."""
     stashed = [
         row["median_relative_error"]
         for row in study["gradient_errors"]
         if row["mode"] == "pipedream"
     ]
-    return [
-        wrapped(
-            "Made by `python results/lab/tutorial_staleness.py` in "
-            f"{study['cpu_seconds']:.0f} s of CPU time. A residual network is trained under each "
-            f"order with SGD, in {study['dtype']}."
-        ),
-        wrapped(
-            "How far a microbatch's gradient is from autograd's, at the weights that its forward "
-            "passes used (*own*) and at those that it is applied to (*newest*): median over "
-            f"microbatches and {len(settings['seeds'])} seeds, m = {settings['num_microbatches']}. "
-            f"With stashing, *own* is {_share(max(stashed))}. Columns are learning rates."
-        ),
-    ]
-
-
-LOSS_INTRO = (
-    "Where training ends: mean loss of the last pass over the data, median over 5 seeds. The "
-    "learning rate is a batch's; a microbatch's update takes 1/m of it."
-)
-
-ERRORS = (
-    ("stashing, newest", "pipedream", "median_staleness_error"),
-    ("no stashing, own", "pipedream-no-stash", "median_relative_error"),
-)
-
-
-def gradient_table(study: Record) -> str:
-    """A line for each depth and kind of error, a column for each learning rate."""
-    rows = {
-        (row["num_stages"], row["learning_rate"], row["mode"]): row
-        for row in study["gradient_errors"]
-    }
-    rates = sorted({rate for _, rate, _ in rows})
-    lines = [
-        "| stages | gradient | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-        "|---:|---|" + "---:|" * len(rates),
-    ]
-    for p in dict.fromkeys(p for p, _, _ in rows):
-        for text, mode, key in ERRORS:
-            cells = " | ".join(_share(rows[p, rate, mode][key]) for rate in rates)
-            lines.append(f"| {p} | {text} | {cells} |")
-    return "\n".join(lines)
-
-
-def _share(error: float | None) -> str:
-    if error is None:
-        return "infinite"
-    return "exactly 0" if error == 0 else f"{100 * error:.2g}%"
+    largest = f"{max(stashed):.2g}" if any(stashed) else "exactly 0"
+    return wrapped(
+        "Made by `python results/lab/tutorial_staleness.py` in "
+        f"{study['cpu_seconds']:.0f} s of CPU time: a residual network trained under each order, "
+        f"{study['dtype']}. With stashing a microbatch's gradient is off by {largest} from "
+        "autograd's at its own weights. Final loss, median of 5 seeds; a batch's learning rate, of "
+        "which a microbatch's update takes 1/m:"
+    )
 
 
 def final_loss_table(study: Record) -> str:
-    """A line for each depth and learning rate, a column for each schedule."""
+    """A line for each depth from 4 and learning rate, a column for each schedule."""
     names = study["settings"]["final_losses"]["schedule_names"]
     rows = {
         (row["num_stages"], row["learning_rate"], row["name"]): row for row in study["final_losses"]
@@ -85,7 +44,7 @@ def final_loss_table(study: Record) -> str:
         "| stages | learning rate | " + " | ".join(SCHEDULES[name].title for name in names) + " |",
         "|---:" * (2 + len(names)) + "|",
     ]
-    for p, rate in dict.fromkeys((p, rate) for p, rate, _ in rows):
+    for p, rate in dict.fromkeys((p, rate) for p, rate, _ in rows if p >= 4):
         cells = [_loss(rows.get((p, rate, name))) for name in names]
         lines.append(f"| {p} | {rate:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -102,12 +61,35 @@ def _loss(row: Mapping[str, Any] | None) -> str:
     return text + diverged * (row["num_diverged"] > 0)
 
 
+def depth_table(study: Record, num_stages: int) -> str:
+    """Final losses at one depth: a line for each learning rate from 0.25, a column a schedule."""
+    names = ("1f1b", "pipedream", "pipedream-no-stash")
+    rows = {
+        (row["learning_rate"], row["name"]): row
+        for row in study["final_losses"]
+        if row["num_stages"] == num_stages and row["learning_rate"] >= 0.25
+    }
+    lines = [
+        "| learning rate | " + " | ".join(SCHEDULES[name].title for name in names) + " |",
+        "|---:" * (1 + len(names)) + "|",
+    ]
+    for rate in dict.fromkeys(rate for rate, _ in rows):
+        lines.append(f"| {rate:g} | {' | '.join(_loss(rows[rate, name]) for name in names)} |")
+    return "\n".join(lines)
+
+
+SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v")
+
+
 def bubble_table(record: Record) -> str:
-    """A line for each schedule, with as many microbatches as were calibrated on."""
+    """A line for each of SHOWN, with as many microbatches as were calibrated on."""
+    cases = {
+        case["schedule"]: case
+        for case in record["cases"]
+        if case["num_microbatches"] == record["calibration"]["num_microbatches"]
+    }
     lines = [f"| schedule | {_column(record)} |", "|---|---:|"]
-    for case in record["cases"]:
-        if case["num_microbatches"] == record["calibration"]["num_microbatches"]:
-            lines.append(f"| {title_of(case['schedule'])} | {_idle(case)} |")
+    lines += [f"| {title_of(name)} | {_idle(cases[name])} |" for name in SHOWN]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from pipedream.runtime.record import (
     waited_for_host,
 )
 from pipedream.schedules.catalogue import title_of
-from tutorial_tables import LOSS_INTRO, final_loss_table, gradient_table, study_intro, wrapped
+from tutorial_tables import final_loss_table, study_intro, wrapped
 
 Record = Mapping[str, Any]
 
@@ -94,8 +94,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         *sections(records),
     ]
-    parts += ["## What weight stashing is for", *study_intro(study), gradient_table(study)]
-    parts += [wrapped(LOSS_INTRO), final_loss_table(study)]
+    parts += ["## What weight stashing is for", study_intro(study), final_loss_table(study)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -157,6 +156,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
             calibration = title_of(record["calibration"]["schedule"])
             if name in shown.values():
                 found += [f"Times from {calibration}, `{name}`:", _run_table(record)]
+                found += [wrapped(record["note"])] if "note" in record else []
             else:
                 found.append(f"Run again, with times from {calibration}: `{name}`.")
     return found
