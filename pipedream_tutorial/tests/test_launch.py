@@ -62,7 +62,7 @@ def _end_of(process):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_killed_stage_ends_the_others_and_is_named(stage):
     process = _start_endless()
     victim = _worker(process, stage)
@@ -202,10 +202,7 @@ def test_torchrun_works_too(tmp_path):
         (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
         (["--record", "/no/such/folder/x.json"], "make it first"),
         (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
-        (
-            ["--schedule=chimera", "--num_stages=2"],
-            "chimera is simulated only",
-        ),  # the stages find out
+        (["--schedule=chimera", "--num_stages=2"], "chimera is simulated only"),  # a stage says so
     ],
 )
 @pytest.mark.timeout(60)

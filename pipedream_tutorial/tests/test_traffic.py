@@ -62,7 +62,7 @@ def test_a_rings_devices_send_that_share(n: int) -> None:
     assert {Fraction(count, n) for count in sent_chunks} == {2 * ring_share(n)}
 
 
-def test_model_state_is_that_of_the_zero_paper() -> None:
+def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
     """Its table: 16 N, 4 N + 12 N / P, 2 N + 14 N / P, 16 N / P."""
     n = MEDIUM.parameters
     for devices in (2, 8):
@@ -74,14 +74,10 @@ def test_model_state_is_that_of_the_zero_paper() -> None:
         gathered = 2 * MEDIUM.embedding_parameters
         share = Fraction(n, devices)
         assert found == [16 * n, 4 * n + 12 * share, 2 * n + 14 * share, 16 * share + gathered]
-
-
-def test_traffic_of_one_microbatch_is_that_of_the_zero_paper() -> None:
-    """2 r N elements for stages 0 to 2, 3 r N for stage 3."""
-    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):
-        found = sent(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
-        elements = times * Fraction(7, 8) * MEDIUM.parameters
-        assert found == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
+    for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3)):  # r N sent, of one microbatch
+        moved = sent(MEDIUM, Layout(title="", data=8, zero=stage), 1, 4, 0)
+        elements = times * Fraction(7, 8) * n
+        assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
 
 
 def test_all_devices_together_hold_the_model_once_but_for_what_is_not_cut() -> None:
@@ -123,8 +119,9 @@ def test_activations_are_those_that_the_order_holds(name: str) -> None:
     assert found == max(first, held[1] * blocks, last)
 
 
-def test_tensor_parallel_traffic_written_out() -> None:
-    """4 all-reduces of [b, T, D] a block, one at the embedding and one at the projection."""
+def test_tensor_parallel_traffic_and_activations_written_out() -> None:
+    """4 all-reduces of [b, T, D] a block, one at the embedding and one at the projection; a block's
+    activations are 34 b T D, of which 10 are not divided unless the sequence is."""
     t, k, b = 4, 3, 2
     tensor = b * SMALL.sequence * SMALL.hidden
     reduce_all = 2 * Fraction(t - 1, t) * tensor
@@ -135,25 +132,12 @@ def test_tensor_parallel_traffic_written_out() -> None:
     # In a pipeline each stage has its own blocks' share, and together that is all.
     layout = Layout(title="", tensor=t, pipeline=2)
     assert sum(sent(SMALL, layout, k, b, s)["tensor"] for s in (0, 1)) == found["tensor"]
-
-
-def test_sequence_parallelism_divides_all_of_a_blocks_activations() -> None:
-    whole = block_activations(SMALL, Layout(title=""), 2)
+    whole, uncut, cut = (
+        block_activations(SMALL, Layout(title="", tensor=t, sequence_parallel=sequence), 2)
+        for t, sequence in ((1, False), (4, False), (4, True))
+    )
     assert whole == 34 * 2 * SMALL.sequence * SMALL.hidden
-    cut = block_activations(SMALL, Layout(title="", tensor=4, sequence_parallel=True), 2)
-    uncut = block_activations(SMALL, Layout(title="", tensor=4), 2)
-    assert cut == whole / 4
-    assert uncut == whole * Fraction(16, 34)
-
-
-def test_idle_shares() -> None:
-    def share(**changes: object) -> Fraction:
-        layout = Layout(title="", pipeline=4, **changes)
-        return cost(SMALL, layout, sequences=8, microbatch=1).idle
-
-    assert share() == share(schedule="gpipe") == Fraction(3, 11)
-    assert share(schedule="zb-h1") == Fraction(3, 27)
-    assert share(schedule="pipedream") == 0
+    assert (uncut, cut) == (whole * Fraction(16, 34), whole / 4)
 
 
 @pytest.mark.parametrize(

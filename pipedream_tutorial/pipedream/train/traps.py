@@ -51,18 +51,18 @@ WAYS: dict[str, Update] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What the backward pass after an update gave."""
 
-    error: float
-    """Of the gradient, relative to the one without the update between; nan where autograd raised.
-    Exactly 0: the backward pass used the old weights."""
-    error_at_new: float
+    error: float = math.nan
+    """Of the gradient, relative to the one without the update between. Exactly 0: the backward pass
+    used the old weights."""
+    error_at_new: float = math.nan
     """Relative to the gradient at the new weights, forward pass included. Not 0 either: the
     gradient belongs to no weights at all."""
-    refusal: str | None
-    """autograd's message."""
+    refusal: str | None = None
+    """autograd's message, where it raised."""
 
 
 def linear_stage() -> nn.Module:
@@ -89,13 +89,9 @@ def run_trap(build: Callable[[], nn.Module], update: Update) -> Outcome:
     try:
         found = _gradients(module, in_flight)
     except RuntimeError as error:
-        return Outcome(error=math.nan, error_at_new=math.nan, refusal=str(error))
+        return Outcome(refusal=str(error))
     at_new = _gradients(module, _loss(module, first))
-    return Outcome(
-        error=relative_difference(found, exact),
-        error_at_new=relative_difference(found, at_new),
-        refusal=None,
-    )
+    return Outcome(relative_difference(found, exact), relative_difference(found, at_new))
 
 
 def _loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
