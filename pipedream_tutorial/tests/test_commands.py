@@ -26,10 +26,7 @@ PAGES = ("README.md", "ADVANCED.md", "QUICKSTART.md")
 
 # Long commands are run with less to do; what is compared stays the same.
 SHORTER = [
-    (
-        r"^(python3? (?:pipedream_simple.py|-m pipedream(?= |$))(?!.*steps=0).*)$",
-        r"\1 --set steps=1",
-    ),
+    (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
     (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
 ]
