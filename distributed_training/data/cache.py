@@ -15,10 +15,10 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -29,7 +29,7 @@ from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.errors import UserError
 
-_VERSION = 2
+_VERSION = 3
 _META = "meta.json"
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
 _PART = 8  # batches between two notes of how far it is
@@ -44,10 +44,7 @@ class Tokens(NamedTuple):
 
     ids: np.ndarray  # of all texts in a row, end-of-text after each
     starts: np.ndarray  # where each text starts, and the end: int64 [num_texts + 1]
-    counts: np.ndarray | None = None  # whether each id is learnt; None: all are
-
-
-_PARTS = Tokens._fields
+    loss_mask: np.ndarray | None = None  # whether each id is learnt; None: all are
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) -> Path:
@@ -84,13 +81,20 @@ def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
     """(form of the texts, splits); OSError, ValueError or EOFError where it is not whole."""
     meta = json.loads((folder / _META).read_bytes())
     return meta["form"], {
-        split: Tokens(**{part: _map(folder, split, part) for part in parts})
-        for split, parts in meta["splits"].items()
+        split: Tokens(
+            **{part: _map(_array(folder, split, part), *of) for part, of in arrays.items()}
+        )
+        for split, arrays in meta["splits"].items()
     }
 
 
-def _map(folder: Path, split: str, part: str) -> np.ndarray:
-    return np.load(folder / f"{split}-{part}.npy", mmap_mode="r")
+def _map(path: Path, dtype: str, length: int) -> np.ndarray:
+    return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
+
+
+def _array(folder: Path, split: str, part: str) -> Path:
+    """The numbers of a part of `Tokens`, and nothing else."""
+    return folder / f"{split}-{part}.bin"
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
@@ -107,11 +111,11 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
         raise UserError(f"dataset={corpus.name!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
     building.mkdir(exist_ok=True)
+    arrays: dict[str, Any] = {}
     with _progress("tokenising", sum(sizes)) as bar:
         for split, source in wanted.items():
-            _fill_split(building, split, source, tokenizer, by_line, bar)
-    parts = {s: [p for p in _PARTS if p != "counts" or wanted[s].has_answers] for s in wanted}
-    meta = {"form": corpus.train.form, "splits": parts}
+            arrays[split] = _fill_split(building, split, source, tokenizer, by_line, bar)
+    meta = {"form": corpus.train.form, "splits": arrays}
     (building / _META).write_text(json.dumps(meta))
     for split in wanted:
         _note(building, split).unlink(missing_ok=True)
@@ -139,46 +143,56 @@ def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
 
 def _fill_split(
     building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
-) -> None:
+) -> dict[str, tuple[str, int]]:
+    """Type and length of each array; goes on where a killed process was."""
+    dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
+    if source.has_answers:
+        dtypes["loss_mask"] = "bool"
     note = _note(building, split)
-    eos = np.array([tokenizer.eos_id])
+    done, lengths = _read_note(note, dtypes)
+    batches = _batches(source.read(by_line=by_line))
+    for _, batch in zip(range(done), batches, strict=False):
+        bar.update(sum(len(piece.text) for piece in batch))
     with contextlib.ExitStack() as stack:
-        done, arrays = _open_arrays(building, split, tokenizer)
-        ids, starts, counts = (stack.enter_context(array) for array in arrays)
-        if not len(starts):
-            starts.append(np.zeros(1, np.int64))
-        batches = _batches(source.read(by_line=by_line))
-        for _, batch in zip(range(done), batches, strict=False):
-            bar.update(sum(len(piece.text) for piece in batch))
+        files = {
+            part: stack.enter_context(_open_at(_array(building, split, part), dtype, lengths[part]))
+            for part, dtype in dtypes.items()
+        }
+
+        def append(part: str, values: np.ndarray) -> None:
+            files[part].write(values.astype(dtypes[part]).tobytes())
+            lengths[part] += len(values)
+
+        def sync() -> None:
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+        if not lengths["starts"]:
+            append("starts", np.zeros(1))
         for batch, encoded in _encode(tokenizer, batches):
             pairs = zip(batch, encoded, strict=True)
-            rows = [np.append(row, eos) if piece.eos else row for piece, row in pairs]
+            rows = [np.append(row, tokenizer.eos_id) if p.eos else row for p, row in pairs]
             sizes = [len(row) for row in rows]
-            ends = len(ids) + np.cumsum(sizes)
-            starts.append(ends[[piece.ends for piece in batch]])
-            ids.append(np.concatenate(rows))
+            ends = lengths["ids"] + np.cumsum(sizes)
+            append("starts", ends[[piece.ends for piece in batch]])
+            append("ids", np.concatenate(rows))
             if source.has_answers:
-                counts.append(np.repeat([piece.counts for piece in batch], sizes))
+                append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
             bar.update(sum(len(piece.text) for piece in batch))
             done += 1
             if done % _PART == 0:
-                for array in arrays:
-                    array.sync()
-                _write_note(note, done, [len(array) for array in arrays])
+                sync()
+                _write_note(note, done, lengths)
+        sync()
+    return {part: (dtype, lengths[part]) for part, dtype in dtypes.items()}
 
 
-def _open_arrays(
-    building: Path, split: str, tokenizer: Tokenizer
-) -> tuple[int, list[_GrowingArray]]:
-    """(batches that a killed process had done, the arrays with what they gave)."""
-    dtypes = [np.uint16 if tokenizer.num_tokens <= 2**16 else np.int32, np.int64, np.bool_]
-    paths = [building / f"{split}-{part}.npy" for part in _PARTS]
-    done, lengths = _read_note(_note(building, split))
-    try:
-        return done, list(map(_GrowingArray, paths, dtypes, lengths))
-    except ValueError as error:
-        logger.warning("beginning %s anew: %s", building, error)
-        return 0, list(map(_GrowingArray, paths, dtypes, [0, 0, 0]))
+def _open_at(path: Path, dtype: str, length: int) -> BinaryIO:
+    """A file of which the first `length` numbers are kept, to append to."""
+    file = path.open("r+b" if length else "wb")
+    file.seek(file.truncate(length * np.dtype(dtype).itemsize))
+    return file
 
 
 def _encode(
@@ -199,7 +213,7 @@ def _encode(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch = list[Piece]()
+    batch: list[Piece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
@@ -212,63 +226,28 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-class _GrowingArray:
-    """A .npy file of one axis that is appended to."""
-
-    def __init__(self, path: Path, dtype: type, length: int) -> None:
-        """Keep the first `length` entries; ValueError where there are fewer."""
-        self._dtype = np.dtype(dtype)
-        self._length = length
-        self._file = path.open("r+b" if path.exists() else "w+b")
-        self._write_header(0)  # numpy leaves room for a longer one
-        end = self._file.tell() + length * self._dtype.itemsize
-        if self._file.seek(0, os.SEEK_END) < end:
-            self._file.close()
-            raise ValueError(f"{path} is too short")
-        self._file.truncate(end)
-        self._file.seek(end)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __enter__(self) -> _GrowingArray:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file:
-            self._write_header(self._length)
-            self.sync()
-
-    def append(self, values: np.ndarray) -> None:
-        self._file.write(values.astype(self._dtype).tobytes())
-        self._length += len(values)
-
-    def sync(self) -> None:
-        """Return when what was appended is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _write_header(self, length: int) -> None:
-        about = {"descr": self._dtype.str, "fortran_order": False, "shape": (length,)}
-        self._file.seek(0)
-        np.lib.format.write_array_header_1_0(self._file, about)
-
-
 def _note(building: Path, split: str) -> Path:
     """How far a split is."""
     return building / f"{split}.json"
 
 
-def _read_note(note: Path) -> tuple[int, list[int]]:
-    """(batches done, entries of each array) before a kill."""
+def _read_note(note: Path, dtypes: Mapping[str, str]) -> tuple[int, dict[str, int]]:
+    """(batches done, numbers in each array) before a kill."""
     try:
         found = json.loads(note.read_bytes())
-        return found["batches"], found["lengths"]
-    except (OSError, ValueError, KeyError):
-        return 0, [0, 0, 0]
+        lengths = {part: found["lengths"][part] for part in dtypes}
+        for part, dtype in dtypes.items():
+            size = _array(note.parent, note.stem, part).stat().st_size
+            if size < lengths[part] * np.dtype(dtype).itemsize:
+                raise ValueError(f"{part} is too short")
+        return found["batches"], lengths
+    except (OSError, ValueError, KeyError) as error:
+        if note.exists():
+            logger.warning("beginning %s anew: %s", note.parent, error)
+        return 0, dict.fromkeys(dtypes, 0)
 
 
-def _write_note(note: Path, batches: int, lengths: list[int]) -> None:
+def _write_note(note: Path, batches: int, lengths: Mapping[str, int]) -> None:
     new = note.with_suffix(".new")
     new.write_text(json.dumps({"batches": batches, "lengths": lengths}))
     new.replace(note)

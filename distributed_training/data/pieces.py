@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     """Part of a text."""
 
     text: str
-    counts: bool = True  # whether its tokens are learnt
+    in_loss: bool = True  # whether its tokens are learnt
     eos: bool = True  # whether end-of-text follows
     ends: bool = True  # whether the text, or record, ends with it
 
@@ -106,7 +106,10 @@ def cut_record(record: Any, form: str, where: str) -> list[Piece]:
         return list(cut_text([record[TEXT]])) if record[TEXT].strip() else []
     if not record["completion"].strip():
         return []
-    return [Piece(record[PROMPT], counts=False, eos=False, ends=False), Piece(record["completion"])]
+    return [
+        Piece(record[PROMPT], in_loss=False, eos=False, ends=False),
+        Piece(record["completion"]),
+    ]
 
 
 def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
@@ -121,7 +124,7 @@ def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
             if not isinstance(words.get(name), str):
                 raise _wrong(f"{where}: a message", name, MESSAGES)
         if words["role"] == ASSISTANT:
-            pieces.append(Piece(f"{before}{ASSISTANT}:", counts=False, eos=False, ends=False))
+            pieces.append(Piece(f"{before}{ASSISTANT}:", in_loss=False, eos=False, ends=False))
             pieces.append(Piece(f" {words['content']}", ends=False))
             before = ""
         else:

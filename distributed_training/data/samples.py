@@ -34,7 +34,7 @@ class Samples:
     lengths: np.ndarray  # tokens of each sample, [num_samples]
     seq_len: int  # tokens of a sample as the model sees it, padding included
     padding_id: int
-    counts: np.ndarray | None = None  # whether each of `tokens` is learnt; None: all are
+    loss_mask: np.ndarray | None = None  # whether each of `tokens` is learnt; None: all are
     learnt: np.ndarray | None = None  # targets of each sample that are learnt, at least 1; likewise
 
     def __len__(self) -> int:
@@ -58,8 +58,8 @@ class Samples:
                 length = self.lengths[index]
                 after = slice(start + 1, start + length + 1)
                 inputs[row, :length] = self.tokens[start : start + length]
-                learnt = True if self.counts is None else self.counts[after]
-                np.copyto(targets[row, :length], self.tokens[after], where=learnt)
+                mask = True if self.loss_mask is None else self.loss_mask[after]
+                np.copyto(targets[row, :length], self.tokens[after], where=mask)
         return inputs, targets
 
     @property
@@ -145,7 +145,7 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
 def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
     """A split as blocks without padding, or as one sample per text; those in which nothing is
     learnt, such as a prompt that fills the whole sample, are left out."""
-    ids, texts, counts = tokens
+    ids, texts, loss_mask = tokens
     seq_len = config.max_length
     if config.pack:  # what does not fill a block is left out
         starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
@@ -156,17 +156,19 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
         if not (kept := lengths > 0).all():
             starts = starts[kept]
             lengths = lengths[kept]
-    if counts is None or len(starts) == 0:
+    if loss_mask is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id)
     # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
-    learnt = np.add.reduceat(counts, edges[:-1] if edges[-1] == len(ids) else edges, dtype=np.int64)
+    if edges[-1] == len(ids):
+        edges = edges[:-1]
+    learnt = np.add.reduceat(loss_mask, edges, dtype=np.int64)
     learnt = learnt[::2]
     kept = learnt > 0
     starts = starts[kept]
     lengths = lengths[kept]
     learnt = learnt[kept]
-    return Samples(ids, starts, lengths, seq_len, padding_id, counts, learnt)
+    return Samples(ids, starts, lengths, seq_len, padding_id, loss_mask, learnt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,7 +59,7 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     num_samples = len(data.train)
     if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
         notes.append(f"the text has {num_samples} samples to train on, not {AUTO_SAMPLES}")
-    if data.train.counts is not None:
+    if data.train.loss_mask is not None:
         share = f"{100 * data.train.learnt_share:.1f}% of the tokens"
         notes.append(f"only the answers are learnt and count in the loss: {share}")
     num_steps = config.epochs * math.ceil(num_samples / plan.batch.global_batch_size)

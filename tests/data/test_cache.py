@@ -61,7 +61,7 @@ def test_the_embedded_corpus_gives_the_ids_of_its_whole_texts(tokenizer, tmp_pat
     np.testing.assert_array_equal(data.train.tokens, expected)
 
 
-@pytest.mark.parametrize("damage", [None, "train-ids.npy", "train.json"])
+@pytest.mark.parametrize("damage", [None, "train-ids.bin", "train.json"])
 @pytest.mark.parametrize("part", [1, 3])
 def test_what_was_tokenised_before_a_kill_is_not_done_again(
     part, damage, tokenizer, tmp_path, monkeypatch

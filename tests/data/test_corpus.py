@@ -35,7 +35,7 @@ def texts_of(source, *, by_line=False):
     """Its texts, whole."""
     texts, parts = [], []
     for piece in source.read(by_line=by_line):
-        assert piece.counts
+        assert piece.in_loss
         assert piece.eos == piece.ends
         parts.append(piece.text)
         if piece.ends:

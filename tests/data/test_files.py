@@ -121,7 +121,7 @@ def test_prompts_of_every_kind_give_the_same_pieces(suffix, tmp_path):
     rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(5)]
     corpus = read_corpus(write_rows(tmp_path / f"a{suffix}", rows))
     assert corpus.train.form == PROMPT
-    found = [(piece.text, piece.counts) for piece in corpus.train.read(by_line=False)]
+    found = [(piece.text, piece.in_loss) for piece in corpus.train.read(by_line=False)]
     expected = [[(row["prompt"], False), (row["completion"], True)] for row in rows]
     assert found == [pair for pairs in expected for pair in pairs]
 

@@ -81,8 +81,8 @@ def test_of_a_prompt_and_a_completion_the_completion_is_learnt():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
     assert find_form(record, "here") == "prompt"
     assert cut_record(record, "prompt", "here") == [
-        Piece("2+2=", counts=False, eos=False, ends=False),
-        Piece("4", counts=True, eos=True, ends=True),
+        Piece("2+2=", in_loss=False, eos=False, ends=False),
+        Piece("4", in_loss=True, eos=True, ends=True),
     ]
     assert cut_record({"prompt": "a", "completion": " "}, "prompt", "here") == []
 
@@ -91,10 +91,10 @@ def test_of_a_chat_what_the_assistant_says_is_learnt():
     assert find_form(CHAT, "here") == "messages"
     first = "system: Be brief.\nuser: 2 + 2?\nassistant:"
     assert cut_record(CHAT, "messages", "here") == [
-        Piece(first, counts=False, eos=False, ends=False),
-        Piece(" 4", counts=True, eos=True, ends=False),
-        Piece("user: 3 + 3?\nassistant:", counts=False, eos=False, ends=False),
-        Piece(" 6", counts=True, eos=True, ends=True),
+        Piece(first, in_loss=False, eos=False, ends=False),
+        Piece(" 4", in_loss=True, eos=True, ends=False),
+        Piece("user: 3 + 3?\nassistant:", in_loss=False, eos=False, ends=False),
+        Piece(" 6", in_loss=True, eos=True, ends=True),
     ]
     assert cut_record({"messages": CHAT["messages"][:2]}, "messages", "here") == []
 

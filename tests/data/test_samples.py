@@ -195,7 +195,7 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, 0.5, 0.99, None])
-@pytest.mark.parametrize("name", ["train-ids.npy", "validation-starts.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
 def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     first = prepare(tmp_path, tokenizer, pack=False)
     expected = all_rows(first.train)[0]
