@@ -22,9 +22,9 @@ SPEED = ("s/step", "tok/s", "MFU", "bound by")
 def layout_name(plan: Plan) -> str:
     """ "3d pp2 tp2 1f1b m8": strategy, axes and cut of the batch."""
     axes = {axis: size for axis, size in plan.mesh.items() if size > 1}
-    only = axes == {"dp_replicate": plan.num_processes} or axes == {"dp_shard": plan.num_processes}
+    one_kind = plan.num_processes in (plan.mesh["dp_replicate"], plan.mesh["dp_shard"])
     words = [plan.strategy.name]
-    if not only or settings_of(plan).keys() - {"num_microbatches"}:  # else the name says it
+    if not one_kind or settings_of(plan).keys() - {"num_microbatches"}:  # else the name says it
         short = {"dp_replicate": "copies", "dp_shard": "shard"}
         words += [f"{short.get(axis, axis)}{size}" for axis, size in axes.items()]
     if plan.mesh["pp"] > 1:

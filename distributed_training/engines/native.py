@@ -65,7 +65,7 @@ class NativeEngine(base.Engine):
         self.size = model.size
         self.tp_parts = plan.tp_parts
         # DDP works over the default group, as it does in everybody's script.
-        self.copies_only = topology.dp_size == topology.world_size == topology.dp_replicate
+        self.copies_only = plan.only_copies
         mesh = None if self.copies_only else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"

@@ -10,17 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-import sys
-import zlib
 from dataclasses import asdict, dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_json, shown, user_path
+from distributed_training.settings.files import did_you_mean, load_code, load_json, shown, user_path
 
 if TYPE_CHECKING:
     import torch
@@ -159,14 +156,8 @@ def _load(family: str) -> Any:
     """The package of a family; one outside gets a name that no other module has."""
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
-    name = f"{Path(family).name}_{zlib.crc32(family.encode()):08x}"
-    spec: Any = spec_from_file_location(name, Path(family, "__init__.py"))
-    module = sys.modules[name] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        for function in ("sizes", "build", "load", "save"):
-            getattr(module, function)
-    except Exception as error:  # whatever a user's code raises
-        what = f"the model family {family} cannot be imported"
-        raise UserError(what, f"{type(error).__name__}: {error}") from None
+    module = load_code(Path(family, "__init__.py"), f"the model family {family}")
+    missing = [name for name in ("sizes", "build", "load", "save") if not hasattr(module, name)]
+    if missing:
+        raise UserError(f"the model family {family} has no {', '.join(missing)}")
     return module

@@ -48,6 +48,8 @@ def lay_out(
         if config.offload_dir is not None:
             offload_dir = user_path("offload_dir", config.offload_dir)
         offload_dir = offload_dir.absolute() / run_dir.name
+    only_copies = mesh["dp_replicate"] == num_processes
+    averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
     plan = Plan(
         requested=requested,
         config=with_values(
@@ -60,6 +62,9 @@ def lay_out(
         mesh=mesh,
         batch=batch,
         layout=layout,
+        only_copies=only_copies,
+        uses_ddp=averages and only_copies,
+        uses_fsdp=averages and not only_copies,
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload_dir,

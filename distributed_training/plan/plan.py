@@ -38,6 +38,9 @@ class Plan:
     mesh: dict[str, int]  # sizes of the axes, the slowest with the rank first
     batch: Batch
     layout: Layout
+    only_copies: bool  # each process holds the whole model
+    uses_ddp: bool  # gradients of whole copies are averaged, by PyTorch's DDP
+    uses_fsdp: bool  # state is divided over dp_shard, or copies of parts averaged, by its FSDP
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such

@@ -179,7 +179,7 @@ class Work:
         if self.count > 1 or self.pp > 1:
             each += FITTED["gradient_bytes"]["added"]
         # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
-        alone = self.plan.num_processes in (self.plan.mesh["dp_replicate"], self.tp)
+        alone = self.plan.only_copies or self.plan.num_processes == self.tp
         if alone and self.width == 2 and not self.traits.rounded_weights:
             each += FITTED["gradient_bytes"]["cast"]
         return each * (whole - split + split / self.tp)

@@ -123,7 +123,7 @@ class _Process:
         self.hidden = self.tokens * self.size.hidden_size * self.width
         self.between = 1 / self.tp if self.config.sequence_parallel else 1.0
         # DDP averages gradients in every step, in buckets that stay.
-        self.has_buckets = formulas.ddp and formulas.steps_between_exchanges is None
+        self.has_buckets = plan.uses_ddp and formulas.steps_between_exchanges is None
 
     def peak(self) -> dict[str, int]:
         """The fuller of two moments: inside forward and backward, and in the optimizer step."""
@@ -147,7 +147,7 @@ class _Process:
         if not self.plan.strategy.traits.rounded_weights:
             if self.size.tied:
                 state["buffers"] += 4 * self.formulas.embedding
-            if self.plan.mesh["pp"] == 1 and self.formulas.only_copies:
+            if self.plan.mesh["pp"] == 1 and self.plan.only_copies:
                 state["copies"] = 0.0  # what autograd kept is gone
         elif not self.plan.strategy.steps_on_host:
             # DeepSpeed makes fp32 gradients of its part for Adam, and has a flat copy of the
@@ -174,7 +174,7 @@ class _Process:
             shard = 4 * held / self.shards
             parts["copies"] = parts["parameters"] - shard
             parts["parameters"] = shard
-        elif formulas.fsdp:
+        elif plan.uses_fsdp:
             block = formulas.in_blocks / max(1, formulas.num_blocks)
             # The root's parameters stay gathered, of the blocks the one in use and those ahead.
             blocks = (1 + plan.config.fsdp_prefetch) * block

@@ -155,7 +155,7 @@ class _Step:
             cost += host.zero3_block
             if self.work.shards > 1:
                 cost += host.zero3_gather
-        elif self.processes[0].fsdp:
+        elif self.plan.uses_fsdp:
             cost += host.fsdp_unit
         return cost
 
@@ -167,11 +167,11 @@ class _Step:
         tensors = TENSORS * blocks
         if not self.traits.takes_deepspeed_json:
             each = 0.0
-            if process.ddp:
+            if self.plan.uses_ddp:
                 each += host.ddp_tensor
-            if process.fsdp or self.work.tp > 1:
+            if self.plan.uses_fsdp or self.work.tp > 1:
                 each += host.dtensor
-            if self.pp > 1 and not process.fsdp:
+            if self.pp > 1 and not self.plan.uses_fsdp:
                 each += host.stage_tensor
             return host.step + each * tensors, 0.0
         if strategy.zero_stage == 3:

@@ -51,11 +51,6 @@ class Formulas:
     def __init__(self, plan: Plan, place: int) -> None:
         self.plan, self.config, self.size, self.mesh = plan, plan.config, plan.size, plan.mesh
         self.place, self.ranks = place, plan.layout.ranks
-        self.only_copies = plan.num_processes == plan.mesh["dp_replicate"]
-        native = not plan.strategy.traits.rounded_weights
-        averages = plan.mesh["dp_replicate"] * plan.mesh["dp_shard"] > 1
-        self.ddp = native and averages and self.only_copies
-        self.fsdp = native and averages and not self.only_copies
         self.steps_between_exchanges = plan.options.steps_between_exchanges()
         self.micro_batches = plan.batch.num_microbatches
         self.width = 4 if plan.config.precision == "fp32" else 2
@@ -106,7 +101,7 @@ class Formulas:
 
     def data(self) -> Bytes:
         """dp and fsdp, alone or inside tp and pp."""
-        if self.only_copies:  # DDP: once a step; or less often
+        if self.plan.only_copies:  # DDP: once a step; or less often
             if self.config.gradient_compression != "none":
                 return self.compressed()
             steps = self.steps_between_exchanges or 1

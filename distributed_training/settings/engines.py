@@ -7,19 +7,16 @@ names, which may be in another file there ("local_sgd.py:LocalSGD"). No torch im
 
 from __future__ import annotations
 
-import functools
 import importlib
-import runpy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distributed_training.settings.config import PIPELINE_SCHEDULES
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean
+from distributed_training.settings.files import did_you_mean, load_code
 from distributed_training.settings.keys import Options
 
-_run_file = functools.cache(runpy.run_path)
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 
 
@@ -44,7 +41,7 @@ class Traits:
         """The engine's class. Imports torch."""
         place, _, name = self.build.rpartition(":")
         if place.endswith(".py"):
-            return _run_file(place)[name]
+            return getattr(load_code(Path(place), f"the engine {place}"), name)
         return getattr(importlib.import_module(place), name)
 
 
@@ -85,9 +82,9 @@ def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         what, fix = f"{folder}: engine={engine!r} is not known", did_you_mean(engine, ENGINES)
         raise UserError(what, why, fix)
-    names = _run_file(str(file))
-    traits = names.get("TRAITS")
+    module = load_code(file, f"the engine {file}")
+    traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
-    return replace(traits, build=f"{folder}/{build}"), names.get("OPTIONS", Options)
+    return replace(traits, build=f"{folder}/{build}"), getattr(module, "OPTIONS", Options)

@@ -1,13 +1,18 @@
-"""Paths and JSON that users hand us, with errors that they can act on. No torch import."""
+"""Paths, JSON and code that users hand us, with errors that they can act on. No torch import."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import os
+import sys
+import zlib
 from collections.abc import Iterable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -41,6 +46,23 @@ def given_path(text: str | Path) -> Path:
     path = Path(text).expanduser()
     ours = ROOT / path
     return ours if ours.exists() and not path.exists() else path
+
+
+@functools.cache
+def load_code(file: Path, what: str) -> ModuleType:
+    """A Python file outside of the package as a module, run once, under a name that no other has.
+    Raises UserError where it fails, which calls it `what`."""
+    folder = file.parent
+    name = f"{folder.name}_{file.stem}_{zlib.crc32(str(folder).encode()):08x}"
+    spec: Any = spec_from_file_location(name, file)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's code raises
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what} cannot be imported", why) from None
+    return module
 
 
 def load_json(path: Path, what: str) -> Any:

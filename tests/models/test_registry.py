@@ -152,7 +152,7 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))
     (tmp_path / "__init__.py").write_text("sizes = build = None")
-    with refused(str(tmp_path), "has no attribute 'load'"):
+    with refused(str(tmp_path), "has no load, save"):
         find_model(str(tmp_path))
 
 
