@@ -18,13 +18,10 @@ function toCsv(schedule) {
 
 function fromCsv(text, name) {
   const lines = text.replace(/^\ufeff/, "").split(/\r\n|\r|\n/);
-  const orders = lines.map((line, number) =>
-    line
-      .split(",")
-      .map((cell) => cell.trim().replace(/^"(.*)"$/, "$1"))
-      .filter(Boolean)
-      .map((cell) => parseItem(cell, `line ${number + 1}`)),
-  );
+  const orders = lines.map((line, number) => {
+    const cells = line.split(",").map((cell) => cell.trim().replace(/^"(.*)"$/, "$1"));
+    return cells.filter(Boolean).map((cell) => parseItem(cell, `line ${number + 1}`));
+  });
   while (orders.length && !orders.at(-1).length) orders.pop();
   const numStages = checkStages(orders);
   const perRank = Math.max(1, Math.floor(numStages / orders.length));
@@ -36,46 +33,37 @@ function fromCsv(text, name) {
 
 function parseItem(cell, where) {
   const pair = WRITTEN_PAIR.exec(cell);
-  if (pair) return new Pair(parseOp(pair[1], where), parseOp(pair[2], where));
-  return parseOp(cell, where);
-}
-
-function parseOp(cell, where) {
+  if (pair) return new Pair(parseItem(pair[1], where), parseItem(pair[2], where));
   const op = WRITTEN.exec(cell);
-  if (!op) throw new RuleError(`${where}: "${cell.slice(0, 40)}" is no operation; write 2F0 or 2B0`);
-  return new Op(op[2], Number(op[1]), Number(op[3]));
+  if (op) return new Op(op[2], Number(op[1]), Number(op[3]));
+  throw new RuleError(`${where}: "${cell.slice(0, 40)}" is no operation; write 2F0 or 2B0`);
 }
 
 function checkStages(orders) {
   const rankOf = new Map();
   orders.forEach((order, rank) => {
     for (const { stage } of order.flatMap((item) => item.parts)) {
-      if (!rankOf.has(stage)) rankOf.set(stage, rank);
-      if (rankOf.get(stage) !== rank) {
-        throw new RuleError(`stage ${stage} is on ranks ${rankOf.get(stage)} and ${rank}`);
-      }
+      const other = rankOf.get(stage) ?? rank;
+      if (other !== rank) throw new RuleError(`stage ${stage} is on ranks ${other} and ${rank}`);
+      rankOf.set(stage, rank);
     }
   });
   if (!rankOf.size) throw new RuleError("it holds no operation; write cells such as 0F0 and 0B0");
-  for (let stage = 0; stage < rankOf.size; stage++) {
-    if (!rankOf.has(stage)) {
-      throw new RuleError(`there is a stage ${Math.max(...rankOf.keys())} but no stage ${stage}`);
-    }
-  }
-  return rankOf.size;
+  const most = Math.max(...rankOf.keys());
+  const missing = oneChain(most)[0].find((stage) => !rankOf.has(stage));
+  if (missing === undefined) return rankOf.size;
+  throw new RuleError(`there is a stage ${most} but no stage ${missing}`);
 }
 
 function checkPasses(schedule) {
-  const ops = schedule.ops();
-  const m = schedule.numMicrobatches;
+  const [ops, m] = [schedule.ops(), schedule.numMicrobatches];
   if (Math.max(...ops.map((op) => op.microbatch)) !== m - 1) {
     throw new RuleError(`its ${m} microbatches are not numbered 0 to ${m - 1}`);
   }
   const there = new Set(ops.map((op) => op.text));
   for (const { stage, microbatch: i } of ops) {
-    const has = (kind) => there.has(`${stage}${kind}${i}`);
-    if (!has("F") || !(has("B") || (has("I") && has("W")))) {
-      throw new RuleError(`stage ${stage} needs F, and B or both I and W, of microbatch ${i}`);
-    }
+    const has = (kind) => there.has(keyOf(kind, stage, i));
+    if (has("F") && (has("B") || (has("I") && has("W")))) continue;
+    throw new RuleError(`stage ${stage} needs F, and B or both I and W, of microbatch ${i}`);
   }
 }

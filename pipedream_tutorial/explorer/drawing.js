@@ -184,7 +184,7 @@ function strokeLine(g, x, y, right, low = y) {
 
 // Places of operations, messages between ranks, and who takes an operation's result in.
 function buildLinks(timeline) {
-  const places = placesOf(timeline.schedule);
+  const places = timeline.schedule.places();
   const messages = [];
   const receivers = new Map();
   timeline.schedule.orders.forEach((order, rank) => {

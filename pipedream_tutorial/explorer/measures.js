@@ -23,20 +23,18 @@ function idle(timeline) {
 function activationSteps(schedule) {
   const all = Number(schedule.kept.d);
   const gone = all - Number(schedule.kept.n);
-  const again = new Set(schedule.ops().flatMap((op) => (op.kind === "R" ? [op.stage + "," + op.microbatch] : [])));
+  const change = { F: all, R: gone, B: -all, I: 0, W: -all };
+  const there = new Set(schedule.ops().map((op) => op.text));
   return schedule.orders.map((order) => {
     let parts = 0;
-    const after = (op, change, begins) => {
-      parts += change;
-      return { op, parts, held: parts / all, begins };
+    const after = (op, more) => {
+      parts += more;
+      return { op, parts, held: parts / all, begins: more > 0 };
     };
     return order.flatMap((item) =>
       item.parts.flatMap((op) => {
-        if (op.kind === "F" && again.has(op.stage + "," + op.microbatch)) {
-          return [after(op, all, true), after(op, -gone, false)];
-        }
-        const change = { F: all, R: gone, B: -all, I: 0, W: -all }[op.kind];
-        return [after(op, change, change > 0)];
+        const again = op.kind === "F" && there.has(keyOf("R", op.stage, op.microbatch));
+        return [after(op, change[op.kind]), ...(again ? [after(op, -gone)] : [])];
       }),
     );
   });
@@ -52,7 +50,7 @@ function peakActivations(schedule) {
 
 // The items that fix the makespan, first to last, as {rank, index}.
 function criticalPath(timeline) {
-  const at = placesOf(timeline.schedule);
+  const at = timeline.schedule.places();
   let rank = timeline.ends.findIndex((line) => line.at(-1) === timeline.last);
   let index = timeline.ends[rank].indexOf(timeline.last);
   const path = [{ rank, index }];
@@ -65,7 +63,7 @@ function criticalPath(timeline) {
 
 // By rank and item: how much later, in ticks, it could end without the whole ending later.
 function slackOf({ schedule, wanted, starts, ends, sequence, communication, last }) {
-  const at = placesOf(schedule);
+  const at = schedule.places();
   const latest = ends.map((line) => line.map(() => last));
   const lower = (rank, index, time) => {
     latest[rank][index] = Math.min(latest[rank][index], time);
@@ -81,21 +79,10 @@ function slackOf({ schedule, wanted, starts, ends, sequence, communication, last
   return latest.map((line, rank) => line.map((time, index) => time - ends[rank][index]));
 }
 
-// operation -> {rank, index of its item}
-function placesOf(schedule) {
-  const found = new Map();
-  schedule.orders.forEach((order, rank) =>
-    order.forEach((item, index) => {
-      for (const op of item.parts) found.set(op.text, { rank, index });
-    }),
-  );
-  return found;
-}
-
 // By rank: [time in ticks, stages' activations held from then on], from the start of the pass that
 // makes them to the end of the pass that frees them.
 function heldActivations(timeline) {
-  const at = placesOf(timeline.schedule);
+  const at = timeline.schedule.places();
   return activationSteps(timeline.schedule).map((steps, rank) =>
     changes(
       steps.map(({ op, held, begins }) => {

@@ -16,12 +16,7 @@ class DeadlockError extends RuleError {
 
 class Needs {
   constructor(schedule) {
-    this.halves = new Set();
-    this.again = new Set();
-    for (const op of schedule.ops()) {
-      if (op.kind === "I") this.halves.add(`${op.stage},${op.microbatch}`);
-      if (op.kind === "R") this.again.add(`${op.stage},${op.microbatch}`);
-    }
+    this.there = new Set(schedule.ops().map((op) => op.text));
     this.after = new Map();
     this.before = new Map();
     for (const chain of schedule.chains) {
@@ -33,20 +28,18 @@ class Needs {
   }
 
   // The written operations whose results this one takes in.
-  of(op) {
-    const { kind, stage, microbatch } = op;
+  of({ kind, stage, microbatch }) {
+    const key = (wanted, at) => keyOf(wanted, at, microbatch);
     if (kind === "F") {
       const previous = this.before.get(stage);
-      return previous === undefined ? [] : [keyOf("F", previous, microbatch)];
+      return previous === undefined ? [] : [key("F", previous)];
     }
-    if (kind === "W") return [keyOf("I", stage, microbatch)];
-    const first = keyOf("F", stage, microbatch);
-    if (kind === "R") return [first];
-    const own = this.again.has(`${stage},${microbatch}`) ? keyOf("R", stage, microbatch) : first;
+    if (kind === "W") return [key("I", stage)];
+    if (kind === "R") return [key("F", stage)];
+    const own = this.there.has(key("R", stage)) ? key("R", stage) : key("F", stage);
     const following = this.after.get(stage);
     if (following === undefined) return [own];
-    const cut = this.halves.has(`${following},${microbatch}`);
-    return [own, keyOf(cut ? "I" : "B", following, microbatch)];
+    return [own, this.there.has(key("I", following)) ? key("I", following) : key("B", following)];
   }
 
   ofItem(item) {
@@ -57,45 +50,38 @@ class Needs {
 // Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage.
 function checkOnceAndWhole(schedule) {
   const [ops, there] = [schedule.ops(), new Set()];
-  for (const op of ops) {
-    if (there.has(op.text)) throw new RuleError(`${op.text} is in the orders twice`);
-    there.add(op.text);
+  for (const { text } of ops) {
+    if (there.has(text)) throw new RuleError(`${text} is in the orders twice`);
+    there.add(text);
   }
-  const backward = ops.some((op) => op.kind !== "F");
-  for (const { kind: own, stage, microbatch } of backward ? ops : []) {
-    if (own === "F" && there.has(keyOf("B", stage, microbatch))) continue; // looked at with B
+  if (!ops.some((op) => op.kind !== "F")) return;
+  for (const { kind: own, stage, microbatch } of ops) {
     const [whole, first, second] = [..."BIW"].map((kind) => keyOf(kind, stage, microbatch));
+    if (own === "F" && there.has(whole)) continue; // looked at with B
     const halves = Number(there.has(first)) + Number(there.has(second));
-    if (halves !== (there.has(whole) ? 0 : 2)) {
-      throw new RuleError(
-        `stage ${stage} needs either ${whole} or both ${first} and ${second} ` +
-          `for microbatch ${microbatch}`,
-      );
-    }
+    if (halves === (there.has(whole) ? 0 : 2)) continue;
+    const either = `either ${whole} or both ${first} and ${second}`;
+    throw new RuleError(`stage ${stage} needs ${either} for microbatch ${microbatch}`);
   }
 }
 
 function checkNeeds(schedule, wanted) {
-  const known = schedule.ranks();
   for (const op of schedule.ops()) {
-    for (const need of wanted.of(op)) {
-      if (!known.has(need)) throw new RuleError(`${op.text} needs ${need}, which no rank runs`);
-    }
+    const missing = wanted.of(op).find((need) => !wanted.there.has(need));
+    if (missing) throw new RuleError(`${op.text} needs ${missing}, which no rank runs`);
   }
 }
 
 // Follow what each stuck rank waits for until a rank comes up again.
 function deadlock(schedule, numEnded, wanted, done) {
-  const ranks = schedule.ranks();
+  const places = schedule.places();
   const path = [];
   let rank = schedule.orders.findIndex((order, r) => numEnded[r] < order.length);
   while (!path.some((step) => step.rank === rank)) {
-    const item = schedule.orders[rank][numEnded[rank]];
-    const stuck = item.parts
-      .flatMap((op) => wanted.of(op).map((need) => ({ rank, op, need })))
-      .find(({ need }) => !done.has(need));
-    path.push(stuck);
-    rank = ranks.get(stuck.need);
+    const { parts } = schedule.orders[rank][numEnded[rank]];
+    const all = parts.flatMap((op) => wanted.of(op).map((need) => ({ rank, op, need })));
+    path.push(all.find(({ need }) => !done.has(need)));
+    ({ rank } = places.get(path.at(-1).need));
   }
   return new DeadlockError(path.slice(path.findIndex((step) => step.rank === rank)));
 }

@@ -8,10 +8,8 @@ class RuleError extends Error {}
 
 class Op {
   constructor(kind, stage, microbatch) {
-    this.kind = kind;
-    this.stage = stage;
-    this.microbatch = microbatch;
-    this.text = `${stage}${kind}${microbatch}`;
+    Object.assign(this, { kind, stage, microbatch });
+    this.text = keyOf(kind, stage, microbatch);
     this.parts = [this];
   }
 }
@@ -27,15 +25,17 @@ function keyOf(kind, stage, microbatch) {
   return `${stage}${kind}${microbatch}`;
 }
 
+// The item with `change` made to its operations.
+function changedItem(item, change) {
+  const parts = item.parts.map(change);
+  return parts.length === 2 ? new Pair(...parts) : parts[0];
+}
+
 // chains: the stages in the direction of the forward pass; two chains are two copies of the model.
 // kept: of a microbatch's activations on a stage, the share that is kept from its F to its R.
 class Schedule {
   constructor(name, orders, chains, stagesPerRank = 1, kept = ONE) {
-    this.kept = kept;
-    this.name = name;
-    this.orders = orders;
-    this.chains = chains;
-    this.stagesPerRank = stagesPerRank;
+    Object.assign(this, { name, orders, chains, stagesPerRank, kept });
   }
 
   get numRanks() {
@@ -55,17 +55,22 @@ class Schedule {
     return new Map(this.chains.flatMap((chain) => chain.map((stage, place) => [stage, place])));
   }
 
-  // operation -> the rank that runs it
-  ranks() {
+  // operation -> {rank, index of its item}
+  places() {
     const found = new Map();
-    this.orders.forEach((order, rank) => {
-      for (const item of order) for (const op of item.parts) found.set(op.text, rank);
-    });
+    this.orders.forEach((order, rank) =>
+      order.forEach((item, index) => item.parts.forEach((op) => found.set(op.text, { rank, index }))),
+    );
     return found;
   }
 
   withOrders(orders) {
     return new Schedule(this.name, orders, this.chains, this.stagesPerRank, this.kept);
+  }
+
+  // Each item as the items that `change` makes of it.
+  withItems(change) {
+    return this.withOrders(this.orders.map((order) => order.flatMap(change)));
   }
 }
 
@@ -76,34 +81,25 @@ function oneChain(numStages) {
 // The same batch again and again; microbatches of batch k are numbered from k m on.
 function repeat(schedule, numBatches) {
   const m = schedule.numMicrobatches;
-  const shifted = (item, by) => {
-    const parts = item.parts.map((op) => new Op(op.kind, op.stage, op.microbatch + by));
-    return parts.length === 2 ? new Pair(...parts) : parts[0];
-  };
-  const batches = Array.from({ length: numBatches }, (_, k) => k * m);
+  const later = (by) => ({ kind, stage, microbatch }) => new Op(kind, stage, microbatch + by);
+  const batches = Array.from({ length: numBatches }, (_, k) => later(k * m));
   return schedule.withOrders(
-    schedule.orders.map((order) => batches.flatMap((by) => order.map((i) => shifted(i, by)))),
+    schedule.orders.map((order) => batches.flatMap((by) => order.map((i) => changedItem(i, by)))),
   );
 }
 
 // Every whole backward pass as its two halves, one after the other: nothing moves yet.
 function cutBackwards(schedule) {
-  const halves = (op) =>
-    op.kind === "B"
-      ? [new Op("I", op.stage, op.microbatch), new Op("W", op.stage, op.microbatch)]
-      : [op];
-  const cut = (item) => (item.parts.length === 2 ? [item] : halves(item));
-  return schedule.withOrders(schedule.orders.map((order) => order.flatMap(cut)));
+  const half = ({ stage, microbatch }) => (kind) => new Op(kind, stage, microbatch);
+  return schedule.withItems((item) => (item.kind === "B" ? [..."IW"].map(half(item)) : [item]));
 }
 
 // The same orders, with R, the forward pass once more, before every backward pass.
 function recomputed(schedule, kept) {
-  const orders = schedule.orders.map((order) =>
-    order.flatMap((item) => {
-      const { kind, stage, microbatch } = item.parts.at(-1);
-      return kind === "B" || kind === "I" ? [new Op("R", stage, microbatch), item] : [item];
-    }),
-  );
-  const { name, chains, stagesPerRank } = schedule;
-  return new Schedule(name, orders, chains, stagesPerRank, Fraction.parse(kept));
+  const found = schedule.withItems((item) => {
+    const { kind, stage, microbatch } = item.parts.at(-1);
+    return kind === "B" || kind === "I" ? [new Op("R", stage, microbatch), item] : [item];
+  });
+  found.kept = Fraction.parse(kept);
+  return found;
 }

@@ -352,9 +352,7 @@ function dualpipe(p, m) {
     const moved = ({ kind, stage, microbatch }) =>
       stage === r ? new Op(kind, r, microbatch) : new Op(kind, p + stage, m / 2 + microbatch);
     dualpipeLine(line, Math.min(r, p - 1 - r), p / 2, m / 2);
-    line.items = line.items.map(({ parts }) =>
-      parts.length === 2 ? new Pair(...parts.map(moved)) : moved(parts[0]),
-    );
+    line.items = line.items.map((item) => changedItem(item, moved));
   });
   return new Schedule("dualpipe", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
 }
@@ -368,7 +366,7 @@ function chimera(p, m) {
         `m=${m}; take p=${p + (p % 2)} and a multiple of it`,
     );
   }
-  const slots = Array.from({ length: p }, () => []);
+  const slots = oneChain(p)[0].map(() => []);
   for (let microbatch = 0; microbatch < m; microbatch++) {
     const place = microbatch % p;
     const upwards = place >= p / 2;
@@ -380,6 +378,5 @@ function chimera(p, m) {
     }
   }
   const orders = slots.map((line) => line.sort((a, b) => a[0] - b[0]).map(([, op]) => op));
-  const up = Array.from({ length: p }, (_, s) => p + s);
-  return new Schedule("chimera", orders, [...oneChain(p), up]);
+  return new Schedule("chimera", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
 }

@@ -3,38 +3,19 @@
 
 const newest = (updates) => updates;
 
-// `flushes`: batches follow each other as repeats of one order.
+// `flushes`: batches follow each other as repeats of one order. `perMicrobatch`: an update after each
+// backward pass, else one a batch. `stashed`: a backward pass uses its forward pass's weights.
 const POLICIES = {
-  flush: {
-    flushes: true,
-    perMicrobatch: false,
-    forwardVersion: newest,
-    stashed: true,
-    text: "One update a batch, when the stage has no microbatch in flight.",
-  },
-  stash: {
-    perMicrobatch: true,
-    forwardVersion: newest,
-    stashed: true,
-    text: "An update a microbatch; the backward pass uses its forward pass's weights.",
-  },
+  flush: { flushes: true, perMicrobatch: false, forwardVersion: newest, stashed: true },
+  stash: { perMicrobatch: true, forwardVersion: newest, stashed: true },
   vertical: {
-    perMicrobatch: true,
+    perMicrobatch: true, stashed: true,
     forwardVersion: (updates, i, m, p) => Math.max(0, i - (p - 1)),
-    stashed: true,
-    text: "Stashing, and a microbatch uses one version number on every stage.",
   },
-  "in-place": {
-    perMicrobatch: true,
-    forwardVersion: newest,
-    stashed: false,
-    text: "An update a microbatch into the same memory: a backward pass may see newer weights than its forward pass did.",
-  },
+  "in-place": { perMicrobatch: true, forwardVersion: newest, stashed: false },
   "2bw": {
-    perMicrobatch: false,
+    perMicrobatch: false, stashed: true,
     forwardVersion: (updates, i, m) => Math.max(0, Math.floor(i / m) - 1),
-    stashed: true,
-    text: "One update a batch without a flush; a batch runs one version behind.",
   },
 };
 
@@ -47,9 +28,8 @@ function weightUse(schedule, policy, batchSize) {
     own.get(op.stage).push(op);
   }
   const numStages = schedule.chains[0].length;
-  return new Map(
-    [...own].map(([stage, ops]) => [stage, stageUse(ops, policy, batchSize, numStages)]),
-  );
+  const used = ([stage, ops]) => [stage, stageUse(ops, policy, batchSize, numStages)];
+  return new Map([...own].map(used));
 }
 
 function add(counter, key, by) {
@@ -72,10 +52,8 @@ function stageUse(ops, policy, m, p) {
     if (op.kind === "F") {
       const version = policy.forwardVersion(updates, i, m, p);
       if (version > updates) {
-        throw new RuleError(
-          `microbatch ${i} would run with version ${version} before there is one; ` +
-            `take ${p - 1} microbatches a batch or more`,
-        );
+        const what = `microbatch ${i} would run with version ${version} before there is one`;
+        throw new RuleError(`${what}; take ${p - 1} microbatches a batch or more`);
       }
       forward.set(i, version);
       add(inUse, version, 1);

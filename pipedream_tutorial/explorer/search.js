@@ -3,26 +3,20 @@
 // One stage a rank, backward passes in halves. A rank's order is a word of m letters F, I and W; in
 // every beginning of it F leads I, I leads W, and F is at most `memory` ahead of W. Rules write
 // words (`greedy`, `pattern`), and moving single letters improves them. Of equally short orders the
-// one with the shorter span (of the rank where it is longest) is better for batches in a row. The random numbers are not
-// Python's, so the words may differ from simulate/search.py's; bound and rules do not.
+// one with the shorter span (of the rank where it is longest) is better for batches in a row. The
+// random numbers are not Python's, so the words may differ from its; bound and rules do not.
 "use strict";
 
 function buildProblem(costs, numMicrobatches, memory) {
   if (memory < 1) throw new RuleError(`memory=${memory}; a rank holds 1 microbatch at least`);
   const kinds = { F: costs.forward, I: costs.inputGradient, W: costs.weightGradient };
   const all = [costs.communication, ...Object.values(kinds).flat()];
-  const scale = all.map((time) => time.d).reduce(lcm, 1n);
-  const common = all.map((time) => (time.n * scale) / time.d).reduce(gcd, 0n) || 1n;
-  const ticks = (time) => Number((time.n * scale) / time.d / common);
-  return {
-    numMicrobatches,
-    memory,
-    durations: costs.forward.map((_, rank) =>
-      Object.fromEntries(Object.entries(kinds).map(([kind, times]) => [kind, ticks(times[rank])])),
-    ),
-    communication: ticks(costs.communication),
-    ticksPerUnit: Number(scale) / Number(common),
-  };
+  const { tick, counts } = inTicks(all);
+  const [communication, ...lasts] = counts;
+  const p = costs.forward.length;
+  const durations = costs.forward.map((_, r) => ({ F: lasts[r], I: lasts[p + r], W: lasts[2 * p + r] }));
+  const ticksPerUnit = Number(tick.d) / Number(tick.n);
+  return { numMicrobatches, memory, durations, communication, ticksPerUnit };
 }
 
 // In ticks; Infinity for words that wait for each other in a circle. Does not look at memory.
@@ -120,43 +114,33 @@ function greedy(problem, lead) {
   const p = durations.length;
   const [words, free] = [durations.map(() => ""), durations.map(() => 0)];
   const ends = durations.map(() => ({ F: [], I: [], W: [] }));
-  // When the rank's next operation of a kind could start; undefined if that is not known yet.
+  // When the rank's next operation of a kind could start; Infinity while that is not known.
   const earliest = (rank, kind) => {
     const own = ends[rank];
     const i = own[kind].length;
-    if (i === m) return undefined;
-    if (kind === "W") return own.I[i];
+    if (i === m) return Infinity;
+    if (kind === "W") return own.I[i] ?? Infinity;
     if (kind === "F") {
-      if (i - own.W.length === memory || i - own.I.length === lead[rank]) return undefined;
-      return rank === 0 ? 0 : plus(ends[rank - 1].F[i], c);
+      if (i - own.W.length === memory || i - own.I.length === lead[rank]) return Infinity;
+      return rank === 0 ? 0 : (ends[rank - 1].F[i] ?? Infinity) + c;
     }
-    return rank === p - 1 ? own.F[i] : plus(ends[rank + 1].I[i], c);
+    if (rank === p - 1) return own.F[i] ?? Infinity;
+    return (ends[rank + 1].I[i] ?? Infinity) + c;
   };
   for (let step = 0; step < 3 * m * p; step++) {
-    let best = null;
-    for (let rank = 0; rank < p; rank++) {
-      [..."IFW"].forEach((kind, order) => {
-        const time = earliest(rank, kind);
-        if (time === undefined) return;
-        const choice = [Math.max(time, free[rank]), order, rank, kind];
-        if (best === null || earlier(choice, best)) best = choice;
-      });
+    let best = { time: Infinity };
+    for (const kind of "IFW") {
+      for (let rank = 0; rank < p; rank++) {
+        const time = Math.max(earliest(rank, kind), free[rank]);
+        if (time < best.time) best = { time, rank, kind };
+      }
     }
-    const [time, , rank, kind] = best;
+    const { time, rank, kind } = best;
     free[rank] = time + durations[rank][kind];
     ends[rank][kind].push(free[rank]);
     words[rank] += kind;
   }
   return words;
-}
-
-function plus(time, later) {
-  return time === undefined ? undefined : time + later;
-}
-
-function earlier(a, b) {
-  for (let k = 0; k < 3; k++) if (a[k] !== b[k]) return a[k] < b[k];
-  return false;
 }
 
 function defaultTries(problem) {

@@ -3,24 +3,21 @@
 
 // Durations by a stage's place in the model. `scale` has a factor for each equal share of the layers,
 // a stage the mean of what it has of each; with v stages a rank a stage is 1/v of the work.
-function buildCosts(schedule, durations) {
+function buildCosts(schedule, { F, I, W, c, saving = 0, scale = [] }) {
   const numStages = schedule.chains[0].length;
-  const given = durations.scale?.length ? durations.scale.map(Fraction.parse) : [ONE];
-  const share = new Fraction(1n, BigInt(schedule.stagesPerRank));
+  const given = scale.length ? scale.map(Fraction.parse) : [ONE];
   const parts = given.length; // of a stage; a share has numStages of them
-  const factors = Array.from({ length: numStages }, (_, place) =>
-    Array.from({ length: parts }, (_, k) => given[Math.floor((place * parts + k) / numStages)])
+  const share = new Fraction(1n, BigInt(schedule.stagesPerRank * parts));
+  const factors = oneChain(numStages)[0].map((place) =>
+    oneChain(parts)[0]
+      .map((k) => given[Math.floor((place * parts + k) / numStages)])
       .reduce((sum, factor) => sum.plus(factor))
-      .times(share)
-      .over(new Fraction(BigInt(parts))),
+      .times(share),
   );
   const each = (value) => factors.map((factor) => Fraction.parse(value).times(factor));
   return {
-    forward: each(durations.F),
-    inputGradient: each(durations.I),
-    weightGradient: each(durations.W),
-    communication: Fraction.parse(durations.c),
-    overlapSaving: Fraction.parse(durations.saving ?? 0),
+    forward: each(F), inputGradient: each(I), weightGradient: each(W),
+    communication: Fraction.parse(c), overlapSaving: Fraction.parse(saving),
   };
 }
 
@@ -31,35 +28,32 @@ function exactDuration(item, costs, position) {
   }
   const place = position.get(item.stage);
   const [first, second] = [costs.inputGradient[place], costs.weightGradient[place]];
-  return { F: costs.forward[place], R: costs.forward[place], B: first.plus(second), I: first, W: second }[item.kind];
+  if (item.kind === "B") return first.plus(second);
+  return { I: first, W: second }[item.kind] ?? costs.forward[place]; // F, and R again
 }
 
 function withoutMicrobatch(item) {
-  if (item.parts.length === 1) return item.kind + item.stage;
   return item.parts.map((op) => op.kind + op.stage).join("|");
 }
 
-// A tick is the longest time of which every duration is a multiple.
+// {tick, numbers of ticks}: a tick is the longest time of which each of `times` is a multiple.
+function inTicks(times) {
+  const scale = times.map((time) => time.d).reduce(lcm, 1n);
+  const common = times.map((time) => (time.n * scale) / time.d).reduce(gcd, 0n) || 1n;
+  const counts = times.map((time) => Number((time.n * scale) / time.d / common));
+  return { tick: new Fraction(common, scale), counts };
+}
+
 function buildClock(schedule, costs) {
   const position = schedule.position();
-  const exact = new Map();
-  for (const order of schedule.orders) {
-    for (const item of order) {
-      const key = withoutMicrobatch(item);
-      if (!exact.has(key)) exact.set(key, exactDuration(item, costs, position));
-    }
+  const items = new Map(schedule.orders.flat().map((item) => [withoutMicrobatch(item), item]));
+  const exact = [...items.values()].map((item) => exactDuration(item, costs, position));
+  const { tick, counts } = inTicks([costs.communication, ...exact]);
+  if (counts.some((count) => count > 2 ** 40)) {
+    throw new RuleError("the durations have no common tick that is in reach");
   }
-  const times = [costs.communication, ...exact.values()];
-  const scale = times.map((time) => time.d).reduce(lcm, 1n);
-  const ticks = times.map((time) => (time.n * scale) / time.d).reduce(gcd, 0n) || 1n;
-  const tick = new Fraction(ticks, scale);
-  const inTicks = (time) => {
-    const count = Number(time.over(tick).n);
-    if (count > 2 ** 40) throw new RuleError("the durations have no common tick that is in reach");
-    return count;
-  };
-  const durations = new Map([...exact].map(([key, time]) => [key, inTicks(time)]));
-  return { tick, communication: inTicks(costs.communication), durations };
+  const durations = new Map([...items.keys()].map((key, k) => [key, counts[k + 1]]));
+  return { tick, communication: counts[0], durations };
 }
 
 // {schedule, tick, starts, ends, bounds ...}: of the last three a list a rank, in its order, in ticks.
@@ -68,9 +62,9 @@ function simulate(schedule, costs) {
   const wanted = new Needs(schedule);
   checkOnceAndWhole(schedule);
   const clock = buildClock(schedule, costs);
-  const lists = () => schedule.orders.map(() => []);
+  const [starts, ends, bounds] = [0, 1, 2].map(() => schedule.orders.map(() => []));
   const run = {
-    schedule, wanted, clock, starts: lists(), ends: lists(), bounds: lists(),
+    schedule, wanted, clock, starts, ends, bounds,
     sequence: [], // [rank, index] of items, each after all that it needs
     done: new Map(), // operation -> [when it ended, on which rank]
     waiting: new Map(), // operation -> ranks that wait for it
@@ -79,17 +73,16 @@ function simulate(schedule, costs) {
   while (ready.length) ready.push(...advance(run, ready.pop()));
   if (run.waiting.size) {
     checkNeeds(schedule, wanted);
-    throw deadlock(schedule, run.ends.map((line) => line.length), wanted, run.done);
+    throw deadlock(schedule, ends.map((line) => line.length), wanted, run.done);
   }
-  const { starts, ends, bounds, sequence } = run;
   const last = Math.max(...ends.map((line) => line.at(-1) ?? 0));
   const { tick, communication } = clock;
+  const { sequence } = run;
   return { schedule, wanted, tick, communication, starts, ends, bounds, sequence, last };
 }
 
 // Run the rank's operations up to the first that has to wait; the ranks that this frees.
-function advance(run, rank) {
-  const { schedule, wanted, clock, done, waiting } = run;
+function advance({ schedule, wanted, clock, done, waiting, sequence, ...run }, rank) {
   const [order, starts, ends] = [schedule.orders[rank], run.starts[rank], run.ends[rank]];
   const freed = [];
   while (ends.length < order.length) {
@@ -99,21 +92,20 @@ function advance(run, rank) {
     for (const need of wanted.ofItem(item)) {
       const found = done.get(need);
       if (found === undefined) {
-        if (!waiting.has(need)) waiting.set(need, []);
-        waiting.get(need).push(rank);
+        waiting.set(need, [...(waiting.get(need) ?? []), rank]);
         return freed;
       }
       const arrival = found[1] === rank ? found[0] : found[0] + clock.communication;
       if (arrival > start) [start, bound] = [arrival, need];
     }
     const end = start + clock.durations.get(withoutMicrobatch(item));
+    sequence.push([rank, ends.length]);
     starts.push(start);
     ends.push(end);
-    run.sequence.push([rank, ends.length - 1]);
     run.bounds[rank].push(bound);
     for (const op of item.parts) {
       done.set(op.text, [end, rank]);
-      if (waiting.has(op.text)) freed.push(...waiting.get(op.text));
+      freed.push(...(waiting.get(op.text) ?? []));
       waiting.delete(op.text);
     }
   }
@@ -121,7 +113,7 @@ function advance(run, rank) {
 }
 
 function timeOf(timeline, ticks) {
-  return ticks ? timeline.tick.times(new Fraction(BigInt(ticks))) : ZERO;
+  return timeline.tick.times(whole(ticks));
 }
 
 function makespan(timeline) {

@@ -66,7 +66,7 @@ function meanDurations(events, lines, perRank) {
 // Median time, in ms, from the end of an operation to the start of the one on another rank that
 // takes its result in, over those that had nothing else to do (runtime/prediction.py).
 function sendingTime(schedule, starts, ends) {
-  const [places, wanted] = [placesOf(schedule), new Needs(schedule)];
+  const [places, wanted] = [schedule.places(), new Needs(schedule)];
   const gaps = [];
   schedule.orders.forEach((order, rank) =>
     order.forEach((item, index) => {
