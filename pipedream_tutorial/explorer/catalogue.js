@@ -119,11 +119,16 @@ function evaluate(expression, { p, m, v, F, I, W }) {
 
 // A sentence on a schedule, and its idle time as a formula, with its value where it holds.
 function aboutOf(name, chosen) {
-  const { says, idle, when = "true" } = SCHEDULES[name] ?? { says: OWN_SAYS[name] };
+  const { says, idle, when = "" } = SCHEDULES[name] ?? { says: OWN_SAYS[name] };
   if (!idle) return says;
   const text = idle.replaceAll(" * ", " ");
+  const { flushes } = policyOf(name);
   const even = chosen.scale.length === 0 && Number(chosen.c) === 0 && Number(chosen.saving) === 0;
-  const plain = even && !chosen.cut && !chosen.recompute && !chosen.moves.length && policyOf(name).flushes;
-  const holds = plain && chosen.n === 1 && evaluate(when, chosen);
-  return `${says} A rank idles ${text}` + (holds ? ` = ${shortNumber(evaluate(idle, chosen))}.` : ".");
+  const own = !chosen.cut && !chosen.recompute && !chosen.moves.length;
+  if (even && own && chosen.n === 1 && flushes && evaluate(when || "true", chosen)) {
+    return `${says} A rank idles ${text} = ${shortNumber(evaluate(idle, chosen))}.`;
+  }
+  const ranges = when.split(" && ").map((range) => range.replace("===", "=").replace(" * ", " "));
+  const where = ["even stages", "c = 0", ...ranges.filter(Boolean)].join(", ");
+  return `${says} A rank idles ${text} ${flushes ? "a batch" : "once"} (${where}).`;
 }

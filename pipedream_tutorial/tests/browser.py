@@ -147,7 +147,8 @@ class Browser:
 def main():
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(profile)
-        browser.open(Path(__file__).resolve().parent.parent / "explorer.html", SHOWN)
+        page = Path(__file__).resolve().parent.parent / "explorer.html"
+        browser.open(page, SHOWN, width=1280, height=760)
         browser.wait("!explorer.searcher.busy")
         browser.js("explorer.main.focus = explorer.main.links.places.get('1I3')")
         browser.js("explorer.store.change({})")

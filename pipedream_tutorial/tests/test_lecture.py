@@ -197,31 +197,23 @@ def test_numpys_numbers_are_numbers() -> None:
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("1_enough_microbatches", (lambda p, percent: p * percent,), "enough, and so are fewer"),
     ("1_enough_microbatches", (lambda p, percent: 1,), "then 75.0% is idle"),
-    ("1_enough_microbatches", (lambda p, percent: (p - 1) * 100 / percent,), "enough, and so are"),
     ("1_enough_microbatches", (lambda p, percent: 2.5,), "no whole number"),
     ("1_enough_microbatches", (lambda p, percent: None,), "returns nothing"),
     ("1_enough_microbatches", (lambda p, percent: "3",), "'3', which is no number"),
     ("2_swapped_receive", (pipeline(order=backwards),), "0% on stage 1"),
-    ("2_swapped_receive", (pipeline(last=backwards),), "0% on stage 1"),
     ("2_swapped_receive", (pipeline(scale=2),), "100% on stage 0 and by 100%"),
     ("2_swapped_receive", (lambda stages, batch: None,), "stage 0 has no gradient"),
-    ("2_swapped_receive", (pipeline(order=lambda m: range(m + 1)),), "out of range"),
     ("2_swapped_receive", (pipeline(last=lambda m: range(m - 1)),), "waits for ever"),
     ("3_averaged_twice", (accumulated(lambda m: 1 / m),), "0.25 times as long"),
-    ("3_averaged_twice", (accumulated(lambda m: m),), "4 times as long"),
     ("3_averaged_twice", (last_one_only,), "in its direction, too"),
-    ("3_averaged_twice", (lambda model, batch: None,), "returns nothing"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for k in "FB" for i in range(m)],), "holds 8"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for i in range(m) for k in "FB"],), "33 would do"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for k in "BF" for i in range(m)],), "cannot run"),
     ("4_1f1b", (lambda p, m, r: solved_order("4_1f1b")(p, m, r)[:-1],), "lacks B7"),
-    ("4_1f1b", (lambda p, m, r: solved_order("4_1f1b")(p, m, p - 1 - r),), "holds|cannot"),
     ("4_1f1b", (lambda p, m, r: ["forward"],), "'forward' is no operation; write such as F0"),
-    ("4_1f1b", (lambda p, m, r: None,), "returns nothing"),
     ("5_missing_flush", (lambda p, m, n: one_f_one_b(p, m * n),), "stage 0 runs F4, of batch 1"),
     ("5_missing_flush", (lambda p, m, n: repeat(gpipe(p, m), 1),), "are 8 microbatches"),
     ("5_missing_flush", (lambda p, m, n: naive(p, m * n),), "right weights, but the run takes"),
-    ("5_missing_flush", (lambda p, m, n: None,), "has to return a Schedule"),
     ("6_in_place_update", (sub_in_place,), "autograd refuses"),
     ("6_in_place_update", (new_data,), "other weights than their forward"),
     ("6_in_place_update", (uphill,), "the step is another one"),
@@ -231,9 +223,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("7_two_halves", (halves(), lambda x, dz: dz.T @ x), r"shape \[4, 3\]"),
     ("7_two_halves", (lambda dy, y, w: (dy @ w.T, dy), lambda x, dz: x.T @ dz), "between Y and"),
     ("7_two_halves", (halves(keep=False), lambda x, dz: x.T @ dz), "dW has the right shape"),
-    ("7_two_halves", (halves(), lambda x, dz: None), "for dW returns nothing"),
     ("8_place_w", (late_weights,), "holds 8 microbatches, more than 4"),
-    ("8_place_w", (lambda p, m, r: late_weights(p, m, r)[:-1],), "lacks W7"),
     ("8_place_w", (lambda p, m, r: solved_order("8_place_w")(p, m, 0),), "holds|27 would do"),
     ("8_place_w", (lambda p, m, r: sorted(late_weights(p, m, r), key=weight_first),), "cannot run"),
 ]  # fmt: skip
@@ -269,7 +259,6 @@ def test_versions_in_the_moving_picture_are_those_that_are_kept() -> None:
 
 @pytest.mark.parametrize("name", ANIMATIONS)
 def test_moving_pictures_are_small_and_shown(name: str) -> None:
-    """That they are up to date is tested with the other pictures, in test_documents.py."""
     assert (FOLDER / f"figures/{name}.gif").stat().st_size < 400_000
     assert f"](figures/{name}.gif)" in "".join(cell.source for cell in notebook().cells)
 
