@@ -35,7 +35,7 @@ const beside = new Pane(byId("panes"), "Timeline of the schedule beside it");
 const panes = [main, beside];
 const player = new Player(
   (time) => panes.forEach((pane) => pane.draw(time)),
-  () => main.run && main.run.numbers.idle.makespan,
+  () => main.run && main.run.numbers.idle.span,
 );
 const searcher = new Searcher((improved) =>
   improved ? refresh() : showSearch(searcher, store.chosen),

@@ -4,7 +4,8 @@
 const SECONDS = 12; // for the whole of it
 
 class Player {
-  // draw(time): null shows everything. idle(): by rank, or null where there is no timeline.
+  // draw(time): null shows everything. idle(): of each rank in its own span, or null where there is
+  // no timeline. (Up to the end of all, ranks with equal work idle alike.)
   constructor(draw, idle) {
     this.drawAt = draw;
     this.idle = idle;
@@ -62,7 +63,7 @@ class Player {
       el("button", { type: "button", textContent: text, onclick: () => this.answered(guess) });
     const buttons = idle.map((_, rank) => answer(`rank ${rank}`, rank));
     byId("question").replaceChildren(
-      el("p", {}, "First a guess: which rank idles longest, up to the end of the last one?"),
+      el("p", {}, "First a guess: between its first and its last operation, which rank idles longest?"),
       ...buttons, answer("all alike", "alike"), answer("just play", null),
     );
     byId("question").hidden = false;

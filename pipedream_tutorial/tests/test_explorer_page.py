@@ -478,12 +478,11 @@ def test_copy_link_says_what_happened_and_shows_the_address(browser):
 
 
 def test_a_question_comes_before_the_play_and_its_answer_after(browser):
-    """1F1B's ranks idle alike; with a last rank that is slow the others wait for it."""
-    browser.open(PAGE)
+    """Under 1F1B rank r waits for the ranks after it, 3 (p-1-r); under ZB-H2 nobody waits."""
     for hash_, answer, verdict in (
-        ("", "all alike", "Right: all ranks idle alike, for 9."),
-        ("", "rank 0", "No: all ranks idle alike, for 9."),
-        ("#scale=1_1_1_2", "rank 1", "Right: ranks 0, 1 and 2 idle longest, for 33."),
+        ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
+        ("", "all alike", "No: rank 0 idles longest, for 9."),
+        ("#schedule=zb-h2", "rank 1", "No: all ranks idle alike, for 0."),
     ):
         browser.open(PAGE, hash_)
         browser.js("document.getElementById('play').click()")
