@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector
 
 from distributed_training.data.samples import StepBatch
+from distributed_training.engines import native
+from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.loss import ChunkedCrossEntropy
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from tests.support import cpu_topology, small_plan
+from tests.support import GPU_MACHINE, cpu_topology, small_plan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,14 +33,19 @@ def plan(tmp_path_factory):
 
 def build_engine(plan):
     model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=1)
+    model.compute_dtype = COMPUTE_DTYPES[plan.config.precision]
     return NativeEngine(model, plan, cpu_topology(plan))
 
 
 def train(engine, *seeds):
+    """A step on random tokens for each seed, and what it gives."""
+    found = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         ids = [torch.randint(0, 2048, (2, 8), generator=generator).numpy() for _ in range(4)]
-        engine.train_step(StepBatch([(ids[0], ids[1]), (ids[2], ids[3])], 32, 32))
+        batch = StepBatch([(ids[0], ids[1]), (ids[2], ids[3])], 32, 32)
+        found.append(engine.train_step(batch))
+    return found
 
 
 def test_resuming_restores_adams_moments(plan, tmp_path):
@@ -51,11 +59,50 @@ def test_resuming_restores_adams_moments(plan, tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def fp16_engine(folder, loss_scale):
+    """Where a loss scale does what it does on a GPU."""
+    options = {"precision": "fp16", "learning_rate": 1e-3, "cuda_graphs": False, "compile": False}
+    plan = small_plan(folder, machine=GPU_MACHINE, batch_size=2, grad_accum_steps=2, **options)
+    engine = build_engine(plan)
+    engine.loss_scale = loss_scale
+    return engine
+
+
+def test_a_loss_scale_leaves_no_trace_in_norms_and_weights(tmp_path):
+    small, large = (fp16_engine(tmp_path, 2.0**power) for power in (4, 12))
+    for ours, theirs in zip(train(small, 0, 1), train(large, 0, 1), strict=True):
+        assert float(ours.grad_norm) == pytest.approx(float(theirs.grad_norm), rel=1e-3)
+    ours, theirs = (parameters_to_vector(engine.parameters) for engine in (small, large))
+    assert (ours - theirs).norm() <= 1e-3 * ours.norm()
+
+
+def test_a_graph_finds_each_steps_rate_where_it_was(plan):
+    engine = build_engine(plan)
+    engine.rate = place = torch.tensor(1.0)
+    engine.set_learning_rate(0.5)
+    assert float(place) == 0.5
+    assert all(group["lr"] is place for group in engine.optimizer.param_groups)
+
+
+def test_a_loss_scale_falls_at_an_overflow_and_rises_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "LOSS_SCALE_WINDOW", 3)
+    engine = fp16_engine(tmp_path, 2.0**40)
+    before = [parameter.clone() for parameter in engine.parameters]
+    (overflow,) = train(engine, 0)
+    assert overflow.skipped
+    assert engine.loss_scale == 2.0**39
+    assert all(map(torch.equal, engine.parameters, before))
+    engine.loss_scale = 2.0**4
+    steps = train(engine, 0, 1, 2)
+    assert not any(step.skipped for step in steps)
+    assert engine.loss_scale == 2.0**5
+
+
 @pytest.mark.parametrize("tokens", [0, 8])
 @pytest.mark.parametrize("compiled", [False, True, "whole"])
 def test_what_is_compiled_and_which_loss_is_used(tokens, compiled, tmp_path, monkeypatch):
     """Methods that are replaced lie in the modules' own dictionaries."""
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     plan = small_plan(tmp_path, compile=compiled, loss_chunk_tokens=tokens)
     (part,) = build_engine(plan).parts.values()
     blocks = ["forward" in vars(block) for block in part.blocks.values()]

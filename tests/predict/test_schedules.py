@@ -10,6 +10,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from distributed_training.parallel import pipeline
 from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, divisors, schedule_of
+from distributed_training.predict.orders import build_orders, simulate
 from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.settings.engines import ENGINES
 from distributed_training.settings.files import ROOT
@@ -49,6 +50,14 @@ def test_micro_batches_that_a_schedule_takes(name, taken):
 def test_divisors():
     for number in range(1, 200):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_a_message_takes_its_time_between_processes_and_none_within_one():
+    """Forward 1, backward 2: of one micro-batch over two stages all follows in a row."""
+    seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
+    orders = build_orders("gpipe", 2, 1)
+    assert simulate(orders, seconds, (0, 1), 0.25)[0] == 6.5
+    assert simulate([orders[0][:1] + orders[1] + orders[0][1:]], seconds, (0, 0), 0.25)[0] == 6.0
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,0 +1,206 @@
+"""GPT-2 trained with PyTorch and Hugging Face alone: what the suite's runs are held against.
+
+Nothing here comes from the suite, whose own parity tests compare it with itself: tokens, targets,
+order of the samples, AdamW's groups, learning rate, clipping and evaluation are worked out anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """As CONFIG calls them."""
+
+    max_length: int
+    global_batch_size: int
+    max_steps: int
+    seed: int
+    learning_rate: float
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    eval_every: int
+
+
+@dataclass(frozen=True)
+class Records:
+    """Prompts with completions, one a row, cut off or padded at the end."""
+
+    ids: torch.Tensor  # [num_records, max_length + 1]
+    learnt: torch.Tensor  # whether a token is one of a completion, or its end of text
+
+    def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
+        """Of what is to be learnt, each token from those before it."""
+        ids, learnt = self.ids[rows], self.learnt[rows]
+        logits = model(ids[:, :-1]).logits
+        return F.cross_entropy(logits[learnt[:, 1:]], ids[:, 1:][learnt[:, 1:]], reduction="sum")
+
+    def count(self, rows: np.ndarray) -> int:
+        """Tokens to be learnt."""
+        return int(self.learnt[rows, 1:].sum())
+
+
+def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Records:
+    """From JSON lines."""
+    rows, learnt = [], []
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        prompt = tokenizer(record["prompt"])["input_ids"]
+        answer = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+        padding = [tokenizer.eos_token_id] * (max_length + 1)
+        rows.append((prompt + answer + padding)[: max_length + 1])
+        counts = [False] * len(prompt) + [True] * len(answer) + [False] * len(padding)
+        learnt.append(counts[: max_length + 1])
+    return Records(torch.tensor(rows), torch.tensor(learnt))
+
+
+def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
+    """Rows of each step; every record once an epoch, in an order that seed and epoch give."""
+    epoch = 0
+    while True:
+        order = np.random.default_rng([settings.seed, epoch]).permutation(num_records)
+        for first in range(0, num_records, settings.global_batch_size):
+            yield order[first : first + settings.global_batch_size]
+        epoch += 1
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Warm-up from a first step above 0, then half a cosine wave."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    done = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
+    return settings.learning_rate * (1 + math.cos(math.pi * done)) / 2
+
+
+def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
+    """Matrices and embeddings decay; biases and norms do not."""
+    decaying, free = [], []
+    for name, parameter in model.named_parameters():
+        (free if name.endswith("bias") or ".ln_" in name else decaying).append(parameter)
+    groups = [
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
+
+
+def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) -> float:
+    """Update once; the norm of the gradient before it was clipped."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
+    for parameter in parameters:
+        parameter.grad *= min(1.0, max_norm / norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return norm
+
+
+def evaluate(model: GPT2LMHeadModel, records: Records) -> float:
+    """Mean loss over what is to be learnt."""
+    rows = np.arange(len(records.ids))
+    with torch.no_grad():
+        return float(records.sum_loss(model, rows)) / records.count(rows)
+
+
+def train(
+    model: GPT2LMHeadModel,
+    records: Records,
+    validation: Records,
+    settings: Settings,
+    *,
+    num_replicas: int = 1,
+    exchange: Callable[[Sequence[torch.Tensor]], Any] = sum,
+) -> dict[str, Any]:
+    """Losses and gradient norms of all steps, evaluations by the number of steps before. What
+    replicas `exchange` are their parts of the whole batch's gradient."""
+    found: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
+    optimizer, parameters = new_adamw(model, settings), list(model.parameters())
+    batches = draw_batches(len(records.ids), settings)
+    for step, batch in zip(range(settings.max_steps), batches, strict=False):
+        if step % settings.eval_every == 0:
+            found["evaluations"][step] = evaluate(model, records=validation)
+        loss, num_targets = 0.0, records.count(batch)
+        parts = []
+        for rows in split(batch, num_replicas, settings):
+            own = records.sum_loss(model, rows) / num_targets
+            loss += own.item()
+            parts.append(torch.autograd.grad(own, parameters))
+        for parameter, own_parts in zip(parameters, zip(*parts, strict=True), strict=True):
+            parameter.grad = exchange(own_parts)
+        rate = learning_rate(step, settings)
+        found["grad_norms"].append(clip_and_step(optimizer, rate, settings.max_grad_norm))
+        found["losses"].append(loss)
+    found["evaluations"][settings.max_steps] = evaluate(model, validation)
+    return found
+
+
+def train_apart(
+    model: GPT2LMHeadModel,
+    records: Records,
+    validation: Records,
+    settings: Settings,
+    *,
+    num_replicas: int,
+    local_steps: int,
+    outer_lr: float,
+    outer_momentum: float,
+) -> dict[str, Any]:
+    """DiLoCo (2311.08105, algorithm 1), and with outer_lr 1 and no outer momentum local SGD
+    (1805.09767). `model` is where replicas have met in the end."""
+    found: dict[str, Any] = {"losses": [], "evaluations": {}}
+    replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
+    optimizers = [new_adamw(replica, settings) for replica in replicas]
+    momenta = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    batches = draw_batches(len(records.ids), settings)
+    for step, batch in zip(range(settings.max_steps), batches, strict=False):
+        loss, num_targets = 0.0, records.count(batch)
+        parts = split(batch, num_replicas, settings)
+        for replica, optimizer, rows in zip(replicas, optimizers, parts, strict=True):
+            own = records.sum_loss(replica, rows) / num_targets
+            loss += own.item()
+            optimizer.zero_grad()
+            (own * num_replicas).backward()  # so that their mean is the whole batch's
+            clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
+        found["losses"].append(loss)
+        if (step + 1) % local_steps == 0:
+            meet(model, replicas, momenta, outer_lr, outer_momentum)
+            found["evaluations"][step + 1] = evaluate(model, validation)
+    return found
+
+
+@torch.no_grad()
+def meet(
+    model: GPT2LMHeadModel,
+    replicas: list[GPT2LMHeadModel],
+    momenta: list[torch.Tensor],
+    rate: float,
+    momentum: float,
+) -> None:
+    """One Nesterov step from where replicas met before towards their mean, for all of them."""
+    everywhere = zip(*(replica.parameters() for replica in replicas), strict=True)
+    for start, moving, theirs in zip(model.parameters(), momenta, everywhere, strict=True):
+        outer_gradient = start - torch.stack(theirs).mean(dim=0)
+        moving.mul_(momentum).add_(outer_gradient)
+        start -= rate * (outer_gradient + momentum * moving)
+        for parameter in theirs:
+            parameter.copy_(start)
+
+
+def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:
+    """Each replica's rows, one after the other; the last has fewer where an epoch ends."""
+    each = settings.global_batch_size // num_replicas
+    return [batch[place * each : (place + 1) * each] for place in range(num_replicas)]

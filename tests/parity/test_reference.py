@@ -1,0 +1,211 @@
+"""Runs as typed against a plain loop that shares nothing with the suite (reference.py).
+
+Twenty steps with large weight decay, a learning rate that changes every step, clipping that bites,
+answers of very unequal length, an epoch whose last step is short, and a vocabulary with padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
+
+from distributed_training.data.tokenizer import EMBEDDED_DIR
+from tests.conftest import assert_ok, heavy_pool, only_record, train
+from tests.parity import reference
+from tests.parity.reference import Settings, read_records
+
+SETTINGS = Settings(
+    max_length=32, global_batch_size=8, max_steps=20, seed=3, learning_rate=5e-3, warmup_steps=5,
+    weight_decay=2.0, max_grad_norm=2.2, eval_every=4,
+)  # fmt: skip
+NUM_RECORDS = 70  # in 9 steps, of which the last has 6
+WORDS = ("red", "green", "blue", "one", "two", "three")
+VOCABULARY = 2050  # two more than the tokenizer's, and padded to 2176
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Initial weights in Hugging Face's format, and questions with answers."""
+    folder = tmp_path_factory.mktemp("reference")
+    torch.manual_seed(0)
+    shape = {"n_positions": SETTINGS.max_length, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape, **rates))
+    model.save_pretrained(folder / "model")
+    draw = random.Random(0)
+    for name, count in (("train", NUM_RECORDS), ("held-out", 9)):
+        rows = []
+        for _ in range(count):
+            words = [draw.choice(WORDS) for _ in range(60)]
+            answer = "".join(f" {word}" for word in words[: draw.choice((1, 1, 2, 3, 60))])
+            prompt = f"{' '.join(words[: draw.randint(1, 12)])}?"
+            rows.append(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+    return folder
+
+
+def load(folder):
+    """(initial model, records, those held out) for the reference."""
+    tokenizer = GPT2TokenizerFast.from_pretrained(EMBEDDED_DIR)
+    files = [folder / f"{name}.jsonl" for name in ("train", "held-out")]
+    records = [read_records(file, tokenizer, SETTINGS.max_length) for file in files]
+    return GPT2LMHeadModel.from_pretrained(folder / "model").eval(), *records
+
+
+def run(folder, output_dir, num_processes=2, **changes):
+    """What the script makes of the same, on so many processes."""
+    values = {
+        **asdict(SETTINGS), "model": folder / "model", "weights": folder / "model",
+        "tokenizer": "embedded", "dataset": folder / "train.jsonl", "pack": False,
+        "validation_dataset": folder / "held-out.jsonl", "precision": "fp32", "num_samples": -1,
+        "epochs": 3, "eval_samples": -1, "checkpoint_every": 0, "output_dir": output_dir, **changes,
+    }  # fmt: skip
+    values["batch_size"] = values.pop("global_batch_size") // num_processes
+    assert_ok(train(values, num_processes=num_processes))
+    record = only_record(output_dir)
+    rows = (Path(record["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(row) for row in rows]
+    return {
+        "losses": [step["loss"] for step in steps],
+        "grad_norms": [step["grad_norm"] for step in steps],
+        "evaluations": {row["step"]: row["loss"] for row in record["evaluations"]},
+        "state": load_file(Path(record["run_dir"]) / "hf" / "model.safetensors"),
+    }
+
+
+@functools.cache
+def one_process(folder):
+    model, *records = load(folder)
+    found = reference.train(model, *records, SETTINGS)
+    return found | {"state": model.state_dict()}
+
+
+def assert_follows(found, expected, *, far=5e-5):
+    """Every loss, norm and evaluation that the reference has, and the final weights."""
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    if "grad_norms" in expected:
+        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
+    for step, loss in expected["evaluations"].items():
+        assert found["evaluations"][step] == pytest.approx(loss, rel=1e-5), f"after {step} steps"
+    assert set(found["state"]) == set(expected["state"]) - {"lm_head.weight"}
+    for name, weight in found["state"].items():
+        error = (weight - expected["state"][name]).norm() / weight.norm()
+        # The keys' biases have no gradient but rounding, of which AdamW makes steps.
+        assert error <= (20 * far if name.endswith("c_attn.bias") else far), f"{name}: {error:.1e}"
+
+
+def test_the_work_shows_what_it_should(folder):
+    """Else the comparisons would pass without weight decay, clipping or masks."""
+    found, (start, records, _) = one_process(folder), load(folder)
+    assert min(found["grad_norms"]) < SETTINGS.max_grad_norm < max(found["grad_norms"])
+    learnt = records.learnt[:, 1:].sum(dim=1)
+    assert learnt.min() <= 2
+    assert learnt.max() >= 20
+    for name, weight in start.state_dict().items():
+        if "c_fc.weight" in name:
+            assert (found["state"][name] - weight).norm() > 0.1 * weight.norm()
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "tp", "pp"])
+def test_a_strategy_follows_a_plain_loop(strategy, folder, tmp_path):
+    assert_follows(run(folder, tmp_path, strategy=strategy), one_process(folder))
+
+
+def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(folder, tmp_path):
+    model, *records = load(folder)
+
+    def exchange(gradients):
+        return sum(gradient.bfloat16() for gradient in gradients).float()
+
+    expected = reference.train(model, *records, SETTINGS, num_replicas=2, exchange=exchange)
+    found = run(folder, tmp_path, strategy="dp", gradient_compression="bf16")
+    # Where a gradient lies between two values of bf16, rounding in another order takes the other;
+    # without any rounding weights are some ten times as far away.
+    assert_follows(found, expected | {"state": model.state_dict()}, far=1e-3)
+
+
+# An epoch ends, and is evaluated, between two meetings.
+@pytest.mark.parametrize(
+    ("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["local-sgd", "diloco"]
+)
+def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
+    """Epochs end, and are evaluated, between two meetings."""
+    model, *records = load(folder)
+    options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
+    expected = reference.train_apart(model, *records, SETTINGS, num_replicas=2, **options)
+    found = run(folder, tmp_path, strategy="local_sgd", **options)
+    assert_follows(found, expected | {"state": model.state_dict()})
+
+
+ROWS, COLUMNS, STEPS = 12, 10, 30
+
+
+def exchanged(gradients, **config):
+    """What each step's gradients, [processes, STEPS, ROWS, COLUMNS], are after the exchange."""
+    job = {"gradients": gradients, "config": {"strategy": "dp", **config}}
+    return heavy_pool().call(
+        "tests.parity.exchanges:exchange", job, num_processes=len(gradients), limit_s=100
+    )
+
+
+def random_gradients(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
+    """1905.09767, algorithm 2: what a step leaves out is in the next one's matrix. So the sum over
+    steps stays as near to that of the gradients, which are always the same, as one step comes."""
+    gradients = random_gradients(2, 1, ROWS, COLUMNS).expand(-1, STEPS, -1, -1)
+    found = exchanged(gradients, gradient_compression="powersgd", compression_rank=2)
+    for step in found:
+        values = torch.linalg.svdvals(step)
+        assert values[1] > 1e-2 * values[0]
+        assert values[2] < 1e-5 * values[0]
+    mean = gradients[:, 0].mean(dim=0)
+    assert (found.sum(dim=0) - STEPS * mean).norm() < 0.2 * STEPS * mean.norm()
+
+
+def test_topk_int8_is_its_formula():
+    gradients = random_gradients(3, STEPS, ROWS, COLUMNS)
+    share = 0.1
+    found = exchanged(gradients, gradient_compression="topk-int8", compression_k=share)
+    expected = topk_int8(gradients.double().flatten(2).numpy(), share)
+    np.testing.assert_allclose(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
+
+
+def topk_int8(gradients, share):
+    """[processes, steps, values] -> [steps, values]. Each process sends the p-th process its p-th
+    part; that one answers with the mean. Both ways the values of largest magnitude go whole, the
+    rest in steps of 1/127 of the largest of it, and what is lost is added to the next."""
+    num_processes, num_steps, num_values = gradients.shape
+    part = num_values // num_processes
+    k = round(share * part)
+
+    def send(values):
+        order = np.argsort(-abs(values))
+        level = abs(values[order[k]]) / 127
+        sent = np.round(values / level) * level
+        sent[order[:k]] = values[order[:k]]
+        return sent
+
+    found = np.zeros((num_steps, num_values))
+    lost, lost_of_means = np.zeros((num_processes, num_values)), np.zeros(num_values)
+    for step in range(num_steps):
+        for first in range(0, num_values, part):
+            own = slice(first, first + part)
+            wanted = gradients[:, step, own] + lost[:, own]
+            sent = np.stack([send(values) for values in wanted])
+            lost[:, own] = wanted - sent
+            mean = sent.mean(axis=0) + lost_of_means[own]
+            found[step, own] = send(mean)
+            lost_of_means[own] = mean - found[step, own]
+    return found
