@@ -10,6 +10,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from pipedream.draw.terminal import (
 )
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.schedules.catalogue import SCHEDULES
-from pipedream.schedules.ops import save_csv
+from pipedream.schedules.ops import Schedule, save_csv
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.comparison import (
     Case,
@@ -114,16 +115,19 @@ def main() -> None:
     config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
     config["schedule"] = known_schedule(config["schedule"])
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
-    if config["schedule"] == "search":
-        memory = config["memory"] or case.num_stages
-        rows: list[Row | Refused] = [measure_search(memory, config["prove"], case)]
+    if config["schedule"] == "all":
+        refuse_export(config)
+        rows: Iterable[Row | Refused] = compare(case)
+        print_heading(case)
     else:
-        rows = simulate_schedules(config["schedule"], case)
-    export(rows, config)
-    print_heading(rows, case)
+        row = measure_named(config, case)
+        export(row, config)
+        print_heading(case, row.batch.schedule)
+        rows = [row]
     if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
         print_wrapped("", LEGEND)
         drawn: dict[object, str] = {}
+        rows = list(rows)
         for row in rows:
             print()
             print_schedule(row, case, drawn)
@@ -144,53 +148,60 @@ def known_schedule(name: str) -> str:
     raise UserError(f"unknown schedule {name!r}", nearest(name, names))
 
 
-def simulate_schedules(name: str, case: Case) -> list[Row | Refused]:
-    """Rows for what known_schedule gave."""
-    if name == "all":
-        return compare(case)
-    return [measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)]
+def measure_named(config: dict[str, Any], case: Case) -> Row:
+    """The row of what known_schedule gave."""
+    name = config["schedule"]
+    if name == "search":
+        return measure_search(config["memory"] or case.num_stages, config["prove"], case)
+    return measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)
 
 
-def export(rows: list[Row | Refused], config: dict[str, Any]) -> None:
-    """Write the files that --csv and --trace ask for."""
+def refuse_export(config: dict[str, Any]) -> None:
     for option in EXTRA:
-        if config[option] is None:
-            continue
-        row = rows[0]
-        if config["schedule"] == "all" or isinstance(row, Refused):
+        if config[option] is not None:
             raise UserError(f"--{option} writes one schedule", "add --set schedule=1f1b or another")
-        schedule = row.batch.schedule
-        if option == "trace":
-            write_trace(
-                config["trace"],
-                predicted=row.stream,
-                policy=row.policy,
-                batch_size=schedule.num_microbatches,
-            )
-        elif config["recompute"] is not None:
-            raise UserError(
-                "a CSV has no operation that recomputes", "write the order with recompute=none"
-            )
-        elif len(schedule.chains) > 1:
-            raise UserError(
-                f"{row.name} keeps two copies of the model, which a CSV cannot say",
-                "write another schedule",
-            )
-        elif row.policy is not POLICIES["flush"]:
-            raise UserError(
-                f"{row.name} does not flush, and a CSV has no operation that updates weights",
-                "add --set schedule=1f1b, the same order with a flush",
-            )
-        else:
-            save_csv(schedule, Path(config["csv"]))
-        print(f"wrote {config[option]}", file=sys.stderr)
 
 
-def print_heading(rows: list[Row | Refused], case: Case) -> None:
-    """The sizes and durations that all of it is for."""
+def export(row: Row, config: dict[str, Any]) -> None:
+    """Write the files that --csv and --trace ask for."""
+    if config["csv"] is not None:
+        check_csv(row, config)
+        save_csv(row.batch.schedule, Path(config["csv"]))
+    if config["trace"] is not None:
+        write_trace(
+            config["trace"],
+            predicted=row.stream,
+            policy=row.policy,
+            batch_size=row.batch.schedule.num_microbatches,
+        )
+    for option in EXTRA:
+        if config[option] is not None:
+            print(f"wrote {config[option]}", file=sys.stderr)
+
+
+def check_csv(row: Row, config: dict[str, Any]) -> None:
+    """UserError for what a CSV cannot say."""
+    if config["recompute"] is not None:
+        raise UserError(
+            "a CSV has no operation that recomputes", "write the order with recompute=none"
+        )
+    if len(row.batch.schedule.chains) > 1:
+        raise UserError(
+            f"{row.name} keeps two copies of the model, which a CSV cannot say",
+            "write another schedule",
+        )
+    if row.policy is not POLICIES["flush"]:
+        raise UserError(
+            f"{row.name} does not flush, and a CSV has no operation that updates weights",
+            "add --set schedule=1f1b, the same order with a flush",
+        )
+
+
+def print_heading(case: Case, schedule: Schedule | None = None) -> None:
+    """The sizes and durations that all of it is for; a file's schedule has its own sizes."""
     p, m = case.num_stages, case.num_microbatches
-    if len(rows) == 1 and isinstance(rows[0], Row):  # a file has its own
-        p, m = rows[0].batch.schedule.num_ranks, rows[0].batch.schedule.num_microbatches
+    if schedule is not None:
+        p, m = schedule.num_ranks, schedule.num_microbatches
     scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
     print_wrapped(
         "",
@@ -230,7 +241,7 @@ def print_figures(row: Row, case: Case) -> None:
         f"{percent(one.span_fraction)})",
     )
     print(
-        f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream.makespan)}, "
+        f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream_makespan)}, "
         f"utilisation {percent(1 - many.makespan_fraction)}"
     )
     print_closed_form(row)
@@ -275,8 +286,10 @@ def print_closed_form(row: Row) -> None:
         print_wrapped(" " * 15, f"{form.text}; as published: {form.published}")
 
 
-def print_comparison(rows: list[Row | Refused], case: Case) -> None:
-    """All schedules in one table; those that are not possible with the reason."""
+def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
+    """All schedules in one table, each as soon as it is there; for those that are not possible the
+    reason."""
+    mixed = False
     print(f"{'':<24}{'one batch':^20}{f'{case.num_batches} in a row':^15}{'at most':^21}".rstrip())
     print(
         f"{'':<24}{'time':>6}{'bubble':>7}{'span':>7}{'time':>8}{'used':>7}"
@@ -289,14 +302,16 @@ def print_comparison(rows: list[Row | Refused], case: Case) -> None:
         print(
             f"{row.title:<24}{number(row.batch.makespan):>6}"
             f"{percent(row.batch_idle.makespan_fraction):>7}"
-            f"{percent(row.batch_idle.span_fraction):>7}{number(row.stream.makespan):>8}"
+            f"{percent(row.batch_idle.span_fraction):>7}{number(row.stream_makespan):>8}"
             f"{percent(1 - row.stream_idle.makespan_fraction):>7}"
             f"{number(max(row.peak_activations)):>7}{number(max(row.weight_copies)):>8}"
-            f"{max(row.staleness):>5}{'*' if row.mixed else ''}"
+            f"{max(row.staleness):>5}{'*' if row.mixed else ''}",
+            flush=True,
         )
+        mixed = mixed or row.mixed
     for note in NOTES:
         print_wrapped("", note)
-    if any(isinstance(row, Row) and row.mixed for row in rows):
+    if mixed:
         print_wrapped("", MIXED)
 
 

@@ -15,8 +15,7 @@ from pipedream.simulate.blocking import (
     blocking_programs,
     run_blocking,
 )
-from pipedream.simulate.needs import DeadlockError
-from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 15)]
 

@@ -20,7 +20,6 @@ from pipedream.schedules.ops import Op, load_csv, one_chain, recomputed, repeat,
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import activation_steps, idle, peak_activations
-from pipedream.simulate.needs import DeadlockError
 from pipedream.simulate.search import (
     _limits,
     as_schedule,
@@ -29,7 +28,7 @@ from pipedream.simulate.search import (
     lower_bound,
     pattern,
 )
-from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 from pipedream.simulate.trace import MeasuredEvent, write_trace
 
 HERE = Path(__file__).resolve().parent

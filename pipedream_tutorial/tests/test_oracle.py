@@ -9,7 +9,7 @@ import torch
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import FORWARD, Op, Schedule
-from pipedream.simulate.needs import needs
+from pipedream.simulate.simulator import needs
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import TrainResult, build_trainers, run_schedule, train
 from pipedream.train.trainer import StageTrainer, Weights

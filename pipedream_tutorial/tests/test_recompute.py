@@ -19,8 +19,7 @@ from pipedream.schedules.formulas import (
 from pipedream.schedules.ops import Op, Schedule, recomputed, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import held_activations, idle, peak_activations, times_of
-from pipedream.simulate.needs import DeadlockError
-from pipedream.simulate.simulator import Timeline, build_costs, simulate
+from pipedream.simulate.simulator import DeadlockError, Timeline, build_costs, simulate
 from pipedream.simulate.trace import handed_on
 
 SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 4), (6, 12)]

@@ -20,8 +20,7 @@ from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.simulate.measures import idle, peak_activations
-from pipedream.simulate.needs import needs
-from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.simulate.simulator import build_costs, needs, simulate
 
 SCRIPT = Path(simple.__file__)
 CASE = Case(

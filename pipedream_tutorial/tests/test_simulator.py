@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Item, Op, Pair, Schedule, one_chain, repeat
-from pipedream.simulate.needs import DeadlockError, needs
-from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
+from pipedream.simulate.simulator import (
+    Costs,
+    DeadlockError,
+    Timeline,
+    build_costs,
+    needs,
+    simulate,
+)
 
 # The same examples on every machine and in every run.
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=80)

@@ -16,8 +16,7 @@ from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import FORWARD, Op, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import peak_activations
-from pipedream.simulate.needs import needs
-from pipedream.simulate.simulator import Timeline, build_costs, simulate
+from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
 from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers, write_trace
 
 P, M = 4, 8

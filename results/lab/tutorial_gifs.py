@@ -174,7 +174,6 @@ def _placed(
         tick=tick,
         starts=tuple(tuple(int(start / tick) for start, _ in line) for line in lines),
         ends=tuple(tuple(int(end / tick) for _, end in line) for line in lines),
-        bounds=tuple((None,) * len(line) for line in lines),
     )
 
 

@@ -85,7 +85,12 @@ class Schedule:
 
     def ops(self) -> Iterable[Op]:
         """All operations, those in pairs too."""
-        return (op for order in self.orders for item in order for op in item.parts)
+        for order in self.orders:
+            for item in order:
+                if isinstance(item, Op):
+                    yield item
+                else:
+                    yield from item
 
     def position(self) -> dict[int, int]:
         """stage -> its place in the model, 0 for the one that holds the first layers."""

@@ -6,7 +6,7 @@ by number, so the simulator counts with them and the trainers compute with them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,45 +96,41 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
-    in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
+    in_use: dict[int, int] = {}  # version -> microbatches in flight that run with it
     live: list[tuple[Op, int]] = []
     updates = 0
     to_do = Counter(op.microbatch // m for op in ops if op.kind == FORWARD)
-    upcoming = deque(op.microbatch for op in ops if op.kind == FORWARD)
+    upcoming = [op.microbatch for op in ops if op.kind == FORWARD]
     for op in ops:
-        i = op.microbatch
-        if op.kind == FORWARD:
-            forward[i] = policy.forward_version(updates, i, m, p)
-            if forward[i] > updates:
+        kind, _, i = op
+        if kind == FORWARD:
+            version = forward[i] = policy.forward_version(updates, i, m, p)
+            if version > updates:
                 raise UserError(
-                    f"microbatch {i} would run with version {forward[i]} before there is one",
+                    f"microbatch {i} would run with version {version} before there is one",
                     f"take {p - 1} microbatches a batch or more",
                 )
-            in_use[forward[i]] += 1
-            upcoming.popleft()
-        elif op.kind in (BACKWARD, INPUT_GRADIENT):
+            in_use[version] = in_use.get(version, 0) + 1
+        elif kind in (BACKWARD, INPUT_GRADIENT):
             backward[i] = forward[i] if policy.stashed else updates
-        if (op.kind == last_backward or op.kind == BACKWARD) and i not in staleness:
-            in_use[forward[i]] -= 1
-            if not in_use[forward[i]]:
-                del in_use[forward[i]]
-            staleness[i] = (i if policy.per_microbatch else i // m) - forward[i]
+        if kind in (last_backward, BACKWARD) and i not in staleness:
+            version = forward[i]
+            in_use[version] -= 1
+            if not in_use[version]:
+                del in_use[version]
+            staleness[i] = (i if policy.per_microbatch else i // m) - version
             to_do[i // m] -= 1
             if policy.per_microbatch or to_do[i // m] == 0:
                 updates += 1
-        live.append((op, _kept(policy, in_use, updates, upcoming, m, p)))
+        kept = 1
+        if policy.stashed:  # the newest, those in use, and those that are still to be read
+            oldest = updates
+            if len(forward) < len(upcoming):
+                read = policy.forward_version(updates, upcoming[len(forward)], m, p)
+                oldest = min(updates, read)
+            kept = updates - oldest + 1 + len(in_use)
+            for version in range(oldest, updates + 1):
+                if version in in_use:
+                    kept -= 1
+        live.append((op, kept))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
-
-
-def _kept(
-    policy: Policy, in_use: Counter[int], updates: int, upcoming: deque[int], m: int, p: int
-) -> int:
-    """The newest version, those in use, and all between them and the oldest still to be read."""
-    if not policy.stashed:
-        return 1
-    oldest = updates
-    if upcoming:  # a policy may read an old version in a forward pass that is yet to come
-        oldest = min(updates, policy.forward_version(updates, upcoming[0], m, p))
-    if oldest == updates:
-        return len(in_use) + (updates not in in_use)
-    return updates - oldest + 1 + sum(not oldest <= version <= updates for version in in_use)

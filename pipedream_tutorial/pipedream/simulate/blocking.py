@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Op, Schedule
-from pipedream.simulate.needs import DeadlockError, needs
+from pipedream.simulate.simulator import DeadlockError, needs
 
 RUN, SEND, RECV = "RUN", "SEND", "RECV"
 

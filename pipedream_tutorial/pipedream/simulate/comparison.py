@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 from pipedream.errors import UserError
 from pipedream.schedules import formulas
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.ops import Pair, Schedule, recomputed, repeat
+from pipedream.schedules.ops import RECOMPUTE, Op, Pair, Schedule, recomputed, repeat
 from pipedream.schedules.policies import POLICIES, Policy, weight_use
-from pipedream.simulate.measures import Idle, idle, peak_activations
+from pipedream.simulate.measures import Idle, idle, idle_in_a_row, peak_activations
 from pipedream.simulate.search import search
-from pipedream.simulate.simulator import Costs, Timeline, build_costs, load_order, simulate
+from pipedream.simulate.simulator import (
+    Costs,
+    Timeline,
+    build_costs,
+    ends_in_a_row,
+    load_order,
+    simulate,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +67,18 @@ class Formula:
     """Rank 0's within its own span."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One schedule: a batch on its own, and batches one after the other."""
+    """One schedule: a batch on its own, and batches one after the other (the stream)."""
 
     name: str
     title: str
     policy: Policy
+    num_batches: int
     batch: Timeline
     """One batch from an empty pipeline to an empty pipeline."""
-    stream: Timeline
-    """`num_batches` batches. Without a pause where the policy needs no flush; otherwise each
+    stream_makespan: Fraction
+    """Of `num_batches` batches. Without a pause where the policy needs no flush; otherwise each
     rank starts its next batch once its own work on the last one is done."""
     batch_idle: Idle
     stream_idle: Idle
@@ -89,6 +98,15 @@ class Row:
     bound: Fraction | None = None
     """Of an order from search: no other one with as much memory is shorter."""
 
+    @cached_property
+    def stream(self) -> Timeline:
+        """The stream, operation by operation."""
+        if self.policy is POLICIES["flush"]:
+            schedule = repeat(self.batch.schedule, self.num_batches)
+        else:
+            schedule = _without_flush(self.batch.schedule, self.name, self.num_batches)
+        return simulate(schedule, self.batch.costs)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
@@ -99,46 +117,42 @@ class Refused:
     reason: str
 
 
-def compare(case: Case) -> list[Row | Refused]:
-    """A row for each of SCHEDULES, in their order."""
+def compare(case: Case) -> Iterator[Row | Refused]:
+    """A row for each of SCHEDULES, in their order, as soon as it is there."""
     _check_scale(case, case.num_stages)
-    simulated: Simulated = {}
-    return [_row_or_reason(name, case, simulated) for name in SCHEDULES]
+    return _rows(case)
 
 
-Simulated = dict[tuple[object, int, int], Timeline]
-"""(how orders are built, batches, of these repeated): several schedules share 1F1B's."""
+def _rows(case: Case) -> Iterator[Row | Refused]:
+    before: Row | None = None
+    for name, entry in SCHEDULES.items():
+        try:
+            before = measure(name, case, before)
+            yield before
+        except UserError as error:
+            yield Refused(name=name, title=entry.title, reason=str(error))
 
 
-def _row_or_reason(name: str, case: Case, simulated: Simulated) -> Row | Refused:
-    try:
-        return measure(name, case, simulated)
-    except UserError as error:
-        return Refused(name=name, title=SCHEDULES[name].title, reason=str(error))
-
-
-def measure(name: str, case: Case, simulated: Simulated | None = None) -> Row:
+def measure(name: str, case: Case, before: Row | None = None) -> Row:
     """The row of one schedule; UserError where it does not allow these sizes.
 
-    What is in `simulated` is taken from there, what is not is added.
+    Timelines of the row `before` are taken over where it has the same orders.
     """
-    entry, simulated = SCHEDULES[name], {} if simulated is None else simulated
-    policy, flushes = POLICIES[entry.policy], entry.policy == "flush"
-
-    def timeline(num_batches: int) -> Timeline:
-        repeats = num_batches if flushes else 1
-        key = (entry.build, num_batches, repeats)
-        if key not in simulated:
-            m = case.num_microbatches * num_batches // repeats
-            if name in REORDERED and not case.reorder:
-                batch = entry.build(case.num_stages, m, reorder=False)
-            else:
-                batch = build_schedule(name, case.num_stages, m, case.chunks)
-            schedule = repeat(_recomputed(batch, case), repeats)
-            simulated[key] = simulate(schedule, _costs(schedule, case))
-        return simulated[key]
-
-    return _row(name, entry.title, policy, timeline(1), timeline(case.num_batches), case)
+    entry = SCHEDULES[name]
+    if before is not None and SCHEDULES[before.name].build is entry.build:
+        batch = before.batch
+    else:
+        if name in REORDERED and not case.reorder:
+            schedule = entry.build(case.num_stages, case.num_microbatches, reorder=False)
+        else:
+            schedule = build_schedule(name, case.num_stages, case.num_microbatches, case.chunks)
+        if case.recompute is not None:
+            schedule = recomputed(schedule, case.recompute)
+        batch = simulate(schedule, _costs(schedule, case))
+    stream = None
+    if entry.policy != "flush" and before is not None and before.batch is batch:
+        stream = before.__dict__.get("stream")
+    return _row(name, entry.title, POLICIES[entry.policy], batch, case, stream)
 
 
 def measure_csv(path: Path, case: Case) -> Row:
@@ -146,50 +160,81 @@ def measure_csv(path: Path, case: Case) -> Row:
 
     Raises UserError for orders that are incomplete or that wait for each other.
     """
-    batch = _recomputed(load_order(path), case)
-    stream = repeat(batch, case.num_batches)
-    once, again = (simulate(s, _costs(s, case)) for s in (batch, stream))
-    return _row(path.name, path.name, POLICIES["flush"], once, again, case)
+    schedule = load_order(path)
+    if case.recompute is not None:
+        schedule = recomputed(schedule, case.recompute)
+    batch = simulate(schedule, _costs(schedule, case))
+    return _row(path.name, path.name, POLICIES["flush"], batch, case)
 
 
 def measure_search(memory: int, prove: float, case: Case) -> Row:
-    """The row of the shortest order found that holds `memory` microbatches on a rank at most."""
+    """The row of the best order found that holds `memory` microbatches on a rank at most."""
     _check_scale(case, case.num_stages)
     if case.recompute is not None:
         raise UserError("search has no recomputation", "set recompute=none")
     costs = _costs(build_schedule("1f1b", case.num_stages, case.num_microbatches), case)
     found = search(costs, case.num_microbatches, memory, prove=prove)
-    stream = repeat(found.schedule, case.num_batches)
-    once, again = simulate(found.schedule, costs), simulate(stream, costs)
-    title = f"Search, {memory} in memory"
-    return replace(
-        _row("search", title, POLICIES["flush"], once, again, case), bound=found.lower_bound
-    )
+    batch = simulate(found.schedule, costs)
+    row = _row("search", f"Search, {memory} in memory", POLICIES["flush"], batch, case)
+    return replace(row, bound=found.lower_bound)
 
 
-def _row(name: str, title: str, policy: Policy, once: Timeline, again: Timeline, case: Case) -> Row:
-    batch, stream = once.schedule, again.schedule
-    use = weight_use(stream, policy, batch.num_microbatches)
-    ranks = {op.stage: rank for op, rank in stream.ranks().items()}
-    copies = [Fraction(0)] * stream.num_ranks
-    for stage, rank in ranks.items():
-        copies[rank] += Fraction(use[stage].peak_versions, stream.stages_per_rank)
-    in_order = [use[stage] for chain in stream.chains for stage in chain]
-    return Row(
+def _without_flush(batch: Schedule, name: str, num_batches: int) -> Schedule:
+    stream = build_schedule(name, batch.num_ranks, batch.num_microbatches * num_batches)
+    again = any(op.kind == RECOMPUTE for op in batch.orders[0] if isinstance(op, Op))
+    return recomputed(stream, batch.kept) if again else stream
+
+
+def _row(
+    name: str,
+    title: str,
+    policy: Policy,
+    batch: Timeline,
+    case: Case,
+    stream: Timeline | None = None,
+) -> Row:
+    num_batches, schedule = case.num_batches, batch.schedule
+    batch_idle = stream_idle = idle(batch)
+    if policy is POLICIES["flush"]:
+        # A batch begins and ends with one version, and with no activations.
+        ends = ends_in_a_row(batch, num_batches)
+        stream_idle = idle_in_a_row(batch, ends, num_batches)
+        makespan = max(ends) * batch.tick
+    else:
+        if stream is None:
+            whole = _without_flush(schedule, name, num_batches)
+            stream = simulate(whole, batch.costs)
+        schedule, stream_idle, makespan = stream.schedule, idle(stream), stream.makespan
+    stages = [stage for chain in schedule.chains for stage in chain]
+    versions, staleness, mixed = dict.fromkeys(stages, 1), dict.fromkeys(stages, 0), False
+    if policy is not POLICIES["flush"]:
+        use = weight_use(schedule, policy, batch.schedule.num_microbatches)
+        versions = {stage: use[stage].peak_versions for stage in stages}
+        staleness = {stage: max(use[stage].staleness.values()) for stage in stages}
+        mixed = any(u.backward != u.forward for u in use.values())
+    copies = [Fraction(0)] * schedule.num_ranks
+    for rank, order in enumerate(schedule.orders):
+        for stage in {op.stage for item in order for op in item.parts}:
+            copies[rank] += Fraction(versions[stage], schedule.stages_per_rank)
+    row = Row(
         name=name,
         title=title,
         policy=policy,
-        batch=once,
-        stream=again,
-        batch_idle=idle(once),
-        stream_idle=idle(again),
-        peak_activations=peak_activations(stream),
-        peak_versions=tuple(u.peak_versions for u in in_order),
-        staleness=tuple(max(u.staleness.values()) for u in in_order),
+        num_batches=num_batches,
+        batch=batch,
+        stream_makespan=makespan,
+        batch_idle=batch_idle,
+        stream_idle=stream_idle,
+        peak_activations=peak_activations(schedule),
+        peak_versions=tuple(versions.values()),
+        staleness=tuple(staleness.values()),
         weight_copies=tuple(copies),
-        mixed=any(u.backward != u.forward for u in in_order),
-        formula=_formula(name, batch, case),
+        mixed=mixed,
+        formula=_formula(name, batch.schedule, case),
     )
+    if stream is not None:
+        row.__dict__["stream"] = stream
+    return row
 
 
 def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
@@ -243,10 +288,6 @@ def stage_factors(scale: Sequence[Fraction], num_stages: int) -> list[Fraction]:
         / parts
         for s in range(num_stages)
     ]
-
-
-def _recomputed(schedule: Schedule, case: Case) -> Schedule:
-    return schedule if case.recompute is None else recomputed(schedule, case.recompute)
 
 
 def _check_scale(case: Case, num_ranks: int) -> None:

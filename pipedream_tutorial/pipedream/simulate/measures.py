@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from pipedream.schedules.ops import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Item,
+    Op,
+    Schedule,
+)
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.simulator import Event, Timeline
 
@@ -29,10 +38,15 @@ class Idle:
 
 def idle(timeline: Timeline) -> Idle:
     """Idle time of a timeline. Ranks without operations are idle throughout."""
-    lines = list(zip(timeline.starts, timeline.ends, strict=True))
-    total, tick = max(ends[-1] for ends in timeline.ends if ends), timeline.tick
-    busy = [sum(ends) - sum(starts) for starts, ends in lines]
-    spans = [ends[-1] - starts[0] if ends else total for starts, ends in lines]
+    return idle_in_a_row(timeline, [ends[-1] if ends else 0 for ends in timeline.ends], 1)
+
+
+def idle_in_a_row(timeline: Timeline, last_ends: Sequence[int], count: int) -> Idle:
+    """Idle time of `count` batches like this one, whose last operations end at `last_ends`."""
+    total, tick = max(last_ends), timeline.tick
+    lines = list(zip(timeline.starts, timeline.ends, last_ends, strict=True))
+    busy = [count * (sum(ends) - sum(starts)) for starts, ends, _ in lines]
+    spans = [end - starts[0] if starts else total for starts, _, end in lines]
     return Idle(
         makespan=tuple((total - b) * tick for b in busy),
         span=tuple((s - b) * tick for s, b in zip(spans, busy, strict=True)),
@@ -50,35 +64,35 @@ def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, Fraction | 
     adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
     share would.
     """
-    split = {(op.stage, op.microbatch) for op in schedule.ops() if op.kind == WEIGHT_GRADIENT}
-    again = {(op.stage, op.microbatch) for op in schedule.ops() if op.kind == RECOMPUTE}
-    gone = 1 - schedule.kept
-    steps: dict[int, list[tuple[Op, Fraction | int]]] = {}
-    for rank, order in enumerate(schedule.orders):
-        held: Fraction | int = 0
-        steps[rank] = []
-        for op in (op for item in order for op in item.parts):
-            at = (op.stage, op.microbatch)
-            if op.kind == FORWARD:
-                held += 1
-                if at in again:
-                    steps[rank].append((op, held))
-                    held -= gone
-            elif op.kind == RECOMPUTE:
-                held += gone
-            elif op.kind == WEIGHT_GRADIENT or (op.kind == BACKWARD and at not in split):
-                held -= 1
-            steps[rank].append((op, held))
-    return steps
+    return dict(enumerate(map(list, _held(schedule))))
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
     v = schedule.stages_per_rank
     return tuple(
-        Fraction(max((held for _, held in steps), default=0)) / v
-        for _, steps in sorted(activation_steps(schedule).items())
+        Fraction(max((held for _, held in steps), default=0)) / v for steps in _held(schedule)
     )
+
+
+def _held(schedule: Schedule) -> Iterator[Iterator[tuple[Op, Fraction | int]]]:
+    again = {op[1:] for op in schedule.ops() if op.kind == RECOMPUTE}
+    gone = 1 - schedule.kept
+    return (_held_on_a_rank(order, again, gone) for order in schedule.orders)
+
+
+def _held_on_a_rank(
+    order: Sequence[Item], again: set[tuple[int, int]], gone: Fraction
+) -> Iterator[tuple[Op, Fraction | int]]:
+    change = {FORWARD: 1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1, BACKWARD: -1, RECOMPUTE: gone}
+    held: Fraction | int = 0
+    for item in order:
+        for op in item.parts:
+            held += change[op.kind]
+            yield op, held
+            if again and op.kind == FORWARD and op[1:] in again:
+                held -= gone
+                yield op, held
 
 
 def critical_path(timeline: Timeline) -> list[Event]:

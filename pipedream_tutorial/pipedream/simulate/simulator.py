@@ -16,10 +16,12 @@ Nothing else is assumed, and no schedule is known here by name.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from pipedream.errors import UserError
@@ -36,16 +38,16 @@ from pipedream.schedules.ops import (
     load_csv,
     repeat,
 )
-from pipedream.simulate.needs import (
-    DeadlockError,
-    Key,
-    Needs,
-    check_needs,
-    check_once_and_whole,
-    deadlock,
-)
 
 Number = int | str | Fraction
+
+
+class DeadlockError(RuntimeError):
+    """The orders can never all run: some operations wait for each other in a circle."""
+
+    def __init__(self, cycle: list[Op], text: str) -> None:
+        super().__init__(text)
+        self.cycle = cycle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +126,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When everything ran. Of `starts`, `ends` and `bounds` there is one list a rank, in the order
-    in which the rank ran its items."""
+    """When everything ran. Of `starts` and `ends` there is one list a rank, in the order in which
+    the rank ran its items."""
 
     schedule: Schedule
     costs: Costs
@@ -134,29 +136,45 @@ class Timeline:
     starts: tuple[tuple[int, ...], ...]
     """In ticks."""
     ends: tuple[tuple[int, ...], ...]
-    bounds: tuple[tuple[Key | None, ...], ...]
-    """The operation whose end (and sending) fixed the start; None at time 0."""
+
+    @property
+    def makespan(self) -> Fraction:
+        return max(ends[-1] for ends in self.ends if ends) * self.tick
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[Op | None, ...], ...]:
+        """The operation whose end (and sending) fixed the start; None at time 0."""
+        ranks = self.schedule.ranks()
+        sources = Needs(self.schedule)
+        communication = int(self.costs.communication / self.tick)
+        ended = {
+            op: end
+            for order, ends in zip(self.schedule.orders, self.ends, strict=True)
+            for item, end in zip(order, ends, strict=True)
+            for op in item.parts
+        }
+
+        def bound(rank: int, place: int) -> Op | None:
+            order, start = self.schedule.orders[rank], self.starts[rank][place]
+            if place and self.ends[rank][place - 1] == start:
+                return order[place - 1].parts[-1]
+            for need in (need for op in order[place].parts for need in sources.of(op)):
+                if need in ended and ended[need] + communication * (ranks[need] != rank) == start:
+                    return need if start else None
+            return None
+
+        return tuple(
+            tuple(bound(rank, place) for place in range(len(order)))
+            for rank, order in enumerate(self.schedule.orders)
+        )
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
         """By rank, in the order in which the rank ran them."""
-        times: dict[int, Fraction] = {}
-
-        def time(ticks: int) -> Fraction:
-            found = times.get(ticks)
-            if found is None:
-                found = times[ticks] = ticks * self.tick
-            return found
-
+        times = {t: t * self.tick for line in (*self.starts, *self.ends) for t in line}
         return tuple(
             tuple(
-                Event(
-                    rank=rank,
-                    item=item,
-                    start=time(start),
-                    end=time(end),
-                    bound_by=None if bound is None else Op._make(bound),
-                )
+                Event(rank=rank, item=item, start=times[start], end=times[end], bound_by=bound)
                 for item, start, end, bound in zip(*lines, strict=True)
             )
             for rank, lines in enumerate(
@@ -164,14 +182,44 @@ class Timeline:
             )
         )
 
-    @property
-    def makespan(self) -> Fraction:
-        return max(ends[-1] for ends in self.ends if ends) * self.tick
-
     def all_events(self) -> list[Event]:
         """Events of all ranks by start, then end, then rank."""
         flat = [event for events in self.events for event in events]
         return sorted(flat, key=lambda event: (event.start, event.end, event.rank))
+
+
+def needs(op: Op, schedule: Schedule) -> list[Op]:
+    """The operations whose results this one takes in, those on its own stage included."""
+    return Needs(schedule).of(op)
+
+
+class Needs:
+    """Finds what operations wait for, knowing which kinds the schedule uses."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.known = set(schedule.ops())
+        self.after, self.before = neighbours(schedule)
+
+    def of(self, op: Op) -> list[Op]:
+        kind, stage, i = op
+        if kind == FORWARD:
+            return [Op(FORWARD, self.before[stage], i)] if stage in self.before else []
+        if kind == WEIGHT_GRADIENT:
+            return [Op(INPUT_GRADIENT, stage, i)]
+        if kind == RECOMPUTE:
+            return [Op(FORWARD, stage, i)]
+        again = Op(RECOMPUTE, stage, i)
+        found = [again if again in self.known else Op(FORWARD, stage, i)]
+        if stage in self.after:
+            half = Op(INPUT_GRADIENT, self.after[stage], i)
+            found.append(half if half in self.known else half._replace(kind=BACKWARD))
+        return found
+
+
+def neighbours(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
+    """stage -> the one after it, and the one before it, in the direction of the forward pass."""
+    after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
+    return after, {b: a for a, b in after.items()}
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -180,95 +228,194 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises DeadlockError when the orders wait for each other, ValueError when an operation needs
     one that no rank runs or that is there twice.
     """
-    run = _Run(schedule, costs)
-    ready = list(range(schedule.num_ranks))
-    while ready:
-        ready += run.advance(ready.pop())
-    run.check_all_ran()
+    _check_once_and_whole(schedule)
+    clock = _Clock(schedule, costs)
+    starts, ends = _run(schedule, clock, [0] * schedule.num_ranks)
     return Timeline(
         schedule=schedule,
         costs=costs,
-        tick=run.clock.tick,
-        starts=tuple(map(tuple, run.starts)),
-        ends=tuple(map(tuple, run.ends)),
-        bounds=tuple(map(tuple, run.bounds)),
+        tick=clock.tick,
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
     )
 
 
-class _Run:
-    """What has run so far, and which ranks wait for what."""
+def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
+    """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
+    a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
+    clock = _Clock(timeline.schedule, timeline.costs)
+    free = [0] * len(timeline.ends)
+    now = [ends[-1] if ends else 0 for ends in timeline.ends]
+    for done in range(1, count):
+        steps = {end - before for end, before in zip(now, free, strict=True)}
+        if len(steps) == 1:  # all moved on by the same time, and so they always will
+            (step,) = steps
+            return [end + (count - done) * step for end in now]
+        free = now
+        _, ends = _run(timeline.schedule, clock, free)
+        now = [line[-1] if line else before for line, before in zip(ends, free, strict=True)]
+    return now
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.wanted = schedule, Needs(schedule)
-        check_once_and_whole(schedule, self.wanted)
-        self.clock = _Clock(schedule, costs)
-        self.starts: list[list[int]] = [[] for _ in schedule.orders]
-        self.ends: list[list[int]] = [[] for _ in schedule.orders]
-        self.bounds: list[list[Key | None]] = [[] for _ in schedule.orders]
-        self.done: dict[Key, tuple[int, int]] = {}
-        """operation -> when it ended, and on which rank"""
-        self.waiting: dict[Key, list[int]] = {}
 
-    def advance(self, rank: int) -> list[int]:
-        """Run the rank's operations up to the first that has to wait; the ranks that this frees."""
-        order, begun = self.schedule.orders[rank], self.starts[rank]
-        ended, bound = self.ends[rank], self.bounds[rank]
-        done, waiting, communication = self.done, self.waiting, self.clock.communication
-        keys_of, duration = self.wanted.keys_of, self.clock.duration
-        now = ended[-1] if ended else 0
-        last: Key | None = order[len(ended) - 1].parts[-1] if ended else None
-        freed: list[int] = []
-        while len(ended) < len(order):
-            item = order[len(ended)]
-            parts = item.parts
-            start, by = now, last
-            for need in keys_of(parts):
-                found = done.get(need)
-                if found is None:
-                    waiting.setdefault(need, []).append(rank)
-                    return freed
-                arrival = found[0] if found[1] == rank else found[0] + communication
-                if arrival > start:
-                    start, by = arrival, need
-            now = start + duration(item)
-            begun.append(start)
-            ended.append(now)
-            bound.append(by)
-            for op in parts:
-                done[op] = now, rank
-                if op in waiting:
-                    freed += waiting.pop(op)
-            last = parts[-1]
-        return freed
+def _run(
+    schedule: Schedule, clock: _Clock, free: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """By rank: starts and ends, in ticks, where rank r is free from free[r] on."""
+    ended: _Ended = {}
+    tables = [_rules(schedule, kinds, ended, clock) for kinds in clock.kinds]
+    starts: list[list[int]] = [[] for _ in free]
+    ends: list[list[int]] = [[] for _ in free]
+    ranks, going = list(range(len(free))), True
+    while going:  # down the ranks with forward passes, up with backward passes
+        going = False
+        for rank in ranks:
+            order, before = schedule.orders[rank], len(ends[rank])
+            if before < len(order):
+                _advance(order, tables[rank], starts[rank], ends[rank], free[rank])
+                going = going or len(ends[rank]) > before
+        ranks.reverse()
+    if any(len(line) < len(order) for line, order in zip(ends, schedule.orders, strict=True)):
+        raise _stuck(schedule, [len(line) for line in ends])
+    return starts, ends
 
-    def check_all_ran(self) -> None:
-        if self.waiting:
-            check_needs(self.schedule, self.wanted)
-            raise deadlock(self.schedule, [len(line) for line in self.ends], self.wanted, self.done)
+
+_Ended = dict[tuple[str, int], dict[int, int]]
+"""(kind of result, stage) -> microbatch -> when it was there; B and I give the same result."""
+
+_Rules = dict[tuple[object, ...], tuple[int, list[tuple[dict[int, int], int]], dict[int, int]]]
+"""(kind, stage), of one rank -> duration, (results that it takes in, time to send), its results.
+Of a pair the duration alone."""
+
+
+def _advance(
+    order: Sequence[Item], rules: _Rules, starts: list[int], ends: list[int], free: int
+) -> None:
+    """Run a rank's items up to the first that has to wait."""
+    now = ends[-1] if ends else free
+    for place in range(len(ends), len(order)):
+        item = order[place]
+        start = now
+        for kind, stage, i in (item,) if len(item) == 3 else item:
+            for results, delay in rules[kind, stage][1]:
+                if i not in results:
+                    return
+                if results[i] + delay > start:
+                    start = results[i] + delay
+        now = start + rules[item[:2] if len(item) == 3 else _kind(item)][0]
+        starts.append(start)
+        ends.append(now)
+        for kind, stage, i in (item,) if len(item) == 3 else item:
+            rules[kind, stage][2][i] = now
+
+
+def _rules(
+    schedule: Schedule, kinds: dict[tuple[object, ...], Item], ended: _Ended, clock: _Clock
+) -> _Rules:
+    own = {op[:2] for item in kinds.values() for op in item.parts}
+    held = {stage for _, stage in own}
+    after, before = neighbours(schedule)
+
+    def results(kind: str, stage: int) -> dict[int, int]:
+        shared = BACKWARD if kind == INPUT_GRADIENT else kind
+        return ended.setdefault((shared, stage), {})
+
+    found: _Rules = {}
+    for kind, stage in own:
+        taken = []
+        if kind == FORWARD and stage in before:
+            taken.append((FORWARD, before[stage]))
+        elif kind == WEIGHT_GRADIENT:
+            taken.append((INPUT_GRADIENT, stage))
+        elif kind == RECOMPUTE:
+            taken.append((FORWARD, stage))
+        elif kind in (BACKWARD, INPUT_GRADIENT):
+            if (RECOMPUTE, stage) in own:
+                taken.append((RECOMPUTE, stage))
+            elif stage not in after:  # where there is a stage after, it had this one's F
+                taken.append((FORWARD, stage))
+            if stage in after:
+                taken.append((BACKWARD, after[stage]))
+        sent = [(results(*one), 0 if one[1] in held else clock.communication) for one in taken]
+        found[kind, stage] = clock.durations.get((kind, stage), 0), sent, results(kind, stage)
+    for kind_of_pair in kinds:
+        if len(kind_of_pair) > 2:
+            found[kind_of_pair] = clock.durations[kind_of_pair], [], {}
+    return found
 
 
 class _Clock:
     """Durations in ticks."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.kinds = [
+            {item[:2] if len(item) == 3 else _kind(item): item for item in order}
+            for order in schedule.orders
+        ]
+        """By rank: its items without their microbatches -> one such item."""
         position = schedule.position()
-        kinds = {_without_microbatch(item): item for order in schedule.orders for item in order}
-        exact = {key: costs.duration(item, position) for key, item in kinds.items()}
+        exact = {
+            key: costs.duration(item, position)
+            for kinds in self.kinds
+            for key, item in kinds.items()
+        }
         times = [costs.communication, *exact.values()]
         scale = math.lcm(*(time.denominator for time in times))
         ticks = math.gcd(*(int(time * scale) for time in times)) or 1
         self.tick = Fraction(ticks, scale)
         self.communication = int(costs.communication / self.tick)
-        self._durations = {key: int(time / self.tick) for key, time in exact.items()}
-
-    def duration(self, item: Item) -> int:
-        return self._durations[_without_microbatch(item)]
+        self.durations = {key: int(time / self.tick) for key, time in exact.items()}
 
 
-def _without_microbatch(item: Item) -> tuple[object, ...]:
-    if isinstance(item, Op):
-        return item[:2]
-    return item[0][:2] + item[1][:2]
+def _kind(item: Item) -> tuple[object, ...]:
+    """Without its microbatches."""
+    return tuple(field for op in item.parts for field in op[:2])
+
+
+def _check_once_and_whole(schedule: Schedule) -> None:
+    """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
+    ValueError names what is not so."""
+    ops = list(schedule.ops())
+    if len(set(ops)) < len(ops):
+        twice = next(op for op, count in Counter(ops).items() if count > 1)
+        raise ValueError(f"{twice} is in the orders twice")
+    there: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in "FBIW"}
+    for op in ops:
+        if op[0] in there:
+            there[op[0]].add(op[1:])
+    forwards, wholes, inputs, weights = there.values()
+    if wholes or inputs or weights:  # otherwise an order of forward passes alone
+        for stage, i in (wholes & inputs) | (inputs ^ weights) | (forwards - wholes - inputs):
+            raise ValueError(
+                f"stage {stage} needs either {stage}B{i} or both {stage}I{i} and {stage}W{i} "
+                f"for microbatch {i}"
+            )
+
+
+def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
+    """What a rank waits for that none runs; else follow what each stuck rank waits for until a
+    rank comes up again."""
+    wanted, ranks = Needs(schedule), schedule.ranks()
+    for op in schedule.ops():
+        for need in wanted.of(op):
+            if need not in ranks:
+                return ValueError(f"{op} needs {need}, which no rank runs")
+    done = {
+        op
+        for order, count in zip(schedule.orders, ended, strict=True)
+        for item in order[:count]
+        for op in item.parts
+    }
+    rank = next(r for r, order in enumerate(schedule.orders) if ended[r] < len(order))
+    path: dict[int, tuple[Op, Op]] = {}
+    while rank not in path:
+        item = schedule.orders[rank][ended[rank]]
+        path[rank] = next(
+            (op, need) for op in item.parts for need in wanted.of(op) if need not in done
+        )
+        rank = ranks[path[rank][1]]
+    circle = list(path.items())[list(path).index(rank) :]
+    text = "; ".join(f"rank {r} is at {op}, which needs {need}" for r, (op, need) in circle)
+    return DeadlockError([op for _, (op, _) in circle], f"deadlock: {text}")
 
 
 def load_order(path: Path) -> Schedule:
