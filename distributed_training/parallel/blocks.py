@@ -36,9 +36,10 @@ def apply_chunked_loss(model: Decoder, tokens: int, *, compiled: bool) -> None:
         model.loss = ChunkedCrossEntropy(tokens, compiled=compiled)
 
 
-# A block that meets another shape is compiled again for it. Left to itself torch would then make
-# shapes symbolic, which DTensors cannot be (torch 2.11), and which runs slower.
-_compile = functools.partial(torch.compile, dynamic=False)
+def _compile(function: Any) -> Any:
+    """torch.compile, again for each other shape. Left to itself it would then make shapes symbolic,
+    which DTensors cannot be (torch 2.11), and which runs slower."""
+    return torch.compile(function, dynamic=False)
 
 
 def apply_compile(model: Decoder, *, ends: bool, whole: bool = False) -> None:

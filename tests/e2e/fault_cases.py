@@ -41,7 +41,7 @@ def run_script(arguments: list[str]) -> int:
 def with_bad_gradient(job: dict[str, Any]) -> int:
     """On rank 1, in each of `steps`, a gradient (of `name`, native engines) or the loss (DeepSpeed)
     becomes NaN; on all ranks where DDP has made their gradients equal."""
-    rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine._update
+    rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
 
     def bad(everywhere: bool = False) -> bool:
         calls.append(None)
@@ -53,7 +53,7 @@ def with_bad_gradient(job: dict[str, Any]) -> int:
             local_part(parameter.grad).fill_(float("nan"))
         return update(self)
 
-    native.NativeEngine._update = bad_update
+    native.NativeEngine.update = bad_update
     for engine in (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedPipelineEngine):
         run = engine._run
 
