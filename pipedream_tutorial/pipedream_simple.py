@@ -3,8 +3,9 @@
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: the operations, the order in which each rank runs them, the clock, what
-a timeline costs, how it is drawn. It needs nothing but Python.
+Read it from top to bottom: the operations, the order in which each rank runs them, the clock, and
+what a timeline costs. All of that is plain Python; only the command line at the end, which reads
+options and draws, uses the package.
 
 More schedules, search, training, CSV files and traces: python -m pipedream --help. It knows the
 same options, and gets every command whose options this file does not know.
@@ -13,12 +14,7 @@ same options, and gets every command whose options this file does not know.
 from __future__ import annotations
 
 import math
-import os
-import re
-import runpy
-import shutil
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -35,9 +31,9 @@ CONFIG: dict[str, Any] = {
     "communication": 0,  # time from one rank to the next; occupies neither
     "chunks": 2,  # v: stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
+    "steps": 0,  # batches to train on: python -m pipedream does that
 }
 DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")
-MOST = {"num_stages": 64, "num_microbatches": 512, "chunks": 16, "num_batches": 64}
 
 # --- Operations ------------------------------------------------------------------------------
 
@@ -332,146 +328,18 @@ def stashed_versions(order: Order) -> tuple[int, int]:
     return most, behind
 
 
-# --- Printing --------------------------------------------------------------------------------
-
-LEGEND = (
-    "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number: "
-    "microbatch; - goes on; . idle; f, b, i, w: on the rank's second stage, or all stages of a "
-    "rank as a, b, c ..."
-)
-NOTES = (
-    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
-    "share.",
-    "In a row: after a flush a rank starts the next batch once its own work is done; PipeDream "
-    "never pauses.",
-    "At most, on any rank: activ., microbatches whose activations it holds; weights, copies of its "
-    "parameters; stale, updates between the weights a microbatch saw and its own.",
-    "More schedules, search, training: python -m pipedream",
-)
-
-
-class Scale(NamedTuple):
-    """How a grid is drawn; of several the smallest is the most readable."""
-
-    letters_only: bool
-    blocks: int  # lines that each rank is wrapped over
-    tight: bool  # no blank after a cell
-    rate: Fraction  # columns a tick
-    room: int  # columns a line
-
-
-def choose_scale(row: Row, text: dict[Op, str], room: int, max_blocks: int) -> Scale:
-    """Cells that most operations fit into, on `max_blocks` lines; else the beginning is shown."""
-    lasts = {op: end - start for op, (start, end) in row.times.items() if end > start}
-    typical = sorted(lasts.values())[(len(lasts) - 1) // 2]
-    unit = math.gcd(*(time for pair in row.times.values() for time in pair))
-    total = max(end for _, end in row.times.values())
-    fitting = []
-    for letters_only, tight in ((False, False), (False, True), (True, True)):
-        wide = {op: (1 if letters_only else len(text[op])) + (0 if tight else 1) for op in lasts}
-        rate = max(Fraction(wide[op], time) for op, time in lasts.items() if time >= typical)
-        if rate * unit * 2 > 1:  # whole columns a unit; below that, times are rounded
-            rate = Fraction(math.ceil(rate * unit), unit)
-        step = max(1, int(rate * unit))
-        most, steps = max(1, room // step), math.ceil(total * rate / step)
-        blocks = math.ceil(steps / most)
-        if not fitting or blocks <= (1 if letters_only else max_blocks):
-            line = min(most, math.ceil(steps / min(blocks, max_blocks))) * step
-            fitting.append(Scale(letters_only, blocks, tight, rate, line))
-    whole = [scale for scale in fitting if scale.blocks <= max_blocks]
-    return min(whole, default=fitting[0]._replace(blocks=max_blocks))
-
-
-def draw(row: Row, max_blocks: int) -> None:
-    """A line of times and a line a rank, as often as it takes to show the whole timeline."""
-    text, prefix = labels(row.orders), len(f"rank {len(row.orders) - 1} ")
-    scale = choose_scale(row, text, max(10, columns() - prefix), max_blocks)
-    end = math.ceil(max(end for _, end in row.times.values()) * scale.rate)
-    lines = [["."] * end for _ in row.orders]
-    for order, line in zip(row.orders, lines, strict=True):
-        for op in order:
-            first, after = (math.floor(time * scale.rate) for time in row.times[op])
-            width, label = after - first, text[op]
-            if scale.letters_only or len(label) > width:
-                label = label[0]  # never a number that is cut short
-            blank = " " if width > len(label) and not scale.tight else ""
-            line[first:after] = (label.ljust(width - len(blank), "-") + blank)[:width]
-    shown = min(end, scale.blocks * scale.room)
-    for begin in range(0, shown, scale.room):
-        after = min(begin + scale.room, shown)
-        print("time".ljust(prefix) + axis(scale.rate / row.tick, begin, after))
-        for rank, line in enumerate(lines):
-            print(f"rank {rank} ".ljust(prefix) + "".join(line[begin:after]).rstrip())
-    if shown < end:
-        cut, whole = (float(time / scale.rate * row.tick) for time in (shown, end))
-        wrap(f"(shown up to time {cut:g} of {whole:g}: a wider terminal shows more)")
-
-
-def labels(orders: list[Order]) -> dict[Op, str]:
-    """F0 on a rank's first stage and f0 on its second; where it has more, F0a, F0b, ..."""
-    text = {}
-    for order in orders:
-        own = sorted({stage for _, stage, _ in order})
-        for kind, stage, i in order:
-            place = own.index(stage)
-            if len(own) > 2:
-                text[kind, stage, i] = f"{kind}{i}{chr(ord('a') + place)}"
-            else:
-                text[kind, stage, i] = f"{kind.lower() if place else kind}{i}"
-    return text
-
-
-def axis(rate: Fraction, begin: int, end: int) -> str:
-    """Times above the columns where they begin: multiples of 1, 2 or 5 times a power of ten."""
-    steps = (each * Fraction(10) ** power for power in range(-9, 20) for each in (1, 2, 5))
-    step = next(step for step in steps if step * rate >= 10)
-    line = ""
-    for multiple in range(math.ceil(begin / rate / step), math.ceil(end / rate / step)):
-        text = f"{float(multiple * step):.12g}"
-        column = math.floor(multiple * step * rate) - begin
-        if (not line or column > len(line)) and column + len(text) <= end - begin:
-            line = line.ljust(column) + text
-    return line
-
-
-def print_schedule(row: Row, count: int) -> None:
-    """One schedule's grid and what it comes to."""
-    print(f"\n{row.title}")
-    draw(row, max_blocks=2 if row.title == "PipeDream" else 3)
-    wrap(
-        f"  one batch    time {number(row.makespan)}, utilisation {percent(1 - row.idle)}, bubble "
-        f"{percent(row.idle)} (within the ranks' own spans {percent(row.span_idle)})"
-    )
-    used = percent(1 - row.stream_idle)
-    print(f"  {count} batches".ljust(15) + f"time {number(row.stream)}, utilisation {used}")
-    wrap(f"  activations  microbatches held at most: {listed(row.activations)}")
-    wrap(f"  weights      versions kept at most: {listed(row.versions)}")
-    wrap(f"               updates behind at most: {listed(row.staleness)}")
-
-
-def print_table(rows: Iterable[Row | str], count: int) -> None:
-    """A line a schedule, as soon as it is there."""
-    print(f"{'':<24}{'one batch':^20}{f'{count} in a row':^15}{'at most':^21}".rstrip())
-    print(f"{'':<24}  time bubble   span    time   used activ. weights stale", flush=True)
-    for row in rows:
-        if isinstance(row, str):
-            wrap(row)
-            continue
-        cells = f"{number(row.makespan):>6}{percent(row.idle):>7}{percent(row.span_idle):>7}"
-        cells += f"{number(row.stream):>8}{percent(1 - row.stream_idle):>7}"
-        cells += f"{number(max(row.activations)):>7}{max(row.versions):>8}{max(row.staleness):>5}"
-        print(f"{row.title:<24}{cells}", flush=True)
-    for note in NOTES:
-        wrap(note)
+# --- The command line: reading options and drawing are the package's ------------------------
 
 
 def main() -> None:
     """Print the grids that are asked for, and the table."""
-    config = chosen(sys.argv[1:])
+    from pipedream.draw.terminal import LEGEND, number, print_wrapped
+
+    config = chosen()
     if config is None:
         hand_over()
         return
-    name, verbose, count = config["schedule"], config["verbose"], config["num_batches"]
+    name, verbose = config["schedule"], config["verbose"]
     rows: Iterable[Row | str] = (attempt(each, config) for each in SCHEDULES)
     if name != "all":
         rows = [attempt(name, config)]
@@ -479,24 +347,44 @@ def main() -> None:
             hand_over()
             return
     f, i, w, c = (number(config[key]) for key in DURATIONS)
-    wrap(
+    print_wrapped(
+        "",
         f"p = {config['num_stages']} ranks, m = {config['num_microbatches']} microbatches a batch; "
-        f"durations F = {f}, I = {i}, W = {w}, B = I + W, communication {c}"
+        f"durations F = {f}, I = {i}, W = {w}, B = I + W, communication {c}",
     )
     if verbose or (verbose is None and name != "all"):
-        wrap(LEGEND)
+        print_wrapped("", LEGEND)
         rows = list(rows)
         for row in rows:
             if isinstance(row, Row):
-                print_schedule(row, count)
+                print_schedule(row, config["num_batches"])
         print()
-    print_table(rows, count)
+    print_table(rows, config["num_batches"])
+
+
+def chosen() -> dict[str, Any] | None:
+    """CONFIG as the command line changes it; None for what this file does not know."""
+    from pipedream.__main__ import RULES
+    from pipedream.config import parse_arguments
+    from pipedream.errors import UserError
+
+    if "--help" in sys.argv or "-h" in sys.argv:
+        return None
+    try:
+        config = parse_arguments(CONFIG, {key: RULES[key] for key in CONFIG}, "")
+    except UserError:
+        return None
+    config["schedule"] = config["schedule"].lower()
+    known = config["schedule"] in ("all", *SCHEDULES) and not config["steps"]
+    return config if known else None
 
 
 def hand_over() -> None:
     """The package knows more options, and says in one line what is wrong."""
-    sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items()]
-    runpy.run_module("pipedream", run_name="__main__", alter_sys=True)
+    from pipedream import __main__ as package
+
+    sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items() if key != "steps"]
+    package.main()
 
 
 def attempt(name: str, config: dict[str, Any]) -> Row | str:
@@ -507,70 +395,70 @@ def attempt(name: str, config: dict[str, Any]) -> Row | str:
         return f"{SCHEDULES[name][0]:<24}not possible: {error}"
 
 
-def chosen(arguments: list[str]) -> dict[str, Any] | None:
-    """CONFIG with --set key=value or --key value; None for what this file does not know."""
-    config, words = dict(CONFIG), iter(arguments)
-    for word in words:
-        option, _, value = word.partition("=")
-        value = value or next(words, "")
-        if option == "--set":
-            option, _, value = f"--{value}".partition("=")
-        if (option, value) == ("--steps", "0"):
-            continue  # trains nothing, as this file does anyway
-        if not option.startswith("--") or option[2:] not in CONFIG:
-            return None
-        config[option[2:]] = value
-    try:
-        return {key: accepted(key, str(value).lower()) for key, value in config.items()}
-    except (KeyError, ValueError, ZeroDivisionError):
-        return None
+def print_schedule(row: Row, count: int) -> None:
+    """One schedule's grid and what it comes to."""
+    from pipedream.draw.terminal import bold, draw, listed, number, percent, use_colour, width
+
+    print(f"\n{bold(row.title)}")
+    blocks = 2 if row.title == "PipeDream" else 3
+    print(draw(as_timeline(row), width(), colour=use_colour(), max_blocks=blocks))
+    print(
+        f"  one batch    time {number(row.makespan)}, utilisation {percent(1 - row.idle)}, bubble "
+        f"{percent(row.idle)} (within the ranks' own spans {percent(row.span_idle)})"
+    )
+    used = percent(1 - row.stream_idle)
+    print(f"  {count} batches".ljust(15) + f"time {number(row.stream)}, utilisation {used}")
+    print(f"  activations  microbatches held at most: {listed(row.activations, 'rank')}")
+    print(f"  weights      versions kept at most: {listed(row.versions, 'stage')}")
+    print(f"               updates behind at most: {listed(row.staleness, 'stage')}")
 
 
-def accepted(key: str, text: str) -> Any:
-    """A value of CONFIG. Raises KeyError or ValueError for what is none."""
-    if key == "verbose":
-        return {"none": None, "true": True, "yes": True, "false": False, "no": False}[text]
-    if key == "schedule":
-        return text if text == "all" else {name: name for name in SCHEDULES}[text]
-    if not set(text) <= set("0123456789./"):
-        raise ValueError(text)
-    value = Fraction(text) if key in DURATIONS else int(text)
-    low = {"num_batches": 2, "weight_gradient": 0, "communication": 0}.get(key, Fraction(1, 10**6))
-    if not low <= value <= MOST.get(key, 10**6):
-        raise ValueError(text)
-    return value
+def as_timeline(row: Row) -> Any:
+    """The same as the package's object, which knows how to be drawn."""
+    from pipedream.schedules import ops
+    from pipedream.simulate.simulator import Timeline, build_costs
+
+    schedule = ops.Schedule(
+        name=row.title,
+        orders=tuple(tuple(ops.Op(*op) for op in order) for order in row.orders),
+        chains=ops.one_chain(1 + max(stage for order in row.orders for _, stage, _ in order)),
+    )
+    starts, ends = (
+        tuple(tuple(row.times[op][side] for op in order) for order in row.orders) for side in (0, 1)
+    )
+    costs = build_costs(schedule)
+    return Timeline(schedule=schedule, costs=costs, tick=row.tick, starts=starts, ends=ends)
 
 
-def wrap(text: str) -> None:
-    """A line as wide as the terminal, which goes on below its own second column."""
-    begin = re.match(r" *\w+  +|.{24}(?=not possible)|  [a-z\d]+ batch(es)? +|", text)
-    print(textwrap.fill(text, columns(), subsequent_indent=" " * len(begin[0] if begin else "")))
+def print_table(rows: Iterable[Row | str], count: int) -> None:
+    """A line a schedule, as soon as it is there."""
+    from pipedream.draw.terminal import number, percent, print_wrapped
+
+    print(f"{'':<24}{'one batch':^20}{f'{count} in a row':^15}{'at most':^21}".rstrip())
+    print(f"{'':<24}  time bubble   span    time   used activ. weights stale", flush=True)
+    for row in rows:
+        if isinstance(row, str):
+            print_wrapped(row[:24], row[24:])
+            continue
+        cells = f"{number(row.makespan):>6}{percent(row.idle):>7}{percent(row.span_idle):>7}"
+        cells += f"{number(row.stream):>8}{percent(1 - row.stream_idle):>7}"
+        cells += f"{number(max(row.activations)):>7}{max(row.versions):>8}{max(row.staleness):>5}"
+        print(f"{row.title:<24}{cells}", flush=True)
+    for note in NOTES:
+        print_wrapped("", note)
 
 
-def columns() -> int:
-    """Columns of the terminal; 100 where there is none."""
-    return max(40, shutil.get_terminal_size((100, 24)).columns)
-
-
-def listed(values: Sequence[Fraction | int]) -> str:
-    """All values, or just one where they are equal."""
-    if len(set(values)) == 1:
-        return f"{number(values[0])} on every rank"
-    return f"{' '.join(map(number, values))} by rank"
-
-
-def number(value: Fraction | int) -> str:
-    """Four significant digits."""
-    return f"{float(value):.4g}"
-
-
-def percent(value: Fraction) -> str:
-    """A share, 0 to 1."""
-    return f"{float(100 * value):.1f}%"
-
+NOTES = (
+    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
+    "share.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; PipeDream "
+    "never pauses.",
+    "At most, on any rank: activ., microbatches whose activations it holds; weights, copies of its "
+    "parameters; stale, updates between the weights a microbatch saw and its own.",
+    "More schedules, search, training: python -m pipedream",
+)
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # what reads the output has seen enough, such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    from pipedream.errors import main_with_errors
+
+    main_with_errors(main)

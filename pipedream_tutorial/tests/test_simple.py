@@ -20,7 +20,7 @@ from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
 from pipedream.simulate.measures import idle, peak_activations
-from pipedream.simulate.simulator import build_costs, needs, simulate
+from pipedream.simulate.simulator import build_costs, simulate
 
 SCRIPT = Path(simple.__file__)
 CASE = Case(
@@ -199,34 +199,6 @@ def test_chunks_may_be_uneven():
 
 def busy_times(timeline):
     return [sum(event.end - event.start for event in events) for events in timeline.events]
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
-def test_uneven_chunks_run_as_the_rules_say(name):
-    """Starts of all operations against the rule, on random chunks, sending and numbers of ranks."""
-    chance = random.Random(name)
-    for p, m, v in ((2, 4, 2), (3, 6, 2), (4, 8, 2), (5, 10, 2)):
-        scale = [Fraction(chance.randint(1, 9), 3) for _ in range(p * v)]
-        case = replace(
-            CASE, num_stages=p, num_microbatches=m, chunks=v, stage_scale=scale,
-            communication=Fraction(1, 5),
-        )  # fmt: skip
-        timeline = measure(name, case).batch
-        ranks, ends = timeline.schedule.ranks(), {}
-        for event in timeline.all_events():
-            ends[event.item] = event.end
-        for line in timeline.events:
-            free = Fraction(0)
-            for event in line:
-                op = event.item
-                arrivals = [
-                    ends[need] + Fraction(1, 5) * (ranks[need] != event.rank)
-                    for need in needs(op, timeline.schedule)
-                ]
-                assert event.start == max([free, *arrivals])
-                duration = {"F": 1, "B": 3, "I": 2, "W": 1}[op.kind]
-                assert event.end - event.start == duration * scale[op.stage] / v
-                free = event.end
 
 
 def test_weight_copies_count_both_of_chimera_s_models():
