@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from distributed_training.data.samples import StepBatch
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.topology import Topology
 
@@ -122,17 +123,14 @@ def collect_stages(
 ) -> dict[str, torch.Tensor] | None:
     """Parameters of all stages on rank 0, from the first process of each; None elsewhere."""
     per_stage = topology.world_size // topology.pp
-    cpu = torch.device("cpu")
+    shapes = gather({name: tuple(full.shape) for name, full in state.items()})
     if topology.rank == 0:
         for sender in range(per_stage, topology.world_size, per_stage):
-            shapes: list[dict[str, torch.Size]] = [{}]
-            dist.recv_object_list(shapes, sender, device=cpu)
-            for name, shape in shapes[0].items():
+            for name, shape in shapes[sender].items():
                 state[name] = torch.empty(shape)
                 dist.recv(state[name], sender)
         return state
     if topology.rank % per_stage == 0:
-        dist.send_object_list([{name: full.shape for name, full in state.items()}], 0, device=cpu)
         for full in state.values():
             dist.send(full, 0)
     return None

@@ -14,26 +14,13 @@ import torch.distributed as dist
 from distributed_training.advise.checks import needed_extensions
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.parallel.agree import gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.state import estimate_state
 from distributed_training.records.display import Display
-from distributed_training.run.launch import Process
+from distributed_training.run.process import Process
 from distributed_training.settings.errors import UserError
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's `value`, on all ranks. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
-
-
-def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, by rank; `group`: another one of all ranks. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine, group)
-    return ranks
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.advise.cluster import Cluster
@@ -28,6 +28,7 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import LastingStream, describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
 from distributed_training.run.prepare import make_plan, reserve_run_dir
+from distributed_training.run.process import Process, current_process, single_process
 from distributed_training.run.saving.resume import list_checkpoints
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -35,43 +36,7 @@ from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
 
 TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
-SLURM_SCRIPT = "configs/train.slurm"
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    """What a launcher told this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
-def current_process(environment: Mapping[str, str]) -> Process | None:
-    """What torchrun or deepspeed set for this process; None when no launcher started it."""
-    if "RANK" not in environment:
-        tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
-        if tasks != "1" and "SLURM_PTY_PORT" not in environment:  # nor in a shell from srun --pty
-            what = f"srun started this command {tasks} times"
-            fix = f"one task a node, with torchrun in it: sbatch --nodes=2 {SLURM_SCRIPT}"
-            raise UserError(what, "no launcher told the processes their ranks", fix)
-        return None
-    try:
-        here = environment.get("LOCAL_SIZE") or environment["WORLD_SIZE"]  # deepspeed's word
-        told = {"LOCAL_WORLD_SIZE": here, **environment}
-        return Process(**{field.name: int(told[field.name.upper()]) for field in fields(Process)})
-    except (KeyError, ValueError) as error:
-        what = "RANK is set but WORLD_SIZE or LOCAL_RANK is not a number"
-        raise UserError(what, str(error), "start with torchrun, or unset RANK") from None
-
-
-def single_process() -> Process:
-    """Set what process groups ask the environment for, as a launcher of one process would."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free then
-    return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def start(

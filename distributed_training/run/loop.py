@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
+from distributed_training.parallel.agree import from_rank_0
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
@@ -22,7 +23,6 @@ from distributed_training.records.metrics import PeakMemory, StepTimer, disk_byt
 from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
 from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import nonfinite
-from distributed_training.run.assemble import from_rank_0
 from distributed_training.run.history import History
 from distributed_training.run.saving import checkpoint
 from distributed_training.run.saving.resume import list_checkpoints
@@ -202,14 +202,21 @@ class Trainer:
         if self._passed_over:
             what += f", after step {self._passed_over} was passed over"
         self._finish_saving()
-        saved = from_rank_0(list_checkpoints(self.plan.run_dir))
+        saved = self._saved_checkpoints()
         fix = "lower learning_rate" if self._passed_over else nonfinite.advise(saved)
         return nonfinite.NonFiniteError(step, what, fix)
+
+    def _saved_checkpoints(self) -> list[Path]:
+        """As rank 0 sees them. Collective."""
+        return [
+            Path(folder)
+            for folder in from_rank_0(list(map(str, list_checkpoints(self.plan.run_dir))))
+        ]
 
     def _roll_back(self, error: nonfinite.NonFiniteError) -> None:
         """Go back to the last checkpoint and leave out the batch of the step that failed, where
         that is asked for and has not been done before; else raise the error. Collective."""
-        saved = from_rank_0(list_checkpoints(self.plan.run_dir))
+        saved = self._saved_checkpoints()
         if self.plan.config.on_nonfinite != "rollback" or self._passed_over or not saved:
             raise error
         self.restore(saved[-1])

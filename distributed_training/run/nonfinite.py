@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.engines.base import StepResult
-from distributed_training.run import assemble
+from distributed_training.parallel.agree import gather
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 
@@ -37,7 +37,7 @@ def describe(step: int, own_loss: float, result: StepResult, names: Sequence[str
     if result.gradients is not None:
         bad = result.gradients.isfinite().logical_not().nonzero()
         name = names[int(bad[0])] if len(bad) else None
-    ranks = assemble.gather((math.isfinite(own_loss), name))
+    ranks = gather((math.isfinite(own_loss), name))
     losses = [rank for rank, (finite, _) in enumerate(ranks) if not finite]
     found = next((name for _, name in ranks if name is not None), None)
     said = [f"the loss is not finite on {_ranks(losses)}"] if losses else []

@@ -18,7 +18,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from distributed_training.run.launch import Process
+from distributed_training.run.process import Process
 from distributed_training.settings.errors import UserError
 
 RETRY_S = 0.2

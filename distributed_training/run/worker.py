@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
+from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import PLAN_AS_JSON, Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
@@ -29,9 +30,9 @@ from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
 from distributed_training.run.ending import end_failed
 from distributed_training.run.export import export, generate_sample
-from distributed_training.run.launch import Process
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import make_plan, reserve_run_dir
+from distributed_training.run.process import Process
 from distributed_training.run.profiling import Profile
 from distributed_training.run.push import push_folder
 from distributed_training.run.rendezvous import current_agent, meet
@@ -96,24 +97,23 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
 def agree_on_plan(config: RunConfig, process: Process, agent: str | None = None) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all. Where this process's
     `agent` has begun a run already, the plan goes on with it. Collective."""
-    answer: Plan | UserError | None = None
-    launchers = sorted(set(assemble.gather(agent))) if agent else []
+    answer = dict[str, str]()
+    launchers = sorted(set(gather(agent))) if agent else []
     if process.rank == 0:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
         try:
             config, notes = go_on(config, launchers, process.world_size)
             plan = make_plan(config, detect_machine(), **sizes, cut=plan_data.cut_data)
             plan = replace(plan, launchers=launchers, notes=[*plan.notes, *notes])
-            answer = reserve_run_dir(plan)
+            answer["plan"] = PLAN_AS_JSON.dump_json(reserve_run_dir(plan)).decode()
         except UserError as error:
-            answer = error
+            answer["error"] = str(error)
         except OSError as error:  # a full or read-only disk under the cache, most often
-            answer = UserError("preparing the data failed", str(error), "set output_dir elsewhere")
-    answer = assemble.from_rank_0(answer)
-    if isinstance(answer, UserError):
-        raise answer
-    assert isinstance(answer, Plan)
-    return answer
+            answer["error"] = f"preparing the data failed; {error}; set output_dir elsewhere"
+    answer = from_rank_0(answer)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return PLAN_AS_JSON.validate_json(answer["plan"])
 
 
 def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
@@ -183,7 +183,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     if plan.checkpoint is not None and topology.rank == 0:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
-    history = assemble.from_rank_0(history)
+    history = History(**from_rank_0(vars(history)))
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
         (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
@@ -223,7 +223,7 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     trainer.memory.end()
     peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, metrics.disk_bytes()
     disk = {name: after[name] - before[name] for name in after} if before and after else None
-    ranks = assemble.gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
+    ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)
         for name, mine in peaks.items()

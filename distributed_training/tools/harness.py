@@ -29,10 +29,12 @@ import torch
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
+from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.run import assemble, launch, rendezvous, worker
+from distributed_training.run.process import Process, current_process, single_process
 from distributed_training.settings.config import RENDEZVOUS_S, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
@@ -42,7 +44,7 @@ from distributed_training.settings.strategies import strategy_defaults, strategy
 class Group:
     """The processes that all runs share."""
 
-    process: launch.Process
+    process: Process
     device: torch.device
     folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
 
@@ -66,7 +68,7 @@ class Run:
 def open_group(runs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher), with
     as many of NCCL's channels for messages as trainings of `runs` have, or as it likes."""
-    process = launch.current_process(os.environ) or launch.single_process()
+    process = current_process(os.environ) or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     store = rendezvous.meet(process, RENDEZVOUS_S)
@@ -74,7 +76,7 @@ def open_group(runs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[
     channels = p2p_channels(*compressions) if runs else None
     # Three minutes: another rank may have failed.
     with process_group(device, store, minutes=3, p2p_channels=channels):
-        folder = Path(assemble.from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
+        folder = Path(from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)
         finally:
@@ -90,14 +92,14 @@ def each_run(
     deadline_s: float = float("inf"),
 ) -> Iterator[tuple[str, list[Any] | str]]:
     """Build each run from its CONFIG values, call `use`, free its memory; yield the name and what
-    `use` returned, by rank, or why the run was refused.
+    `use` returned, by rank (JSON can say it), or why the run was refused.
 
     After `deadline_s` no further run starts, on any rank. A failure ends the process: other ranks
     wait in a collective that cannot complete, and NCCL would wait for them. Collective.
     """
     began = time.monotonic()
     for name, values in runs.items():
-        if assemble.from_rank_0(time.monotonic() - began > deadline_s):
+        if from_rank_0(time.monotonic() - began > deadline_s):
             return
         try:
             found = _do_run(values, group, use)
@@ -143,7 +145,7 @@ def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) 
         return str(error)
     mine = use(run)
     run.engine.close()  # `use` may have put another one there
-    return assemble.gather(mine)
+    return gather(mine)
 
 
 def share_between_runs() -> None:

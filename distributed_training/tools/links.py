@@ -22,12 +22,14 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
+from distributed_training.parallel.agree import gather
 from distributed_training.plan.machine import start_processes
 from distributed_training.plan.topology import Topology, show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
-from distributed_training.run import assemble, launch
+from distributed_training.run import launch
+from distributed_training.run.process import current_process
 from distributed_training.settings.errors import UserError
 from distributed_training.tools import clock, harness
 from distributed_training.tools.clock import Clock
@@ -157,7 +159,7 @@ def measure(group: harness.Group, axes: dict[str, int], largest: int) -> dict[st
     found = {}
     for axis, (members_group, members) in groups.items():
         mine = time_group(Clock(group.device), members_group, members, sizes, STEPS)
-        ranks = assemble.gather([entry["seconds"] for entry in mine])
+        ranks = gather([entry["seconds"] for entry in mine])
         for place, entry in enumerate(mine):
             entry["seconds"] = {kind: max(rank[place][kind] for rank in ranks) for kind in STEPS}
         found[axis] = {"members": members, "operations": summarise(mine)}
@@ -266,7 +268,7 @@ def start(
     options = parser.parse_args(argv)
     if options.largest is not None and options.largest < 1:
         raise UserError("--largest is at least 1 (MiB)")
-    if launch.current_process(os.environ) is not None:
+    if current_process(os.environ) is not None:
         return work(options)
     machine = launch.detect_machine()
     count = launch.requested_processes(options.num_gpus, machine, {})

@@ -14,15 +14,17 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distributed_training.parallel.agree import gather
 from distributed_training.plan.machine import detect_machine, start_processes
-from distributed_training.run.assemble import gather
-from distributed_training.run.launch import current_process, requested_processes
+from distributed_training.run.launch import requested_processes
+from distributed_training.run.process import current_process
 from distributed_training.settings.errors import UserError
 from distributed_training.tools.doctor import Finding, ok, show, warn
 from distributed_training.tools.harness import open_group
@@ -77,7 +79,8 @@ def seconds_one_way(mine: int, ranks: tuple[int, int], tensor: torch.Tensor) -> 
 
 def measure_links(rank: int, world_size: int, device: torch.device) -> list[Link]:
     """All links, on every rank. Collective."""
-    hosts, found = gather(platform.node()), list[tuple[int, Link]]()
+    hosts = gather(platform.node())
+    found = list[tuple[int, dict[str, Any]]]()
     small = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     large = torch.zeros(LARGE_BYTES[device.type], dtype=torch.uint8, device=device)
     for place, ranks in enumerate(pairs(world_size)):
@@ -86,9 +89,11 @@ def measure_links(rank: int, world_size: int, device: torch.device) -> list[Link
             rate = large.numel() / seconds_one_way(rank, ranks, large)
             ends = (hosts[ranks[0]], hosts[ranks[1]])
             link = Link(ranks=ranks, hosts=ends, latency_s=latency, bytes_per_s=rate)
-            found += [(place, link)] * (rank == ranks[0])
+            if rank == ranks[0]:
+                found.append((place, asdict(link)))
         dist.barrier()
-    return [link for _, link in sorted(itertools.chain(*gather(found)), key=lambda pair: pair[0])]
+    told = sorted(itertools.chain(*gather(found)), key=lambda pair: pair[0])
+    return [Link(**link) for _, link in told]
 
 
 def judge(links: Sequence[Link]) -> list[Finding]:

@@ -33,12 +33,13 @@ import torch.distributed as dist
 from torch.distributed.pipelining.stage import PipelineStage
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.stages import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
-from distributed_training.run.assemble import describe_run, gather
+from distributed_training.run.assemble import describe_run
 from distributed_training.tools import harness
 from distributed_training.tools.spans import length, union
 from results.lab.analysis.bubble import bubble, explain
@@ -270,8 +271,10 @@ def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterato
 def _left_over() -> list[LeftOver]:
     """What each rank's allocator cannot give back between two runs."""
     if not torch.cuda.is_available():
-        return gather(LeftOver(0, 0))
-    return gather(LeftOver(torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        mine = LeftOver(0, 0)
+    else:
+        mine = LeftOver(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    return [LeftOver(*each) for each in gather(mine)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,9 +20,9 @@ from typing import Any
 
 import checkout
 
+from distributed_training.parallel.agree import gather
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
-from distributed_training.run.assemble import gather
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser

@@ -26,9 +26,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
+from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
-from distributed_training.run.assemble import from_rank_0, gather
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json

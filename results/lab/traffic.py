@@ -32,7 +32,7 @@ from distributed_training.plan.machine import start_processes
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
-from distributed_training.run import launch
+from distributed_training.run.process import current_process
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args(argv).out
-    if launch.current_process(os.environ) is not None:
+    if current_process(os.environ) is not None:
         work(out)
         return 0
     cases: dict[str, Any] = {}

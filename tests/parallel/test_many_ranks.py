@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.parallel.gradients import local_part
 from distributed_training.predict.state import estimate_state
 from distributed_training.run import assemble
-from distributed_training.run.launch import Process
+from distributed_training.run.process import Process
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distributed_training.engines.base import Engine
 from distributed_training.models import decoder
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.records.record import start_record
 from distributed_training.run import assemble
@@ -54,10 +55,11 @@ STEPS_UP_TO_A_REPLAY = 16  # of a CUDA graph
 
 
 def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
-    found = {}
+    """What `use` returns of each case, on this rank."""
+    found, mine = {}, list[Any]()
     with open_group() as group:
-        for name, ranks in every_run(group, arguments["cases"], use):
-            found[name] = ranks[0]
+        for name, _ in every_run(group, arguments["cases"], lambda run: mine.append(use(run))):
+            found[name] = mine.pop()
     return found
 
 
@@ -222,7 +224,7 @@ def _losses(run: Run, steps: range, num_steps: int) -> list[float]:
 
 def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
     """What every rank sent in a step on average, and what the formulas say."""
-    return _all_cases(arguments, lambda run: assemble.gather(traffic.count_step(run)))
+    return _all_cases(arguments, lambda run: gather(traffic.count_step(run)))
 
 
 DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
@@ -256,7 +258,7 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     def step(run: Run) -> list[Any]:
         watched.seen = {}
         _train(run, 1)
-        return assemble.gather(watched.seen)
+        return gather(watched.seen)
 
     return _all_cases(arguments, step)
 

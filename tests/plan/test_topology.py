@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.topology import Topology, process_group, show_axes
-from distributed_training.run import launch
+from distributed_training.run.process import single_process
 from distributed_training.settings.config import build_config
 from tests.support import named_strategy, refused
 
@@ -121,7 +121,7 @@ def _one_process(monkeypatch):
         monkeypatch.setenv(name, "")  # so that what is set is undone afterwards
     monkeypatch.setenv("MASTER_ADDR", "")
     monkeypatch.setenv("MASTER_PORT", "")
-    launch.single_process()
+    single_process()
 
 
 @pytest.mark.usefixtures("_one_process")

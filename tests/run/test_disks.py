@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import part_of
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import start_record
-from distributed_training.run.assemble import gather
-from distributed_training.run.launch import Process
+from distributed_training.run.process import Process
 from distributed_training.run.saving import checkpoint, disks
 from distributed_training.run.saving.checkpoint import load_checkpoint, save_checkpoint
 from distributed_training.run.saving.resume import (

@@ -11,7 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distributed_training.records.record import LOST, load_state, start_record
 from distributed_training.run import launch, rendezvous
-from distributed_training.run.launch import Process, describe_plan
+from distributed_training.run.launch import describe_plan
+from distributed_training.run.process import Process, current_process, single_process
 from tests.conftest import run_command
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
 
@@ -22,8 +23,8 @@ DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2
 @pytest.mark.parametrize("environment", [TORCHRUN, DEEPSPEED])
 def test_both_launchers_are_understood(environment):
     expected = Process(rank=3, world_size=4, local_rank=1, local_world_size=2)
-    assert launch.current_process(environment) == expected
-    assert launch.current_process({}) is None
+    assert current_process(environment) == expected
+    assert current_process({}) is None
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_both_launchers_are_understood(environment):
 )
 def test_half_an_environment_is_refused(environment):
     with refused("RANK is set", "unset RANK"):
-        launch.current_process(environment)
+        current_process(environment)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +237,8 @@ def test_torchrun_itself_tells_who_was_killed(tmp_path):
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    process = launch.single_process()
-    assert process == launch.current_process(os.environ)
+    process = single_process()
+    assert process == current_process(os.environ)
     store = rendezvous.meet(process, 60)
     port = int(os.environ["MASTER_PORT"])  # the system chose it while it was bound
     with socket.create_connection(("127.0.0.1", port), 60):

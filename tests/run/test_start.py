@@ -11,8 +11,8 @@ from distributed_training.plan import machine
 from distributed_training.plan.plan import load_plan
 from distributed_training.run import launch, worker
 from distributed_training.run import prepare as make
-from distributed_training.run.launch import Process
 from distributed_training.run.prepare import reserve_run_dir
+from distributed_training.run.process import Process
 from distributed_training.settings.config import RunConfig, build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan

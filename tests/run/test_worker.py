@@ -11,9 +11,8 @@ from distributed_training.engines import deepspeed, native
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.run import assemble, ending, worker
-from distributed_training.run.launch import Process
+from distributed_training.run.process import Process
 from distributed_training.settings.config import build_config
-from distributed_training.settings.errors import UserError
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan
 
 SEED = 7
@@ -137,7 +136,7 @@ def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch)
     values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)}
     monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
     sent, rank_0 = [], replace(PROCESS, rank=0)
-    monkeypatch.setattr(worker.assemble, "from_rank_0", lambda value: sent.append(value) or value)
+    monkeypatch.setattr(worker, "from_rank_0", lambda value: sent.append(value) or value)
     with refused("max_length=1025"):
         worker.agree_on_plan(build_config({**values, "max_length": 1025}), rank_0)
 
@@ -147,4 +146,4 @@ def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch)
     monkeypatch.setattr(worker.plan_data, "cut_data", full)
     with refused("No space left on device; set output_dir elsewhere"):
         worker.agree_on_plan(build_config(values), rank_0)
-    assert [type(answer) for answer in sent] == [UserError, UserError]
+    assert [list(answer) for answer in sent] == [["error"], ["error"]]

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import (
     HostMemory,
     Part,
@@ -94,12 +95,12 @@ class Saver:
     def _find_memory(self, parts: list[Part]) -> None:
         """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
         needed, held = bytes_to_copy(parts), self._memory
-        if all(assemble.gather(held is not None and len(held.memory) >= needed)):
+        if all(gather(held is not None and len(held.memory) >= needed)):
             return
         if held is not None:  # freed before more is asked for
             held.wait()
         self._memory = held = None
-        if all(assemble.gather(_has_room(needed, self.plan))):
+        if all(gather(_has_room(needed, self.plan))):
             self._memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
     def under_way(self) -> bool:
@@ -251,11 +252,13 @@ def _or_error(do: Callable[..., Any], *arguments: Any) -> Any:
 
 def _agree(mine: tuple[str, Any], group: dist.ProcessGroup | None) -> list[tuple[str, Any]]:
     """Every rank's; raises the first error among them on all ranks. Collective in `group`."""
-    ranks = assemble.gather(mine, group)
-    for _, found in ranks:
-        if isinstance(found, OSError):
-            raise found
-    return ranks
+    host, found = mine
+    failure = [found.errno, str(found.strerror or found)] if isinstance(found, OSError) else None
+    ranks = gather((host, None if failure else found, failure), group)
+    for _, _, failure in ranks:
+        if failure:
+            raise OSError(*failure)
+    return [(host, found) for host, found, _ in ranks]
 
 
 def load_checkpoint(

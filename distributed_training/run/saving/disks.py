@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.parallel.tensor_files import Part
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import FAILURE_FILE
-from distributed_training.run.assemble import from_rank_0, gather
-from distributed_training.run.launch import Process
+from distributed_training.run.process import Process
 from distributed_training.run.saving import resume
 from distributed_training.settings.errors import UserError
 
@@ -37,7 +36,8 @@ def check_disks(plan: Plan, process: Process) -> None:
         if process.local_rank == 0:
             mark.unlink(missing_ok=True)
     if plan.checkpoint is not None:
-        meta = from_rank_0(_with_hosts(plan.checkpoint) if process.rank == 0 else None)
+        mine = _with_hosts(plan.checkpoint).model_dump() if process.rank == 0 else None
+        meta = resume.Meta(**from_rank_0(mine))
         _on_each_node(process, partial(_check_files, plan, plan.checkpoint, meta, process))
 
 
@@ -59,15 +59,15 @@ def check_shared_disk(run_dir: Path) -> None:
 def _on_each_node(process: Process, do: Callable[[], None]) -> None:
     """Let the first process of each node do that; raises the first UserError among them on every
     rank. Collective."""
-    problem = None
+    problem = ""
     if process.local_rank == 0:
         try:
             do()
         except UserError as error:
-            problem = error
+            problem = str(error)
     for found in gather(problem):
-        if found is not None:
-            raise found
+        if found:
+            raise UserError(found)
 
 
 def _make_folder(plan: Plan, process: Process, mark: Path) -> None:
@@ -102,15 +102,15 @@ def _check_files(plan: Plan, checkpoint: Path, meta: resume.Meta, process: Proce
 
 def copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
     """This rank's share of what the ranks of its node hold and none of them writes. Collective."""
-    own: dict[tuple[Any, ...], Part] = {}
+    own: dict[str, Part] = {}
     for part in held:  # both ends of a V hold the tied embedding
-        key = (part.name, part.start, part.size)
+        key = f"{part.name} {part.start} {part.size}"
         own[key] = part if part.writes else own.get(key, part)
     node = topology.rank - topology.local_rank
     ranks = gather((node, {key: part.writes for key, part in own.items()}))
     here = {rank: found for rank, (its, found) in enumerate(ranks) if its == node}
     written = {key for found in here.values() for key, writes in found.items() if writes}
-    holders: dict[tuple[Any, ...], list[int]] = {}
+    holders: dict[str, list[int]] = {}
     for rank, found in here.items():
         for key in found:
             if key not in written:
