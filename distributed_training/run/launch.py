@@ -6,13 +6,11 @@ The only module that reads the environment for launch settings. No torch before 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,6 +27,7 @@ from distributed_training.records.display import LastingStream, describe_predict
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
 from distributed_training.run.prepare import make_plan, reserve_run_dir
 from distributed_training.run.process import Process, current_process, single_process
+from distributed_training.run.ranks import RESTARTS, run_ranks
 from distributed_training.run.saving.resume import list_checkpoints
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -95,32 +94,14 @@ def start_confirmed(
 ) -> int:
     """Train as "auto" chose; where memory runs out in the first steps, with the next best that is
     predicted to need less. `smaller` makes that plan from the bytes that were too many."""
-
-    def begin(plan: Plan) -> int:
-        if plan.num_processes == 1 and not max_restarts:
-            return run_alone(plan, script)
-        return spawn(plan, script, max_restarts)
-
-    code = begin(plan)
+    code = spawn(plan, script, max_restarts)
     while plan.checkpoint is None and ran_out_early(plan.run_dir):
         failed, plan = plan, smaller(estimate_memory(plan).needed_bytes)
         what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
-        code = begin(plan)
+        code = spawn(plan, script, max_restarts)
     return code
-
-
-def run_alone(plan: Plan, script: str) -> int:
-    """The plan's only process as a child, so that this one is still there when memory runs out."""
-    single_process()
-    child = subprocess.Popen([sys.executable, script, "--run_dir", str(plan.run_dir)])
-    signals = (signal.SIGINT, signal.SIGTERM)
-    handlers = {n: signal.signal(n, lambda number, _: child.send_signal(number)) for n in signals}
-    code = child.wait()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    return code if code >= 0 else 128 - code
 
 
 def ran_out_early(run_dir: Path) -> bool:
@@ -136,7 +117,7 @@ def start_planned(run_dir: Path) -> int:
     process = current_process(os.environ)
     assert process is not None
     plan = load_plan(run_dir)
-    if count := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # --max_restarts
+    if count := int(os.environ.get(RESTARTS, 0)):
         saved = list_checkpoints(run_dir)
         note = f"started again ({count}), from {saved[-1].name if saved else 'the beginning'}"
         plan = replace(plan, checkpoint=saved[-1] if saved else None, notes=[*plan.notes, note])
@@ -174,44 +155,23 @@ def prepare_environment(processes_here: int) -> None:
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it
-        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), LastingStream):
             setattr(sys, name, LastingStream(getattr(sys, name)))
 
 
 def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
-    """Start the plan's processes with torchrun, wait, return the run's exit code.
-
-    torchrun for every strategy: unlike DeepSpeed's launcher it leaves CUDA_VISIBLE_DEVICES alone
-    and gives processes the time to save. The end of one that was killed is recorded here.
-    """
+    """Start the plan's processes, wait, return the run's exit code. The end of one that was killed
+    is recorded here."""
     prepare_environment(plan.num_processes)
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    for part in ("agent.server.api", "multiprocessing.api"):  # every signal that is passed on
-        logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.ERROR)
-    # That this process has nobody to pass an error on to.
-    errors = "torch.distributed.elastic.multiprocessing.errors.error_handler"
-    logging.getLogger(errors).setLevel(logging.CRITICAL)
-
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
-    code, status, reason = 0, "failed", ""
-    try:
-        options = ["--standalone", f"--nproc_per_node={plan.num_processes}"]
-        options.append(f"--max_restarts={max_restarts}")
-        if max_restarts:  # else addresses of those that ended stay in torchrun's own store
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        torchrun.main([*options, script, "--run_dir", str(plan.run_dir)])
-    except SignalException as error:  # torchrun has passed it on and waited
-        code, status, reason = 128 + error.sigval, "interrupted", error.sigval.name
-    except ChildFailedError as error:
-        names = {rank: end.signal_name() for rank, end in error.failures.items()}
-        code, reason = 1, _describe_killed(names)
+    command = [script, "--run_dir", str(plan.run_dir)]
+    ended = run_ranks(command, plan.num_processes, max_restarts)
+    code, status, reason = ended.exit_code, "failed", _describe_killed(ended.codes)
+    if ended.signum:
+        status = "interrupted"
+        reason = signal.Signals(ended.signum).name
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
@@ -232,14 +192,14 @@ def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
     return 128 + signal.SIGINT if interrupted else code
 
 
-def _describe_killed(names: Mapping[int, str]) -> str:
-    """Who was killed, from the signals that ended ranks; "" where each ended by itself."""
-    # torchrun ends the others with SIGTERM.
-    killed = {rank: name for rank, name in names.items() if name not in ("<N/A>", "SIGTERM")}
+def _describe_killed(codes: Mapping[int, int]) -> str:
+    """Who was killed, from the exit codes of ranks; "" where each ended by itself."""
+    killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
     if not killed:
         return ""
     ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
-    return f"rank {ranks}: killed by {name}{'; most often memory ran out' * (name == 'SIGKILL')}"
+    more = "; most often memory ran out" if name == "SIGKILL" else ""
+    return f"rank {ranks}: killed by {name}{more}"
 
 
 def _launcher(plan: Plan) -> list[str]:

@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from distributed_training.run.process import Process
+from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET
 from distributed_training.settings.errors import UserError
 
 RETRY_S = 0.2
@@ -28,7 +30,7 @@ _AS_RANK_0_IS_SEEN = "address of rank 0"
 def meet(process: Process, limit_s: float) -> dist.Store:
     """The store that all processes share, once all of them are there. Collective.
 
-    Where they are on several hosts, gloo and NCCL are told which interface leads to the others.
+    gloo and NCCL are told which interface leads to the others: loopback on one machine.
     Raises UserError naming who has not come within `limit_s` seconds.
     """
     end = time.monotonic() + limit_s
@@ -45,19 +47,32 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise
-    if len(set(hosts)) > 1:
+    if _on_one_machine(process):
+        choose_interface(LOOPBACK, os.environ)
+    elif len(set(hosts)) > 1:
         if _is_loopback(own_address):  # rank 0's host, as the others see it
             own_address = store.get(_AS_RANK_0_IS_SEEN).decode()
         choose_interface(own_address, os.environ)
     return dist.PrefixStore("default_pg", store)
 
 
+def _on_one_machine(process: Process) -> bool:
+    return process.local_world_size == process.world_size
+
+
 def choose_interface(address: str, environment: MutableMapping[str, str]) -> None:
     """Have gloo and NCCL use the interface with this address, unless the user has named one."""
+    if name := _interface(address):
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
+
+
+def _interface(address: str) -> str | None:
+    """The name of this host's interface that has the address."""
     for name, entries in psutil.net_if_addrs().items():
         if address in (entry.address.partition("%")[0] for entry in entries):
-            environment.setdefault("GLOO_SOCKET_IFNAME", name)
-            environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
+            return name
+    return None
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
@@ -79,33 +94,45 @@ def current_agent(environment: Mapping[str, str]) -> str | None:
 
 def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, str]:
     """The store at MASTER_ADDR, and this host's address on the way there."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-    def open_store(serves: bool) -> dist.TCPStore:
-        limit = timedelta(seconds=max(1.0, end - time.monotonic()))
-        return dist.TCPStore(
-            host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True
-        )
-
+    host = os.environ["MASTER_ADDR"]
+    listener = None
     # torchrun's agent has started a server; under other launchers rank 0 does.
-    served = None
     if process.rank == 0 and not _agent_serves():
-        try:
-            served = open_store(True)
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            what = f"rank 0 on {socket.gethostname()} cannot listen at port {port}"
-            fix = "wait for the run that has it, or give the launcher another --master_port"
-            raise UserError(what, str(error).partition("\n")[0], fix) from None
-    if served is not None and port == 0:  # of a process alone
-        port = served.port
-        os.environ["MASTER_PORT"] = str(port)
+        listener = _listen(host, int(os.environ["MASTER_PORT"]), process)
+        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])  # of a process alone it was 0
+    port = int(os.environ["MASTER_PORT"])
+    server = dict[str, Any]()
+    if listener is not None:
+        # By itself a store would listen on every interface.
+        server = {"is_master": True, "master_listen_fd": listener.detach()}
+
+    def open_store() -> dist.TCPStore:
+        limit = timedelta(seconds=max(1.0, end - time.monotonic()))
+        return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
+
+    served = open_store() if server else None
     own, other = _addresses(host, port, process, end, limit_s)
-    store = of_this_attempt(served or open_store(False))
+    store = of_this_attempt(served or open_store())
     if not _is_loopback(other):
         store.set(_AS_RANK_0_IS_SEEN, other)
     return store, own
+
+
+def _listen(host: str, port: int, process: Process) -> socket.socket:
+    """The socket for rank 0's store: the launcher's, or one at MASTER_ADDR alone; at any address
+    only for other machines, where that name does not say which of this one's they reach."""
+    if STORE_SOCKET in os.environ:
+        return socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        own = str(address[0])
+        if not _on_one_machine(process) and (_is_loopback(own) or not _interface(own)):
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server((own, port), family=family)
+    except OSError as error:
+        what = f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}"
+        fix = "wait for the run that has it, or give the launcher another --master_port"
+        raise UserError(what, str(error.strerror or error), fix) from None
 
 
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> list[str]:

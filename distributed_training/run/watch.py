@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import mark_stopped
+from distributed_training.run.ranks import LAUNCHER
 from distributed_training.run.rendezvous import of_this_attempt
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import RunError
@@ -42,13 +43,15 @@ _WAITING = (
     "deepspeed.comm.", "deepspeed.runtime.zero.", "deepspeed.runtime.pipe.",
 )  # fmt: skip
 _WRAPPER = "deepspeed.utils.nvtx"  # of DeepSpeed's functions, those that wait among them
-_LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # set by torchrun, by deepspeed
+_LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # by us, torchrun, deepspeed
 
 
 class Watch:
     """The threads of one process. `at` is called by the main thread, wherever it comes to."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        if environment.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+            sys.exit(128 + signal.SIGTERM)  # it was killed before it could be watched
         self.launchers = find_launchers() if any(map(environment.get, _LAUNCHED)) else []
         self.address = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         self.main = threading.get_ident()

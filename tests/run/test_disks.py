@@ -121,7 +121,7 @@ def test_each_node_saves_and_loads_what_its_ranks_hold(two_nodes):
     for rank, node in enumerate(seen):
         (saved,) = list_checkpoints(folder / f"node{rank}")
         assert sorted(file.name for file in saved.glob("*.safetensors")) == FILES[rank]
-        assert node["loaded"] == (4, [[4.0 + 10 * rank] * 4])
+        assert node["loaded"] == [4, [[4.0 + 10 * rank] * 4]]
     metas = [folder / f"node{rank}/checkpoints/step-00000004/meta.json" for rank in (0, 1)]
     assert metas[0].read_bytes() == metas[1].read_bytes()
 

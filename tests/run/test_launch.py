@@ -5,15 +5,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distributed_training.records.record import LOST, load_state, start_record
 from distributed_training.run import launch, rendezvous
 from distributed_training.run.launch import describe_plan
 from distributed_training.run.process import Process, current_process, single_process
-from tests.conftest import run_command
+from distributed_training.run.ranks import Ended
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -95,62 +92,55 @@ def test_processes_share_the_cores(given, processes, threads, monkeypatch):
     assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # ninja's
 
 
+WHOLE = {0: 0, 1: 0}
+KILLED = {1: -signal.SIGKILL}
+
+
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
-    """Calls spawn() with another torchrun: it touches the record, then ends as the test says."""
+    """Calls spawn() with ranks that touch the record, then end as the test says."""
     monkeypatch.setattr(launch, "prepare_environment", lambda _: None)
 
-    def call(error=None, *, offload_dir=None, recorded=True, push=None):
-        def main(arguments):
-            assert arguments[-3:] == ["x.py", "--run_dir", str(tmp_path)]
+    def call(codes, *, signum=0, offload_dir=None, recorded=True, push=None):
+        def run_ranks(command, count, max_restarts):
+            assert (command, count, max_restarts) == (["x.py", "--run_dir", str(tmp_path)], 2, 0)
             if recorded:
                 os.utime(tmp_path / "record.json")
             if offload_dir is not None:
                 (offload_dir / "rank0").mkdir(parents=True)
-            if error is not None:
-                raise error
+            return Ended(signum=signum, codes=codes)
 
-        monkeypatch.setattr(torchrun, "main", main)
-        here = {"num_processes": 2, "processes_here": 2}
+        monkeypatch.setattr(launch, "run_ranks", run_ranks)
         config = SimpleNamespace(push=push)
-        plan = SimpleNamespace(run_dir=tmp_path, offload_dir=offload_dir, config=config, **here)
+        plan = SimpleNamespace(
+            run_dir=tmp_path, offload_dir=offload_dir, config=config, num_processes=2
+        )
         return launch.spawn(plan, "x.py")
 
     return call
 
 
-def failed(signals):
-    """torchrun's error, by rank the name of the signal that ended a process."""
-    error = ChildFailedError.__new__(ChildFailedError)
-    error.failures = {
-        rank: SimpleNamespace(signal_name=lambda name=name: name) for rank, name in signals.items()
-    }
-    return error
-
-
-TOLD = SignalException("told to stop", signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (failed({0: "<N/A>"}), 1), (TOLD, 143)])
+@pytest.mark.parametrize(
+    ("codes", "signum", "code"), [(WHOLE, 0, 0), ({0: 2}, 0, 1), ({}, signal.SIGTERM, 143)]
+)
 @pytest.mark.parametrize("earlier", [False, True])
-def test_exit_code_of_processes_that_left_no_record(error, code, earlier, spawn, tmp_path):
+def test_exit_code_of_processes_that_left_no_record(codes, signum, code, earlier, spawn, tmp_path):
     if earlier:  # the record of another attempt does not count
         start_record(tmp_path).update(status="interrupted")
-    assert spawn(error, recorded=False) == code
+    assert spawn(codes, signum=signum, recorded=False) == code
 
 
 @pytest.mark.parametrize(
-    ("signals", "said"),
+    ("codes", "said"),
     [
-        ({3: "SIGKILL", 1: "SIGKILL", 0: "SIGTERM"}, "rank 1, 3: killed by SIGKILL; most often"),
-        ({2: "SIGSEGV", 0: "<N/A>"}, "rank 2: killed by SIGSEGV"),
-        # Failed by itself, and was ended by torchrun.
-        ({0: "<N/A>", 1: "SIGTERM"}, "a process ended without a message"),
+        ({3: -9, 1: -9, 0: 1}, "rank 1, 3: killed by SIGKILL; most often"),
+        ({2: -11, 0: 1}, "rank 2: killed by SIGSEGV"),
+        ({0: 1}, "a process ended without a message"),
     ],
 )
-def test_who_was_killed_is_recorded(signals, said, spawn, tmp_path, capsys):
+def test_who_was_killed_is_recorded(codes, said, spawn, tmp_path, capsys):
     start_record(tmp_path)
-    assert spawn(failed(signals)) == 1
+    assert spawn(codes) == 1
     state = load_state(tmp_path)
     assert state.status == "failed"
     assert state.error.startswith(said)
@@ -160,79 +150,48 @@ def test_who_was_killed_is_recorded(signals, said, spawn, tmp_path, capsys):
 @pytest.mark.parametrize(("push", "code"), [(None, 0), ("user/name", 1)])
 def test_a_process_killed_after_the_end_takes_nothing_back(push, code, spawn, tmp_path, capsys):
     start_record(tmp_path).update(status="ok")
-    assert spawn(failed({1: "SIGKILL"}), push=push) == code
+    assert spawn(KILLED, push=push) == code
     assert load_state(tmp_path).status == "ok"
     said = capsys.readouterr().err
     assert said.startswith("note: rank 1: killed by SIGKILL") == (code == 0)
-    assert spawn(failed({0: "<N/A>", 1: "SIGTERM"})) == 1, "the first could not push, say"
+    assert spawn({0: 1}) == 1, "it could not push, say"
 
 
 def test_who_was_killed_before_the_record_is_said(spawn, capsys):
-    assert spawn(failed({1: "SIGKILL"}), recorded=False) == 1
+    assert spawn(KILLED, recorded=False) == 1
     said = capsys.readouterr().err
     assert said.startswith("failed: rank 1: killed by SIGKILL; most often memory ran out, before")
 
 
 def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
     start_record(tmp_path).update(status="failed", error=f"rank 0 {LOST}: closed")
-    assert spawn(failed({0: "<N/A>"})) == 1
+    assert spawn({0: 1}) == 1
     assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
-    assert spawn(failed({1: "SIGKILL"})) == 1
+    assert spawn(KILLED) == 1
     assert load_state(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
 
 
 def test_a_signal_to_the_launcher_is_recorded(spawn, tmp_path):
     start_record(tmp_path)
-    assert spawn(TOLD) == 143
+    assert spawn({}, signum=signal.SIGTERM) == 143
     assert (load_state(tmp_path).status, load_state(tmp_path).error) == ("interrupted", "SIGTERM")
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "code"),
-    [("ok", None, 0), ("interrupted", failed({}), 130), ("failed", None, 1),
-     ("oom", failed({}), 1)],
-)  # fmt: skip
-def test_exit_code_follows_the_record(status, error, code, spawn, tmp_path):
+    ("status", "codes", "code"),
+    [("ok", WHOLE, 0), ("interrupted", {0: 143}, 130), ("failed", WHOLE, 1), ("oom", {0: 1}, 1)],
+)
+def test_exit_code_follows_the_record(status, codes, code, spawn, tmp_path):
     start_record(tmp_path).update(status=status)
-    assert spawn(error) == code
+    assert spawn(codes) == code
     assert load_state(tmp_path).status == status
 
 
-@pytest.mark.parametrize("error", [None, failed({1: "SIGKILL"}), TOLD])
-def test_files_of_offload_do_not_outlive_the_run(error, spawn, tmp_path):
+def test_files_of_offload_do_not_outlive_the_run(spawn, tmp_path):
     mine, others = tmp_path / "offload" / "mine", tmp_path / "offload" / "others"
     others.mkdir(parents=True)
-    spawn(error, offload_dir=mine, recorded=False)
+    spawn(KILLED, offload_dir=mine, recorded=False)
     assert list(mine.parent.iterdir()) == [others]
-
-
-KILLED_PROCESSES = """
-import os, pathlib, signal, sys
-run_dir, rank = pathlib.Path(sys.argv[2]), os.environ["RANK"]
-os.utime(run_dir / "record.json")
-if rank == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.pause()
-"""
-
-
-def test_torchrun_itself_tells_who_was_killed(tmp_path):
-    """In a process of its own: torchrun keeps the signals' handlers."""
-    start_record(tmp_path)
-    script = tmp_path / "script.py"
-    script.write_text(KILLED_PROCESSES)
-    program = (
-        "import sys, pathlib, types; from distributed_training.run import launch\n"
-        "run_dir = pathlib.Path(sys.argv[2])\n"
-        "plan = types.SimpleNamespace(\n"
-        "    run_dir=run_dir, offload_dir=None, num_processes=2, processes_here=2)\n"
-        "raise SystemExit(launch.spawn(plan, sys.argv[1]))"
-    )
-    result = run_command([sys.executable, "-c", program, script, tmp_path], timeout_s=60)
-    assert result.returncode == 1
-    reason = "rank 1: killed by SIGKILL; most often memory ran out"
-    assert load_state(tmp_path).error == reason
-    assert result.stderr.splitlines()[-1] == f"failed: {reason}"
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):
@@ -252,5 +211,5 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         first = Process(rank=0, world_size=2, local_rank=0, local_world_size=2)
-        with refused(f"cannot listen at port {port}", "--master_port"):
+        with refused(f"cannot listen at 127.0.0.1:{port}", "--master_port"):
             rendezvous.meet(first, 5)

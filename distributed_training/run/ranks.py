@@ -1,0 +1,149 @@
+"""The ranks of a run on one machine: started together, ended together. No torch.
+
+Not torchrun's agent: its store listens on every interface and unpickles what it is sent. Rank 0
+gets a socket that is bound to loopback already, and serves the store on that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distributed_training.plan.machine import threads_per_process
+
+LOOPBACK = "127.0.0.1"
+# In the environment of the ranks:
+LAUNCHER = "RANKS_LAUNCHER"  # the number of the process that started them
+STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
+RESTARTS = "RANKS_RESTARTS"  # how often they have been started again
+
+POLL_S = 0.05
+# After a signal, or after one has failed, ranks are killed; torchrun's variable, and its default.
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How the ranks ended."""
+
+    signum: int  # by which this process was told to stop; 0: it was not
+    codes: dict[int, int]  # of the ranks that had ended before they were told to, as Popen has them
+
+    @property
+    def exit_code(self) -> int:
+        """A launcher's."""
+        if self.signum:
+            return 128 + self.signum
+        return int(any(self.codes.values()))
+
+
+def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ended:
+    """Start a script with its arguments `count` times, and again where one fails, and wait for the
+    end. Signals that stop this process, and Ctrl-Z, are passed on."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    told: list[int] = []
+
+    def tell(signum: int, _frame: Any) -> None:
+        told.append(signum)
+        _send(ranks, signum)
+
+    def pause(*_: Any) -> None:
+        _send(ranks, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _send(ranks, signal.SIGCONT)  # as `fg` let this one go on
+
+    stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), tell)
+    codes: dict[int, int] = {}
+    with _handling({**stops, signal.SIGTSTP: pause}):
+        for attempt in range(max_restarts + 1):
+            try:
+                _start(ranks, command, count, attempt)
+                if told:  # before all were there
+                    _send(ranks, told[-1])
+                codes = _wait(ranks, told)
+            finally:
+                _end(ranks, told)
+            if told or not any(codes.values()):
+                break
+    return Ended(signum=told[0] if told else 0, codes=codes)
+
+
+def _start(
+    ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: int, attempt: int
+) -> None:
+    ranks.clear()
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        common = {
+            "OMP_NUM_THREADS": str(threads_per_process(count)),
+            **os.environ,
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            LAUNCHER: str(os.getpid()),
+            RESTARTS: str(attempt),
+        }
+        for rank in range(count):
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            passed = list[int]()
+            if rank == 0:
+                passed.append(listener.fileno())
+                environment[STORE_SOCKET] = str(listener.fileno())
+            process = subprocess.Popen(
+                [sys.executable, "-u", *command],
+                env=environment,
+                pass_fds=passed,
+                start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
+            )
+            ranks.append(process)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> dict[int, int]:
+    """Until all have ended, one has failed, or they are told to stop."""
+    while True:
+        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if told or any(ended.values()) or len(ended) == len(ranks):
+            return ended
+        time.sleep(POLL_S)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> None:
+    """See to it that none is left, once there was time to save."""
+    if not told:
+        _send(ranks, signal.SIGTERM)
+    end = time.monotonic() + float(os.environ.get(PATIENCE, PATIENCE_S))
+    for process in ranks:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
+    for process in ranks:
+        process.send_signal(signum)  # unless it has ended
+
+
+@contextlib.contextmanager
+def _handling(handlers: dict[signal.Signals, Callable[..., None]]) -> Iterator[None]:
+    """Signals handled so in the block, but for those that are ignored, as SIGHUP under nohup."""
+    before = {}
+    for signum, handler in handlers.items():
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            before[signum] = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,74 @@
+"""Nothing of a run on one machine can be reached from another, and nothing runs what it is sent."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import os
+import pickle
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.conftest import SMALL
+from tests.e2e.support import launcher_command, run_folders, running, wait_for
+
+LONG = {**SMALL, "num_samples": 1200, "epochs": 80, "checkpoint_every": 0}
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2"])
+def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(strategy, tmp_path):
+    log, output_dir, sprung = tmp_path / "log", tmp_path / "runs", tmp_path / "sprung"
+    trap = pickle.dumps(Trap(sprung))
+    pickle.loads(trap)
+    sprung.rmdir()
+    values = {**LONG, "strategy": strategy, "output_dir": output_dir}
+    with running(launcher_command("spawn", values), log) as launcher:
+
+        def num_rows():
+            files = list(output_dir.glob("*/metrics.jsonl"))
+            return len(files[0].read_text().splitlines()) if files else 0
+
+        wait_for(num_rows, launcher, log)
+        tree = psutil.Process(launcher.pid)
+        ranks = tree.children(recursive=True)
+        open_at = [
+            end.laddr
+            for process in (tree, *ranks)
+            for end in process.net_connections("inet")
+            if end.status == psutil.CONN_LISTEN
+        ]
+        assert open_at, "the ranks meet somewhere"
+        assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
+        told = next(rank.environ() for rank in ranks if rank.environ().get("RANK") == "1")
+        store = dist.TCPStore(
+            told["MASTER_ADDR"],
+            int(told["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=30),
+        )
+        rendezvous = f"torch.rendezvous.{told.get('TORCHELASTIC_RUN_ID', 'none')}"
+        store.set(rendezvous, base64.b64encode(trap).decode())
+        for end in set(open_at):
+            with socket.create_connection((end.ip, end.port), 30) as connection:
+                connection.sendall(trap)
+        seen = num_rows()
+        wait_for(lambda: num_rows() > seen, launcher, log)
+        launcher.terminate()
+        assert launcher.wait(timeout=120) == 143, log.read_text()
+    assert len(run_folders(output_dir)) == 1
+    assert not sprung.exists()

@@ -1,0 +1,85 @@
+"""Ranks are started together, and none is left when one has failed or they are told to stop."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from distributed_training.run.ranks import run_ranks
+
+BEGIN = """
+import os, pathlib, signal, sys, time
+rank, restarts = int(os.environ["RANK"]), os.environ["RANKS_RESTARTS"]
+(pathlib.Path(sys.argv[1]) / f"pid-{rank}").write_text(str(os.getpid()))
+"""
+WAIT = "time.sleep(60)\n"
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Runs two ranks that do as `text` says; how they ended."""
+
+    def call(text, **words):
+        script = tmp_path / "script.py"
+        script.write_text(BEGIN + text)
+        return run_ranks([str(script), str(tmp_path)], 2, **words)
+
+    yield call
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
+    assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_each_is_told_its_place(ranks, tmp_path):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    ended = ranks(
+        f"told = [os.environ[name] for name in {names}]\n"
+        "(pathlib.Path(sys.argv[1]) / f'told-{rank}').write_text(' '.join(told))\n"
+    )
+    assert (ended.exit_code, ended.codes) == (0, {0: 0, 1: 0})
+    assert (tmp_path / "told-0").read_text() == "0 0 2 2 127.0.0.1"
+    assert (tmp_path / "told-1").read_text() == "1 1 2 2 127.0.0.1"
+
+
+def test_only_who_failed_by_itself_is_blamed(ranks):
+    began = time.monotonic()
+    ended = ranks(f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}")
+    assert (ended.exit_code, ended.codes) == (1, {1: -signal.SIGKILL})
+    assert time.monotonic() - began < 30
+
+
+def test_who_does_not_end_is_killed(ranks, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0.5")
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
+
+
+def test_a_rank_that_fails_is_started_again_with_the_others(ranks):
+    text = f"if restarts < '2':\n    if rank == 1: sys.exit(3)\n    {WAIT}"
+    assert ranks(text, max_restarts=2).exit_code == 0
+    assert ranks(text, max_restarts=1).exit_code == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_are_passed_on_and_nothing_starts_again(signum, ranks, tmp_path):
+    def stop():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    threading.Thread(target=stop).start()
+    ended = ranks(
+        "def leave(signum, _):\n"
+        "    (pathlib.Path(sys.argv[1]) / f'got-{rank}').write_text(str(signum))\n"
+        "    sys.exit(7)\n"
+        f"signal.signal({int(signum)}, leave)\n"
+        f"(pathlib.Path(sys.argv[1]) / f'ready-{{rank}}').touch()\n{WAIT}",
+        max_restarts=1,
+    )
+    assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
+    assert [(tmp_path / f"got-{rank}").read_text() for rank in (0, 1)] == [str(int(signum))] * 2
+    assert signal.getsignal(signum) == before
