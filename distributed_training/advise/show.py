@@ -89,12 +89,10 @@ def command(plan: Plan, cluster: Cluster, script: str, typed: Sequence[str]) -> 
 
 
 def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
-    """torchrun for so many nodes, typed on each; by itself it waits ten minutes for the others."""
-    place = ["--standalone"]
-    if nodes > 1:
-        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
-        place.append(f"--rdzv_conf=join_timeout={wait_s}")
-    return ["torchrun", *place, f"--nproc_per_node={here}"]
+    """torchrun for several nodes, typed on each; by itself it waits ten minutes for the others."""
+    place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+    wait = f"--rdzv_conf=join_timeout={wait_s}"
+    return ["torchrun", *place, wait, f"--nproc_per_node={here}"]
 
 
 def options(plan: Plan, typed: Sequence[str]) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +41,6 @@ def detect_machine() -> Machine:
 def threads_per_process(processes_here: int) -> int:
     """An equal share of the cores, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // processes_here)
-
-
-def start_processes(count: int, command: Sequence[str]) -> int:
-    """Start a script and its arguments `count` times with torchrun, wait; the exit code."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-    threads = os.environ.get("OMP_NUM_THREADS", str(threads_per_process(count)))
-    environment = os.environ | {"OMP_NUM_THREADS": threads}  # torchrun warns where it is missing
-    return subprocess.run([sys.executable, *launcher, *command], env=environment).returncode
 
 
 def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def start(
     places = {"num_processes": count, "processes_here": here}
     plan = make_plan(config, machine, **places, cut=cut)
     if dry_run:
-        typed = [*_launcher(plan), os.path.relpath(script), *arguments]
+        typed = _launch_command(plan, os.path.relpath(script), arguments)
         print(describe_plan(plan, "(this one)" if process else shlex.join(typed)))
         return 0
     if count == 1 and machine.num_gpus > 1:
@@ -202,11 +202,13 @@ def _describe_killed(codes: Mapping[int, int]) -> str:
     return f"rank {ranks}: killed by {name}{more}"
 
 
-def _launcher(plan: Plan) -> list[str]:
-    if plan.num_processes == 1:
-        return ["python"]
-    here = plan.processes_here
-    return torchrun_command(plan.num_processes // here, here, plan.config.rendezvous_timeout_s)
+def _launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> list[str]:
+    count, here = plan.num_processes, plan.processes_here
+    if count > here:
+        start = torchrun_command(count // here, here, plan.config.rendezvous_timeout_s)
+        return [*start, script, *arguments]
+    more = ["--num_gpus", str(count)] if count > 1 else []
+    return ["python", script, *more, *arguments]
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

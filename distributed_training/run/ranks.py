@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,9 +136,9 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
 
 
 @contextlib.contextmanager
-def _handling(handlers: dict[signal.Signals, Callable[..., None]]) -> Iterator[None]:
+def _handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
     """Signals handled so in the block, but for those that are ignored, as SIGHUP under nohup."""
-    before = {}
+    before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:
             before[signum] = signal.signal(signum, handler)

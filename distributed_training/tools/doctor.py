@@ -211,7 +211,7 @@ def launching(_: Machine) -> Iterator[Finding]:
     with socket.socket() as probe:
         taken = probe.connect_ex(("127.0.0.1", PORT)) == 0
     if taken:
-        fix = "torchrun --standalone, or --rdzv_endpoint with another port"
+        fix = "give --rdzv_endpoint another port"
         yield warn("port", f"{PORT}, which several nodes meet at, is taken", fix)
     else:
         yield ok("port", f"{PORT} is free")
@@ -228,8 +228,11 @@ def launching(_: Machine) -> Iterator[Finding]:
         yield ok("host", f"{name} is {address}")
     up = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
     set_to = os.environ.get("NCCL_SOCKET_IFNAME")
-    text = f"interfaces {', '.join(sorted(up)) or 'none'}"
+    interfaces = ", ".join(sorted(up)) or "none"
+    text = f"interfaces {interfaces}"
     yield ok("network", text + (f"; NCCL_SOCKET_IFNAME={set_to}" if set_to else ""))
+    store = "torchrun's store, which runs what it is sent, on every interface"
+    yield ok("listening", f"--num_gpus: on loopback alone; several nodes: {store}")
 
 
 def hub(_: Machine) -> Iterator[Finding]:

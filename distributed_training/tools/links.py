@@ -23,13 +23,13 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.machine import start_processes
 from distributed_training.plan.topology import Topology, show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run import launch
 from distributed_training.run.process import current_process
+from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.tools import clock, harness
 from distributed_training.tools.clock import Clock
@@ -273,4 +273,4 @@ def start(
     machine = launch.detect_machine()
     count = launch.requested_processes(options.num_gpus, machine, {})
     mesh_of(options, count)  # refused here rather than by every process
-    return start_processes(count, [str(script), "links", *argv])
+    return run_ranks([str(script), "links", *argv], count).exit_code

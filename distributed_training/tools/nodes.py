@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.machine import detect_machine, start_processes
+from distributed_training.plan.machine import detect_machine
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.process import current_process
+from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.tools.doctor import Finding, ok, show, warn
 from distributed_training.tools.harness import open_group
@@ -125,7 +126,7 @@ def run(num_gpus: str | None, script: Path) -> int:
         if count == 1:
             what = "one process has no links"
             raise UserError(what, fix="type --num_gpus 2, or start with torchrun on the nodes")
-        return start_processes(count, [str(script), "doctor", "--nodes"])
+        return run_ranks([str(script), "doctor", "--nodes"], count).exit_code
     with open_group() as group:
         links = measure_links(group.process.rank, group.process.world_size, group.device)
     if process.rank == 0:

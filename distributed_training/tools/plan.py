@@ -16,9 +16,10 @@ from distributed_training.advise.cluster import Cluster, parse_cluster, this_mac
 from distributed_training.advise.rank import Choice, choose_spread, rank_layouts
 from distributed_training.advise.show import as_json, batch_script, command, table, why_first
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.machine import detect_machine, start_processes
+from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import fits_gpu
 from distributed_training.predict.rates import calibration_file
+from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
@@ -89,7 +90,7 @@ def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
     cluster = _cluster(arguments)
     count, machine = cluster.num_processes, cluster.machine
     file = calibration_file(machine.gpu_name or f"cpu-x{count}")
-    if start_processes(count, [str(script), "calibrate", str(file)]) != 0:
+    if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
         raise UserError("measuring this machine failed", fix="see what is printed above")
 
 

@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.private import TorchDispatchMode, resolve_process_group
-from distributed_training.plan.machine import start_processes
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
 from distributed_training.run.process import current_process
+from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for count in PLAN["cases"]:
             part = Path(folder) / f"{count}.json"
             command = [str(Path(__file__)), str(part)]
-            if start_processes(count, command) != 0:
+            if run_ranks(command, count).exit_code != 0:
                 raise UserError(
                     f"measuring {count} processes failed", fix="see what is printed above"
                 )

@@ -112,7 +112,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
     assert config["precision"] == "'fp32'"
     assert "'auto'" not in config.values()
     assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
-    assert launch_line(text).startswith("torchrun --standalone --nproc_per_node=2 ")
+    assert launch_line(text).startswith("python real_model_example.py --num_gpus 2 ")
     document = deepspeed_json(text)
     assert document["zero_optimization"]["stage"] == DEEPSPEED[strategy]
     assert document["train_micro_batch_size_per_gpu"] == 2
@@ -132,7 +132,7 @@ def _with_libaio_header(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_dry_run_of_a_native_strategy_prints_its_mesh(strategy, tmp_path):
     text = dry_run({"strategy": strategy, "output_dir": tmp_path / "runs"}, "--num_gpus", "2")
-    assert launch_line(text).startswith("torchrun --standalone --nproc_per_node=2 ")
+    assert launch_line(text).startswith("python real_model_example.py --num_gpus 2 ")
     assert "mesh (from strategies/" in text
     assert not (tmp_path / "runs").exists()
 

@@ -71,12 +71,12 @@ def run(launcher: str, folder: Path) -> tuple:
 
 
 def typed_command(launcher: str, values: dict[str, object]) -> list[str]:
-    """torchrun is typed as --dry-run prints it."""
-    if launcher != "torchrun":
+    """--num_gpus is typed as --dry-run prints it."""
+    if launcher != "spawn":
         return launcher_command(launcher, values)
     lines = script(values, "--num_gpus", "2", "--dry-run").stdout.splitlines()
     command = lines[lines.index("launch command") + 1]
-    assert command.strip().startswith("torchrun --standalone --nproc_per_node=2 "), command
+    assert command.strip().startswith("python real_model_example.py --num_gpus 2 "), command
     return shlex.split(command)
 
 

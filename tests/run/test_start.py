@@ -52,7 +52,7 @@ def rank(number, world_size=2, local_world_size=2):
 def test_a_dry_run_prints_the_plan_and_starts_nothing(start, tmp_path, capsys):
     assert start(dry_run=True, num_gpus="2") == 0
     out = capsys.readouterr().out
-    assert "torchrun --standalone --nproc_per_node=2 real_model_example.py --a 'b c'\n" in out
+    assert "python real_model_example.py --num_gpus 2 --a 'b c'\n" in out
     assert start(dry_run=True) == 0
     assert "launch command\n  python real_model_example.py --a 'b c'\n" in capsys.readouterr().out
     assert start(dry_run=True, process=rank(0)) == 0  # under a launcher rank 0 prints
