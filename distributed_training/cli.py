@@ -239,7 +239,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     a = parser.parse_args(argv)
     if min(a.num_tokens, a.top_k) < 1 or a.temperature < 0:
         raise UserError("--num_tokens and --top_k are at least 1, --temperature at least 0")
-    module = importlib.import_module("distributed_training.run.generate")
+    module = importlib.import_module("distributed_training.tools.models")
     return module.generate(
         a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
         seed=a.seed, kind=BEST if a.best else LAST,
@@ -253,7 +253,9 @@ def export(argv: Sequence[str], program: Program) -> int:
     parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
     parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
     a = parser.parse_args(argv)
-    return importlib.import_module("distributed_training.run.export").export_checkpoint(a.run, a.to)
+    return importlib.import_module("distributed_training.tools.models").export_checkpoint(
+        a.run, a.to
+    )
 
 
 def push(argv: Sequence[str], program: Program) -> int:
@@ -263,7 +265,9 @@ def push(argv: Sequence[str], program: Program) -> int:
     parser.add_argument("name", help="user/name on the Hub")
     parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
     a = parser.parse_args(argv)
-    return importlib.import_module("distributed_training.run.push").push(a.run, a.name, best=a.best)
+    return importlib.import_module("distributed_training.tools.models").push(
+        a.run, a.name, best=a.best
+    )
 
 
 def links(argv: Sequence[str], program: Program) -> int:

@@ -20,6 +20,7 @@ from distributed_training.plan.topology import Topology
 from distributed_training.predict.state import estimate_state
 from distributed_training.records.display import Display
 from distributed_training.run.process import Process
+from distributed_training.run.saving.checkpoint import seed_dropout
 from distributed_training.settings.errors import UserError
 
 
@@ -64,15 +65,6 @@ def build_engine(plan: Plan, topology: Topology) -> Engine:
     engine = plan.strategy.traits.load()(model, plan, topology)
     seed_dropout(plan, topology, 0)
     return engine
-
-
-def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
-    """Start the random numbers of dropout, for a run that begins, or goes on, after `step`."""
-    # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
-    # outside of attention.
-    alike = 1 if plan.config.sequence_parallel else topology.tp
-    first = plan.config.seed + 1000 + step * topology.world_size
-    torch.manual_seed(first + topology.rank // alike)
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:

@@ -1,24 +1,30 @@
-"""How a run that fails ends: it says why, once, records it, and leaves nothing half-written."""
+"""How a run ends early: told to by a signal, at numbers that are not finite, or as it fails."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from distributed_training.engines.base import StepResult
+from distributed_training.parallel.agree import gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
 from distributed_training.records.display import describe_memory, gib, short_path
 from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 
 # gloo's words and NCCL's where the process at the other end is gone.
@@ -28,7 +34,84 @@ SIGNS_OF_LOSS = (
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, none of one's quota, of one's limit
 # What torch.save says instead.
 SIGNS_OF_A_FULL_DISK = ("file write failed", "PytorchStreamWriter failed", "unexpected pos")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
+SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
 CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/variants.json)
+
+
+class Stopping:
+    """While its block lasts, the first signal is kept as `signum` (0: none came) and said."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.signum, self._received_at = 0, 0.0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        # One that is ignored, as a hang-up is under nohup, stays so.
+        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+        self._handlers = {signum: signal.signal(signum, self.receive) for signum in signals}
+
+    def __exit__(self, *_error: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+
+    def receive(self, signum: int, _frame: Any) -> None:
+        """Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM, so only a signal that
+        comes later means that the user will not wait."""
+        now = time.monotonic()
+        if not self.signum:
+            self.signum, self._received_at = signum, now
+            self.say(f"{signal.Signals(signum).name}: stopping after this step")
+        elif now - self._received_at > PATIENCE_S:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+
+class NonFiniteError(RunError):
+    """A step whose loss or gradients are not finite."""
+
+    def __init__(self, step: int, what: str, fix: str) -> None:
+        super().__init__(what, fix=fix)
+        self.step, self.what = step, what
+
+
+def has_fault(result: StepResult, config: RunConfig) -> bool:
+    """Whether this rank's gradients are not finite. Overflow of fp16, after which the loss scale
+    falls, is none; DeepSpeed gives -1 for such a norm, and with bf16 leaves the update out."""
+    if result.skipped:
+        return config.precision != "fp16"
+    return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
+
+
+def describe_nonfinite(step: int, own_loss: float, result: StepResult, names: Sequence[str]) -> str:
+    """The step, the ranks whose own summed loss is not finite, and the first gradient in the
+    model's order that is not, with the ranks that hold it. Collective."""
+    name = None
+    if result.gradients is not None:
+        bad = result.gradients.isfinite().logical_not().nonzero()
+        name = names[int(bad[0])] if len(bad) else None
+    ranks = gather((math.isfinite(own_loss), name))
+    losses = [rank for rank, (finite, _) in enumerate(ranks) if not finite]
+    found = next((name for _, name in ranks if name is not None), None)
+    said = [f"the loss is not finite on {_ranks(losses)}"] if losses else []
+    if found is not None:
+        holders = [rank for rank, (_, name) in enumerate(ranks) if name == found]
+        said.append(f"the first gradient that is not finite is of {found} on {_ranks(holders)}")
+    return f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def advise_nonfinite(saved: Sequence[Path]) -> str:
+    """What to type where the run had saved these checkpoints."""
+    if not saved:
+        return "nothing was saved before; lower learning_rate, or look for a bad sample"
+    fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
+    return f"{fix} --resume auto --on_nonfinite rollback"
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:

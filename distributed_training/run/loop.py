@@ -22,14 +22,53 @@ from distributed_training.records.display import Display
 from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
 from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
 from distributed_training.records.trackers import Tracker, perplexity
-from distributed_training.run import nonfinite
-from distributed_training.run.history import History
+from distributed_training.run import ending
 from distributed_training.run.saving import checkpoint
 from distributed_training.run.saving.resume import list_checkpoints
-from distributed_training.run.schedule import learning_rate
-from distributed_training.run.stopping import Stopping
+from distributed_training.settings.config import RunConfig
 
 FLUSH_EVERY_S = 1.0
+
+
+def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
+    """Rate of step `step` (0-based) of `num_steps`: linear warm-up, then the schedule."""
+    peak, warmup = float(config.learning_rate), config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
+
+
+@dataclass
+class History:
+    """The part of a record that grows while a run trains, and that a resumed run takes over."""
+
+    step: int = 0  # optimizer steps done
+    # [step, mean loss]; None stands for what was not finite in a record that was read back
+    loss_curve: list[Any] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
+    saves: list[dict[str, Any]] = field(default_factory=list)  # with this rank's own seconds
+    loads: list[dict[str, Any]] = field(default_factory=list)  # likewise
+    best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
+    sample_before: str | None = None  # text of the untrained model
+
+    def go_on(self, step: int, *, load_s: float) -> None:
+        """From a checkpoint of `step`, which was read in `load_s` seconds."""
+        self.cut(step)
+        self.loads.append({"step": step, "load_s": load_s})
+
+    def cut(self, step: int) -> None:
+        """Forget what came after `step`."""
+        self.step = step
+        self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
+        for rows in (self.evaluations, self.epochs, self.saves, self.loads):
+            rows[:] = [row for row in rows if row["step"] <= step]
+        self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
+        if self.best and self.best["step"] > step:  # the steps after this one find it again
+            self.best = None
 
 
 @dataclass
@@ -59,7 +98,7 @@ class Trainer:
         self.disk_before: dict[str, int] | None = None
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
-        self._stopping = Stopping(self.display.say)
+        self._stopping = ending.Stopping(self.display.say)
         self.saver = checkpoint.Saver(self.plan, self.topology, self._saved)
         self._warm, self._passed_over = False, 0  # step whose batch is left out after a rollback
 
@@ -82,7 +121,7 @@ class Trainer:
                 while self.step < self.num_steps and not stop:
                     try:
                         stop = self._train_one_step()
-                    except nonfinite.NonFiniteError as error:
+                    except ending.NonFiniteError as error:
                         self._roll_back(error)
                 self._finish_saving()
         finally:
@@ -144,7 +183,7 @@ class Trainer:
             return
         durations_s = self.timer.durations_s()[-len(pending) :]
         own = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
-        faults = torch.tensor([nonfinite.has_fault(result, config) for _, result in pending])
+        faults = torch.tensor([ending.has_fault(result, config) for _, result in pending])
         sums = torch.stack([own, faults.double()])
         dist.all_reduce(sums)
         rows, error = [], None
@@ -189,22 +228,22 @@ class Trainer:
 
     def _judge(
         self, step: int, own_loss: float, result: StepResult
-    ) -> nonfinite.NonFiniteError | None:
+    ) -> ending.NonFiniteError | None:
         """The error that a step which is not finite is; None where its update was left out, as
         asked for, and it is not one of many. Collective."""
         skips, skipped = self.plan.config.on_nonfinite == "skip", set(self.history.skipped_steps)
-        too_many = skipped.issuperset(range(step - nonfinite.SKIPS_IN_A_ROW, step))
+        too_many = skipped.issuperset(range(step - ending.SKIPS_IN_A_ROW, step))
         if skips and step in skipped and not too_many:
             return None
-        what = nonfinite.describe(step, own_loss, result, self.engine.gradient_names)
+        what = ending.describe_nonfinite(step, own_loss, result, self.engine.gradient_names)
         if skips and too_many:
-            what += f", as in the {nonfinite.SKIPS_IN_A_ROW} steps before"
+            what += f", as in the {ending.SKIPS_IN_A_ROW} steps before"
         if self._passed_over:
             what += f", after step {self._passed_over} was passed over"
         self._finish_saving()
         saved = self._saved_checkpoints()
-        fix = "lower learning_rate" if self._passed_over else nonfinite.advise(saved)
-        return nonfinite.NonFiniteError(step, what, fix)
+        fix = "lower learning_rate" if self._passed_over else ending.advise_nonfinite(saved)
+        return ending.NonFiniteError(step, what, fix)
 
     def _saved_checkpoints(self) -> list[Path]:
         """As rank 0 sees them. Collective."""
@@ -213,7 +252,7 @@ class Trainer:
             for folder in from_rank_0(list(map(str, list_checkpoints(self.plan.run_dir))))
         ]
 
-    def _roll_back(self, error: nonfinite.NonFiniteError) -> None:
+    def _roll_back(self, error: ending.NonFiniteError) -> None:
         """Go back to the last checkpoint and leave out the batch of the step that failed, where
         that is asked for and has not been done before; else raise the error. Collective."""
         saved = self._saved_checkpoints()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from filelock import FileLock
 
@@ -12,11 +14,20 @@ from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import new_run_dir
 from distributed_training.run.saving import claims
-from distributed_training.run.saving.resume import describe_change, find_resume, identity, read_meta
+from distributed_training.run.saving.resume import (
+    describe_change,
+    find_resume,
+    identity,
+    list_checkpoints,
+    read_meta,
+)
+from distributed_training.settings import config as settings
 from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import user_path
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
@@ -85,3 +96,41 @@ def _reserve(plan: Plan) -> Plan:
         latest.symlink_to(plan.run_dir.name)
         latest.replace(plan.output_dir / LATEST)
     return plan
+
+
+def go_on(
+    config: RunConfig, launchers: Iterable[str], num_processes: int
+) -> tuple[RunConfig, list[str]]:
+    """CONFIG for so many processes to go on with the run that one of these launchers
+    (`Plan.launchers`) has begun, with its global batch and from its last checkpoint; and a note.
+    Unchanged where there is none. Raises UserError where they cannot share the batch evenly.
+    """
+    run_dir = _find_begun(user_path("output_dir", config.output_dir), set(launchers))
+    if run_dir is None:
+        return config, []
+    before, saved = load_plan(run_dir), list_checkpoints(run_dir)
+    if saved:
+        config = settings.replace(config, resume=str(run_dir))
+    note = f"started again, from {saved[-1].name if saved else 'the beginning'}"
+    size, was = before.batch.global_batch_size, before.num_processes
+    each, odd = divmod(size, num_processes)
+    if odd:
+        what = f"{num_processes} processes cannot share the global batch of {size} evenly"
+        raise UserError(what, f"{run_dir} has it, of {was} processes", "start a divisor of it")
+    asked = before.config.batch_size if config.batch_size == AUTO else config.batch_size
+    if int(asked) * config.grad_accum_steps != each:
+        most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
+        batch = {"batch_size": most, "grad_accum_steps": each // most}
+        config = settings.replace(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
+        cut = " x ".join(f"{key} {value}" for key, value in batch.items())
+        note += f"; the global batch stays {size}: {cut} x {num_processes}"
+    return config, [note]
+
+
+def _find_begun(output_dir: Path, launchers: set[str]) -> Path | None:
+    """The newest run whose processes one of these has started."""
+    for file in sorted(output_dir.glob(f"*/{PLAN_FILE}") if launchers else (), reverse=True):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if launchers.intersection(json.loads(file.read_bytes()).get("launchers", ())):
+                return file.parent.resolve()
+    return None

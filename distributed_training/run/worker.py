@@ -29,16 +29,14 @@ from distributed_training.records.display import Display, header_rows, short_pat
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
 from distributed_training.run.ending import end_failed
-from distributed_training.run.export import export, generate_sample
 from distributed_training.run.loop import History, Trainer
-from distributed_training.run.prepare import make_plan, reserve_run_dir
+from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
 from distributed_training.run.process import Process
 from distributed_training.run.profiling import Profile
-from distributed_training.run.push import push_folder
 from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims
 from distributed_training.run.saving.disks import check_disks
-from distributed_training.run.saving.restart import go_on
+from distributed_training.run.saving.export import export, generate_sample, push_folder
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError

@@ -24,7 +24,7 @@ from tabulate import tabulate
 from distributed_training.advise.scaling import count
 from distributed_training.records.display import short_path
 from distributed_training.records.record import git_commit, timestamp, versions, write_json
-from distributed_training.run.schedule import learning_rate
+from distributed_training.run.loop import learning_rate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser

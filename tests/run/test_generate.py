@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed_training.run.generate import continuation
+from distributed_training.run.saving.export import continuation
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT

@@ -16,9 +16,9 @@ from distributed_training.engines.base import StepResult
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run import stopping
+from distributed_training.run.ending import PATIENCE_S
 from distributed_training.run.loop import History, Trainer, learning_rate
 from distributed_training.run.saving import checkpoint
-from distributed_training.run.stopping import PATIENCE_S
 from distributed_training.settings.config import build_config
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distributed_training.run.prepare import make_plan, reserve_run_dir
-from distributed_training.run.saving.restart import go_on
+from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, refused
 

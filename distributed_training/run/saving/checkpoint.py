@@ -42,7 +42,6 @@ from distributed_training.plan.machine import available_ram_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import write_json
-from distributed_training.run import assemble
 from distributed_training.run.saving import disks, resume
 from distributed_training.settings.errors import UserError
 
@@ -284,7 +283,7 @@ def load_checkpoint(
                 part.set(saved.read(part))
             load_own(engine, saved, topology)
         else:  # other ranks draw other masks; never those of the run's first steps again
-            assemble.seed_dropout(plan, topology, meta.step)
+            seed_dropout(plan, topology, meta.step)
     except Exception as error:  # each library raises its own
         what, first_line = f"checkpoint {folder} cannot be loaded", str(error).partition("\n")[0]
         raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
@@ -302,6 +301,15 @@ def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
     own = f"own/{topology.rank}/"
     names = [name for name in saved.stored if name.startswith(own)]
     engine.load_own({name.removeprefix(own): saved.whole(name) for name in names})
+
+
+def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
+    """Start the random numbers of dropout, for a run that begins, or goes on, after `step`."""
+    # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
+    # outside of attention.
+    alike = 1 if plan.config.sequence_parallel else topology.tp
+    first = plan.config.seed + 1000 + step * topology.world_size
+    torch.manual_seed(first + topology.rank // alike)
 
 
 def _random_numbers(topology: Topology) -> Iterator[Part]:

@@ -1,61 +1,34 @@
-"""Text from a trained model: the sample at a run's end, and the command `generate`.
+"""What is done with a run's model afterwards: generate, export, push.
 
 python real_model_example.py generate runs/latest --prompt "Once upon a time"
 python real_model_example.py generate runs/latest                  line by line, until Ctrl-D
+python real_model_example.py export runs/latest --to folder
+python real_model_example.py push runs/latest user/name
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from distributed_training.data.pieces import ASSISTANT, ask
+from distributed_training.data.hub import check_push
+from distributed_training.data.pieces import ASSISTANT, MESSAGES, ask
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model
+from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, load_plan
-from distributed_training.records.record import BEST, LAST
+from distributed_training.records.card import write_card
+from distributed_training.records.display import short_path
+from distributed_training.records.record import BEST, LAST, load_record
+from distributed_training.run.saving import resume
+from distributed_training.run.saving.export import continuation, push_folder, write_folder
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
 REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
-
-
-def continuation(
-    logits: Callable[[torch.Tensor], torch.Tensor],
-    prompt_ids: list[int],
-    *,
-    num_tokens: int,
-    context: int,
-    eos_id: int,
-    seed: int,
-    top_k: int = 40,
-    temperature: float = 0.7,
-    agree: Callable[[torch.Tensor], None] = lambda choice: None,
-) -> Iterator[int]:
-    """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.
-
-    `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]. `agree` makes a choice,
-    int64 [1], the same on every rank. A temperature of 0 takes the likeliest.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    ids = prompt_ids or [eos_id]
-    for _ in range(num_tokens):
-        # A text that grows would be compiled again and again.
-        with torch.compiler.set_stance("force_eager"):
-            last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
-        values, candidates = torch.topk(last, min(top_k, len(last)))
-        weights = (
-            (values / temperature).softmax(0) if temperature else (values == values[0]).float()
-        )
-        choice = candidates[torch.multinomial(weights, 1, generator=generator)]
-        agree(choice)
-        if int(choice) == eos_id:
-            return
-        ids = [*ids, int(choice)]
-        yield ids[-1]
 
 
 def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
@@ -141,3 +114,36 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int], known: list[int]) -> Iter
             yield text[len(said) :]
             said = text
     yield tokenizer.decode(known)[len(said) :]
+
+
+def export_checkpoint(given: str, to: str | None = None) -> int:
+    """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/)."""
+    checkpoint = resume.newest_checkpoint(given_path(given).resolve())
+    if checkpoint is None:
+        what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
+        fix = "give a run's folder, such as runs/latest, or a folder of its checkpoints/"
+        raise UserError(f"{given} {what}", fix=fix)
+    run_dir = checkpoint.parents[1]
+    folder = run_dir / LAST if to is None else Path(to).expanduser()
+    if folder.exists():
+        raise UserError(f"{folder} is there already", fix="name another folder with --to")
+    meta = resume.read_meta(checkpoint)
+    names = resume.files_to_read(checkpoint, meta, meta.spread, None)
+    resume.check_files(checkpoint, meta, names)
+    saved = TensorFiles(checkpoint / name for name in names)
+    weights = [name for name in saved.stored if name.startswith("weight/")]
+    state = {name.removeprefix("weight/"): saved.whole(name) for name in weights}
+    plan, record = load_plan(run_dir), load_record(run_dir)
+    chat = record.data.get("form") == MESSAGES
+    write_folder(state, plan, Tokenizer(plan.tokenizer_dir), chat, folder)
+    write_card(folder, record.model_copy(update={"step": meta.step}))
+    print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
+    return 0
+
+
+def push(given: str, repo_id: str, *, best: bool) -> int:
+    """Upload the last or the best weights of a run, or a folder of them; the exit code."""
+    check_push(repo_id)
+    _, folder = find_weights(given, BEST if best else LAST)
+    print(f"pushed {push_folder(folder, repo_id)}")
+    return 0

@@ -1,0 +1,125 @@
+"""What a trained model leaves: a sample of its text, folders in Hugging Face's format, the Hub."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.data.pieces import ask
+from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.engines.base import Engine
+from distributed_training.plan.plan import Plan
+from distributed_training.records.card import write_card
+from distributed_training.records.display import Display, short_path
+from distributed_training.records.record import RECORD_FILE, load_record
+from distributed_training.settings.errors import UserError
+
+
+def continuation(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    prompt_ids: list[int],
+    *,
+    num_tokens: int,
+    context: int,
+    eos_id: int,
+    seed: int,
+    top_k: int = 40,
+    temperature: float = 0.7,
+    agree: Callable[[torch.Tensor], None] = lambda choice: None,
+) -> Iterator[int]:
+    """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.
+
+    `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]. `agree` makes a choice,
+    int64 [1], the same on every rank. A temperature of 0 takes the likeliest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = prompt_ids or [eos_id]
+    for _ in range(num_tokens):
+        # A text that grows would be compiled again and again.
+        with torch.compiler.set_stance("force_eager"):
+            last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
+        values, candidates = torch.topk(last, min(top_k, len(last)))
+        weights = (
+            (values / temperature).softmax(0) if temperature else (values == values[0]).float()
+        )
+        choice = candidates[torch.multinomial(weights, 1, generator=generator)]
+        agree(choice)
+        if int(choice) == eos_id:
+            return
+        ids = [*ids, int(choice)]
+        yield ids[-1]
+
+
+def generate_sample(
+    engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, display: Display, when: str
+) -> str | None:
+    """The text after CONFIG's prompt, also shown; None where it has none. Collective.
+
+    With `chat` the model was trained on conversations, and the prompt is what a user says.
+    """
+    if plan.config.generate is None:
+        return None
+    tp, eos_id = plan.mesh["tp"], tokenizer.eos_id
+    text = ask(plan.config.generate) if chat else plan.config.generate
+    prompt = tokenizer.encode_batch([text])[0].tolist() or [eos_id]
+    # The split of a window over tp may append tokens, which need positions, too.
+    context = plan.size.num_positions // tp * tp
+    # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
+    ids = continuation(
+        engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
+        seed=plan.config.seed, agree=lambda choice: dist.broadcast(choice, src=0),
+    )  # fmt: skip
+    sample = tokenizer.decode([*prompt, *ids])
+    display.sample(f"sample {when} training:", sample)
+    return sample
+
+
+def export(engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path) -> None:
+    """Write the model as `folder`, all of it or nothing, over an older one. Collective."""
+    state = engine.full_state()
+    if state is not None:
+        write_folder(state, plan, tokenizer, chat, folder)
+    dist.barrier()
+
+
+def write_folder(
+    state: dict[str, torch.Tensor], plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path
+) -> None:
+    """Write weights under the model's names as `folder`, all of it or nothing."""
+    writing = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    plan.model.save(state, writing, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(writing, chat=chat)
+    shutil.rmtree(folder, ignore_errors=True)
+    writing.rename(folder)
+
+
+def push_folder(folder: Path, repo_id: str) -> str:
+    """Upload `folder` to the model `repo_id`, made where it is not there; its address.
+
+    Raises UserError for whatever the Hub or the network refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if (folder.parent / RECORD_FILE).is_file():
+        write_card(folder, load_record(folder.parent), repo_id)
+    disable_progress_bars()
+    api = HfApi()
+    try:
+        address = str(api.create_repo(repo_id, exist_ok=True))
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Trained model")
+    except Exception as error:  # those of whichever HTTP client the library uses
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        why = f"{type(error).__name__}: {' '.join(lines)[:200]}"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        may_not = "log in with a token that may write there, hf auth login, then " * (
+            status in (401, 403)
+        )
+        fix = f"{may_not}type: python real_model_example.py push {short_path(folder)} {repo_id}"
+        raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
+    return address
