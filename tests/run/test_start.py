@@ -127,34 +127,11 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
     assert only_record(tmp_path / "runs")["num_steps"] == 1
 
 
-TELLING = """
-import os, sys
-from pathlib import Path
-
-Path({told!r}).write_text(" ".join([os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:]]))
-{end}
-"""
-
-
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_one_process_on_a_gpu_is_a_child_while_auto_is_confirmed(end, code, tmp_path, monkeypatch):
-    process = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    for name in (*process, "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that it is put back afterwards
-    script = tmp_path / "script.py"
-    script.write_text(TELLING.format(told=str(tmp_path / "told"), end=end))
-    plan = small_plan(tmp_path)
-    assert launch.run_alone(plan, str(script)) == code
-    told = (tmp_path / "told").read_text().split()
-    assert told == ["0", "1", "--run_dir", str(plan.run_dir)]
-
-
 def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(start, monkeypatch):
     begun = []
-    monkeypatch.setattr(launch, "run_alone", lambda *words: begun.append("alone") or 0)
-    monkeypatch.setattr(launch, "spawn", lambda *words: begun.append("spawn") or 0)
+    monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
     assert start(machine=GPU_MACHINE, strategy="auto") == 0
     assert start(machine=GPU_MACHINE, strategy="auto", num_gpus="2") == 0
     start(machine=CPU_MACHINE, strategy="auto")
     start(machine=GPU_MACHINE)
-    assert begun == ["alone", "spawn"]
+    assert begun == [1, 2]

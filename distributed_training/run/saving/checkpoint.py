@@ -9,7 +9,7 @@ until they are written.
                                 but ranks of other nodes write
 
 Without a shared disk each node has the files of its own ranks, and meta.json.
-The sampler needs no file: its position is the step. plan/resume.py finds and checks checkpoints.
+The sampler needs no file: its position is the step. resume.py finds and checks checkpoints.
 """
 
 from __future__ import annotations

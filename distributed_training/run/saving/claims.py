@@ -30,7 +30,7 @@ class Claim(BaseModel):
     hostname: str
     pid: int
     claimed_at: float  # seconds since 1970
-    identity: dict[str, Any]  # of plan/resume.py
+    identity: dict[str, Any]  # resume.py's
 
 
 def claim(run_dir: Path, identity: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from; a wrong one is refused before processes start. No torch.
 
-A checkpoint's files are described in run/checkpoint.py, which writes them.
+A checkpoint's files are described in checkpoint.py, which writes them.
 """
 
 from __future__ import annotations
