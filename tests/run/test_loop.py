@@ -15,7 +15,7 @@ from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
-from distributed_training.run import stopping
+from distributed_training.run import ending
 from distributed_training.run.ending import PATIENCE_S
 from distributed_training.run.loop import History, Trainer, learning_rate
 from distributed_training.run.saving import checkpoint
@@ -216,7 +216,7 @@ def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch)
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
-    received = stopping.Stopping(print)
+    received = ending.Stopping(print)
     received.receive(signal.SIGINT, None)
     assert raised == []
     clock[0] += seconds
