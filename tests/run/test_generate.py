@@ -80,15 +80,19 @@ def test_at_temperature_zero_the_likeliest_is_taken():
     assert sample(FakeEngine(), temperature=0.0, seed=4) == ids
 
 
-def test_a_run_answers_a_prompt_and_lines(tmp_path):
-    values = {**SMALL, "strategy": "dp", "max_steps": 1, "output_dir": tmp_path / "runs"}
-    assert_ok(train(values))
-    run_dir = Path(only_record(tmp_path / "runs")["run_dir"])
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("runs")
+    assert_ok(train({**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": output_dir}))
+    return Path(only_record(output_dir)["run_dir"])
+
+
+def test_a_run_answers_a_prompt_and_lines(run_dir):
     asked = command("generate", run_dir, "--prompt", "def ", "--num_tokens", 12)
     assert_ok(asked)
     assert asked.stdout.startswith("def ")
     assert len(asked.stdout) > len("def \n")
-    for folder in (run_dir / "hf", tmp_path / "runs" / "latest"):
+    for folder in (run_dir / "hf", run_dir.parent / "latest"):
         again = command("generate", folder, "--prompt", "def ", "--num_tokens", 12)
         assert again.stdout == asked.stdout, folder
     other = command("generate", run_dir, "--prompt", "def ", "--num_tokens", 12, "--seed", 1)
@@ -97,12 +101,10 @@ def test_a_run_answers_a_prompt_and_lines(tmp_path):
     assert lines.stdout == 2 * asked.stdout
 
 
-def test_the_text_is_that_of_transformers(tmp_path):
+def test_the_text_is_that_of_transformers(run_dir):
     """The likeliest tokens, from the exported folder."""
     transformers = pytest.importorskip("transformers")
-    values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path / "runs"}
-    assert_ok(train(values))
-    folder = Path(only_record(tmp_path / "runs")["run_dir"], "hf")
+    folder = run_dir / "hf"
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("import os", return_tensors="pt").input_ids

@@ -22,45 +22,24 @@ from distributed_training.run.saving import checkpoint
 from distributed_training.settings.config import build_config
 
 
-def rates(schedule, num_steps, warmup, peak=2.0):
-    config = build_config({"learning_rate": peak, "lr_schedule": schedule, "warmup_steps": warmup})
-    return [learning_rate(config, step, num_steps) for step in range(num_steps + 1)]
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warmup_rises_in_equal_steps_to_the_peak(schedule):
-    assert rates(schedule, 20, 4)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_no_warmup_begins_at_the_peak(schedule):
-    assert rates(schedule, 20, 0)[0] == 2.0
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_a_run_shorter_than_its_warmup_only_rises(schedule):
-    assert rates(schedule, 3, 10)[:3] == pytest.approx([0.2, 0.4, 0.6])
-
-
-def test_constant_stays():
-    assert rates("constant", 20, 4)[4:] == [2.0] * 17
-
-
-def test_linear_falls_in_equal_steps_to_zero():
-    assert rates("linear", 14, 4)[4:] == pytest.approx([2.0 - 0.2 * k for k in range(11)])
-
-
-def test_cosine_is_half_a_wave_to_zero():
-    found = rates("cosine", 14, 4)[4:]
-    assert found == pytest.approx([1 + math.cos(math.pi * k / 10) for k in range(11)])
-    assert (found[0], found[5]) == pytest.approx((2.0, 1.0))
-    assert found[10] == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_rate_never_falls_below_zero(schedule):
-    config = build_config({"learning_rate": 1.0, "lr_schedule": schedule, "warmup_steps": 2})
-    assert learning_rate(config, 500, 10) == pytest.approx(0, abs=1e-12)
+@pytest.mark.parametrize(
+    ("schedule", "after_warmup"),
+    [
+        ("constant", lambda progress: 1.0),
+        ("linear", lambda progress: 1.0 - progress),
+        ("cosine", lambda progress: (1.0 + math.cos(math.pi * progress)) / 2),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 4, 30])
+def test_rates_rise_to_the_peak_and_follow_the_schedule(schedule, after_warmup, warmup):
+    values = {"learning_rate": 2.0, "lr_schedule": schedule, "warmup_steps": warmup}
+    config = build_config(values)
+    rising = [2.0 * (step + 1) / warmup for step in range(warmup)]
+    falling = [2.0 * after_warmup(step / (20 - warmup)) for step in range(21 - warmup)]
+    found = [learning_rate(config, step, 20) for step in range(21)]
+    assert found == pytest.approx((rising + falling)[:21], abs=1e-12)
+    beyond = learning_rate(config, 500, 20)
+    assert beyond == pytest.approx(2.0 * after_warmup(1.0), abs=1e-12)
 
 
 NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12
@@ -128,8 +107,7 @@ def make_trainer(engine=None, **config):
 
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize(
-    ("every", "steps"),
-    [(None, [5, 10, 12]), (0, []), (1, list(range(1, 13))), (4, [4, 8, 12]), (100, [12])],
+    ("every", "steps"), [(None, [5, 10, 12]), (0, []), (4, [4, 8, 12]), (100, [12])]
 )
 def test_checkpoints_are_saved_when_they_are_due(every, steps, saved):
     make_trainer(checkpoint_every=every).run()
@@ -170,7 +148,7 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
 
 
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize(("every", "steps"), [(None, [5, 7]), (0, []), (4, [4, 7]), (7, [7])])
+@pytest.mark.parametrize(("every", "steps"), [(None, [5, 7]), (0, []), (4, [4, 7])])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
     def at_step(step):
@@ -183,16 +161,6 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
     assert engine.step == 7
     assert saved == steps
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-@pytest.mark.usefixtures("_group")
-def test_a_signal_in_the_last_step_interrupts_nothing(saved):
-    def at_step(step):
-        if step == NUM_STEPS:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert make_trainer(CountingEngine(at_step=at_step)).run() == 0
-    assert saved == [5, 10, 12]
 
 
 @pytest.mark.usefixtures("_group")
@@ -213,7 +181,7 @@ def test_a_second_signal_at_once_is_one_with_the_first(saved, capsys):
 @pytest.mark.parametrize(("seconds", "ended"), [(PATIENCE_S, False), (PATIENCE_S + 0.1, True)])
 def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch):
     clock, raised = [1000.0], []
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
     received = ending.Stopping(print)
@@ -234,45 +202,29 @@ def test_an_epochs_mean_is_of_its_own_steps():
     assert [epoch["step"] for epoch in epochs] == [5, 10, 12]
 
 
-@pytest.mark.usefixtures("_group", "saved")
 @pytest.mark.parametrize(
-    ("before", "mean"), [([None, 4.0, None, 6.0], 14.0 / 3), ([None] * 4, 4.0)], ids=str
+    ("losses", "mean"), [([None, 4.0, None, 6.0, 4.0], 14.0 / 3), ([None] * 5, None)]
 )
-def test_an_epoch_that_is_resumed_after_overflow_has_a_mean(before, mean):
-    """In a record, from which a run goes on, null stands for what was not finite."""
-    trainer = make_trainer(CountingEngine(losses=[4.0] * NUM_STEPS))
-    history = trainer.history
-    history.step, history.loss_curve = 4, [[step, loss] for step, loss in enumerate(before, 1)]
-    trainer.run()
-    assert history.epochs[0]["mean_step_loss"] == pytest.approx(mean)
-
-
-def test_an_epoch_without_a_finite_loss_has_no_mean():
+def test_an_epochs_mean_leaves_out_what_was_not_finite(losses, mean):
     trainer = make_trainer()
     trainer.history = History(
         step=5,
-        loss_curve=[[step, None] for step in range(1, 6)],
+        loss_curve=[[step, loss] for step, loss in enumerate(losses, 1)],
         evaluations=[{"loss": 1.0, "perplexity": 3.0}],
     )
     trainer._end_epoch()
-    assert trainer.history.epochs[0]["mean_step_loss"] is None
+    assert trainer.history.epochs[0]["mean_step_loss"] == mean
 
 
 def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     rows = [{"step": step} for step in (0, 3, 6)]
     curve = [[step, 1.0] for step in range(1, 7)]
     values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
-    history = History(**values, skipped_steps=[2, 5])
-    assert {**values, "skipped_steps": [2, 5]}.items() <= vars(history).items()
+    history = History(**values, skipped_steps=[2, 5], best={"step": 4})
     history.cut(4)
-    assert history == History(4, curve[:4], rows[:2], rows[1:2], [2])
-
-
-@pytest.mark.parametrize(("step", "kept"), [(3, None), (4, {"step": 4}), (6, {"step": 4})])
-def test_best_weights_of_a_step_that_is_done_again_do_not_count(step, kept):
-    history = History(step=6, best={"step": 4})
-    history.cut(step)
-    assert history.best == kept
+    assert history == History(4, curve[:4], rows[:2], rows[1:2], [2], best={"step": 4})
+    history.cut(3)
+    assert history.best is None, "it is done again"
 
 
 @pytest.mark.usefixtures("_group", "saved")
