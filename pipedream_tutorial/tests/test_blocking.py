@@ -72,8 +72,6 @@ def test_a_fused_send_and_receive_frees_1f1b() -> None:
 def test_sends_that_never_wait_free_every_order() -> None:
     for name in ("1f1b", "zb-h1", "zb-h2"):
         for p, m in SIZES:
-            if name == "zb-h1" and m % max(1, m // p):
-                continue
             assert not blocks(build_schedule(name, p, m), buffered=True)
 
 
@@ -102,36 +100,6 @@ def test_a_weight_gradient_between_send_and_receive_blocks_zb_h2() -> None:
     assert str(caught.value) == (
         "deadlock: rank 0 is at SEND 0F3 to rank 1; rank 1 is at SEND 1I2 to rank 0"
     )
-
-
-def test_fused_steps_of_1f1b() -> None:
-    def written(p: int, rank: int, paired: bool) -> list[str]:
-        program = blocking_programs(build_schedule("1f1b", p, 2), paired=paired)[rank]
-        return [" + ".join(map(str, step)) for step in program]
-
-    last = written(2, 1, paired=False)
-    assert last == [
-        "RECV 0F0 from rank 0",
-        "RUN 1F0 on rank 1",
-        "RUN 1B0 on rank 1",
-        "SEND 1B0 to rank 0",
-        "RECV 0F1 from rank 0",
-        "RUN 1F1 on rank 1",
-        "RUN 1B1 on rank 1",
-        "SEND 1B1 to rank 0",
-    ]
-    fused = "SEND 1B0 to rank 0 + RECV 0F1 from rank 0"
-    assert written(2, 1, paired=True) == [*last[:3], fused, *last[5:]]
-    # While the pipeline fills, a rank sends on one side and receives on the other: not fused.
-    assert written(3, 1, paired=True)[:7] == [
-        "RECV 0F0 from rank 0",
-        "RUN 1F0 on rank 1",
-        "SEND 1F0 to rank 2",
-        "RECV 0F1 from rank 0",
-        "RUN 1F1 on rank 1",
-        "SEND 1F1 to rank 2 + RECV 2B0 from rank 2",
-        "RUN 1B0 on rank 1",
-    ]
 
 
 def reordered(s: Schedule, rank: int, written: str) -> Schedule:

@@ -9,8 +9,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.building_blocks import v_half, v_min
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.formulas import Case, idle_fraction, short_run_versions
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, idle_fraction, short_run_versions
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
@@ -128,13 +127,6 @@ def test_fractions_as_they_are_usually_quoted() -> None:
             assert simulated(name, c).makespan_fraction == Fraction(p - 1, m + p - 1)
     # ZB-H1 is quoted as a third of 1F1B's bubble; that is the time, the share is a little more.
     assert simulated("zb-h1", even(4, 8)).makespan_fraction == Fraction(3, 3 * 8 + 3)
-
-
-def test_1f1b_with_few_microbatches_never_fills_the_pipeline() -> None:
-    assert peak_activations(build_schedule("1f1b", 6, 3)) == (3, 3, 3, 3, 2, 1)
-    for c in cases("1f1b", lambda c: c.m < c.p):
-        assert peak_activations(build_schedule("1f1b", c.p, c.m))[0] == c.m < c.p
-        assert makespan_idle("1f1b", c) == (c.p - 1) * c.total
 
 
 def test_interleaved_when_p_does_not_divide_m() -> None:
@@ -268,12 +260,3 @@ def test_chimera_against_the_forms_in_its_paper() -> None:
             paper = Fraction(2 * (p - 2), 3 * n + 2 * (p - 2))
             assert (twice == paper) == (units == 1 or p == 2)
     assert simulated("chimera", even(4, 8)).makespan_fraction == Fraction(1, 5) > Fraction(1, 7)
-
-
-def test_idle_time_does_not_grow_with_the_batch_but_for_two_schedules() -> None:
-    grows = {
-        name
-        for name in CLOSED_FORMS
-        if makespan_idle(name, even(4, 16, v=2)) != makespan_idle(name, even(4, 8, v=2))
-    }
-    assert grows == {"naive", "chimera"}

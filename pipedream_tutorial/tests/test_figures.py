@@ -26,9 +26,8 @@ from pipedream.draw.grids import KINDS, awaited, draw_picture, kind_colours, nai
 from pipedream.draw.page import LEAST, number, percent
 from pipedream.errors import main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES
-from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.formulas import Case as ClosedCase
-from pipedream.schedules.formulas import idle_fraction
+from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
+from pipedream.schedules.closed_forms import Case as ClosedCase
 from pipedream.schedules.ops import FORWARD
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Row, compare, measure

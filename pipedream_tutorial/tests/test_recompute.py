@@ -9,8 +9,8 @@ import pytest
 from pipedream import __main__ as command
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.formulas import (
+from pipedream.schedules.closed_forms import (
+    CLOSED_FORMS,
     Case,
     even_fill,
     recomputed_activations,

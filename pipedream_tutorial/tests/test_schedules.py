@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.formulas import (
+from pipedream.schedules.closed_forms import (
+    CLOSED_FORMS,
     Case,
     gpipe_makespan,
     one_f_one_b_makespan,
@@ -206,20 +206,6 @@ def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> No
                 assert in_a_row(s, k, c) == one + (k - 1) * further
             less += further < one
     assert less >= 4
-
-
-def test_how_much_zb_h2_saves_over_batches_that_wait_for_each_other() -> None:
-    """With F = I = W = 1 on 4 ranks: 24 a batch and 3 once, where 1F1B pays 9 every time."""
-    c = Case(4, 8, 1, Fraction(1), Fraction(1), Fraction(1))
-    times = {
-        name: [in_a_row(build_schedule(name, 4, 8), k, c) for k in (1, 2, 3, 10)]
-        for name in ("1f1b", "zb-h1", "zb-h2")
-    }
-    assert times == {
-        "1f1b": [33, 66, 99, 330],
-        "zb-h1": [27, 54, 81, 270],
-        "zb-h2": [27, 51, 75, 243],
-    }
 
 
 def test_every_schedule_has_its_own_title_and_a_known_policy() -> None:

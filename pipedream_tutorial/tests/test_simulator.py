@@ -24,7 +24,7 @@ from pipedream.simulate.simulator import (
 
 # The same examples on every machine and in every run.
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=80)
-DURATIONS = st.fractions(Fraction(1, 4), 8, max_denominator=4)
+DURATIONS = st.fractions(Fraction(1, 40), 8, max_denominator=40)
 
 
 @st.composite
@@ -199,38 +199,12 @@ def test_two_ranks_that_wait_for_each_other_are_named() -> None:
     )
 
 
-def test_a_circle_away_from_the_first_stuck_rank_is_what_is_named() -> None:
-    # Ranks 1 and 2 wait for each other; rank 0 only waits for them.
-    s = build_schedule("1f1b", 3, 3)
-    assert [str(item) for item in s.orders[1]] == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
-    broken = swapped(s, 1, 1, 2)
-    broken = swapped(broken, 2, 1, 2)
-    assert [str(item) for item in broken.orders[2]] == ["2F0", "2F1", "2B0", "2B1", "2F2", "2B2"]
-    with pytest.raises(DeadlockError) as caught:
-        simulate(broken, build_costs(broken))
-    assert caught.value.cycle == [Op("B", 1, 0), Op("F", 2, 1)]
-
-
 def test_a_rank_that_waits_for_itself_is_a_circle_of_one() -> None:
     s = swapped(build_schedule("gpipe", 2, 1), 1, 0, 1)
     with pytest.raises(DeadlockError) as caught:
         simulate(s, build_costs(s))
     assert caught.value.cycle == [Op("B", 1, 0)]
     assert str(caught.value) == "deadlock: rank 1 is at 1B0, which needs 1F0"
-
-
-def test_three_ranks_in_a_circle() -> None:
-    # Only where stages go round the ranks: rank 0 starts with its second stage.
-    s = build_schedule("interleaved", 3, 3, 2)
-    first = s.orders[0].index(Op("F", 3, 0))
-    broken = swapped(s, 0, 0, first)
-    with pytest.raises(DeadlockError) as caught:
-        simulate(broken, build_costs(broken))
-    assert caught.value.cycle == [Op("F", 3, 0), Op("F", 2, 0), Op("F", 1, 0)]
-    assert str(caught.value) == (
-        "deadlock: rank 0 is at 3F0, which needs 2F0; rank 2 is at 2F0, which needs 1F0; "
-        "rank 1 is at 1F0, which needs 0F0"
-    )
 
 
 @FIXED
@@ -298,28 +272,3 @@ def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     assert lengths == {
         "0F0": 1, "0B0": 2, "1F0": 5, "1B0": 10, "2F1": 1, "2B1": 2, "3F1": 5, "3B1": 10
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe-v"])
-def test_ticks_are_exact(name: str) -> None:
-    """Durations with nothing in common against the rule itself, in fractions."""
-    schedule = build_schedule(name, 4, 8)
-    scale = [Fraction(n, 7 + n) for n in range(1, len(schedule.chains[0]) + 1)]
-    costs = build_costs(
-        schedule, forward="1/3", input_gradient="2/7", weight_gradient="1e-9",
-        communication="5/11", scale=scale, overlap_saving="1/13",
-    )  # fmt: skip
-    timeline, ends = simulate(schedule, costs), {}
-    position, ranks = schedule.position(), schedule.ranks()
-    for event in timeline.all_events():
-        earlier = [e.end for e in timeline.events[event.rank] if e.end <= event.start]
-        arrivals = [
-            ends[need] + (costs.communication if ranks[need] != event.rank else 0)
-            for op in event.item.parts
-            for need in needs(op, schedule)
-        ]
-        assert event.start == max([Fraction(0), *earlier, *arrivals])
-        assert event.end - event.start == costs.duration(event.item, position)
-        ends |= dict.fromkeys(event.item.parts, event.end)
-    assert timeline.makespan == max(ends.values())
-    assert all(isinstance(end, Fraction) for end in ends.values())

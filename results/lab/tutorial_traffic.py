@@ -20,8 +20,7 @@ from fractions import Fraction
 import tutorial_checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
-from pipedream.schedules.formulas import Case, idle_fraction
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction
 from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT
 
 ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12

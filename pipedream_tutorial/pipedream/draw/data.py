@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from pipedream.errors import UserError
-from pipedream.schedules import formulas
+from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.ops import FORWARD, Schedule
@@ -124,17 +124,17 @@ def _closed_shares(name: str, case: Case, counts: Sequence[int]) -> tuple[IdleSh
     durations = (case.forward, case.input_gradient, case.weight_gradient)
     found = []
     for m in counts:
-        at = formulas.Case(p, m, case.chunks, *(factor * each for each in durations))
+        at = closed_forms.Case(p, m, case.chunks, *(factor * each for each in durations))
         if not _allowed(name, at) or not form.idle_holds(at):
             continue
         makespan = form.makespan_idle(at)
         span = sum((form.span_idle(at, r) for r in range(p)), Fraction(0)) / p
-        shares = (formulas.idle_fraction(idle_time, at) for idle_time in (makespan, span))
+        shares = (closed_forms.idle_fraction(idle_time, at) for idle_time in (makespan, span))
         found.append(IdleShares(m, *shares))
     return tuple(found)
 
 
-def _allowed(name: str, at: formulas.Case) -> bool:
+def _allowed(name: str, at: closed_forms.Case) -> bool:
     try:
         build_schedule(name, at.p, at.m, at.v)
     except UserError:

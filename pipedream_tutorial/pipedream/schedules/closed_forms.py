@@ -11,12 +11,140 @@ github.com/deepseek-ai/DualPipe; V-Half and V-Min 2405.15362.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
-from pipedream.schedules import formulas
-from pipedream.schedules.formulas import Case
+
+class Case(NamedTuple):
+    """Sizes and durations; those are of one microbatch on a rank's whole share of the layers."""
+
+    p: int
+    m: int
+    v: int
+    """Stages a rank, in the interleaved schedule; the V schedules have 2, whatever this says."""
+    f: Fraction
+    """Forward pass."""
+    i: Fraction
+    """Input gradient. The whole backward pass B is I + W."""
+    w: Fraction
+    """Weight gradient."""
+
+    @property
+    def total(self) -> Fraction:
+        """T: the work that one microbatch is for a rank."""
+        return self.f + self.i + self.w
+
+    @property
+    def backward(self) -> Fraction:
+        return self.i + self.w
+
+    @property
+    def per_round(self) -> int:
+        """Microbatches that go through one stage before an interleaved rank turns to its next."""
+        return self.m // max(1, self.m // self.p)
+
+
+def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
+    """Share of a rank's time, 0 to 1: X / (m T + X)."""
+    return idle_time / (c.m * c.total + idle_time)
+
+
+def even_fill(c: Case) -> Fraction:
+    return (c.p - 1) * c.total
+
+
+def even_fill_span(c: Case, r: int) -> Fraction:
+    return (c.p - 1 - r) * c.total
+
+
+def interleaved_idle(c: Case) -> Fraction:
+    """With fewer microbatches than ranks a rank waits for the first one to come round, v times."""
+    missing = max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1
+    return missing * c.total / c.v
+
+
+def interleaved_activations(c: Case, r: int) -> Fraction:
+    return Fraction(min(c.m * c.v, (c.v - 1) * c.per_round + 2 * (c.p - 1 - r) + 1), c.v)
+
+
+def zb_h1_idle(c: Case) -> Fraction:
+    hidden = (min(c.m, c.p) - 1) * min(c.f, c.i, c.w)
+    return (c.p - 1) * (c.f + c.i) - hidden
+
+
+def zb_h1_span(c: Case, r: int) -> Fraction:
+    hidden = max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
+    return (c.p - 1 - r) * (c.f + c.i) - hidden
+
+
+def zb_h2_step(c: Case) -> Fraction:
+    """What is left to wait for between two neighbours: nothing while I <= 2 min(F, W) - F."""
+    return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
+
+
+def zb_v_span(c: Case, r: int) -> Fraction:
+    return (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w)
+
+
+def v_half_idle(c: Case) -> Fraction:
+    if c.p <= 2:
+        return (c.p - 1) * c.f / 2
+    return (3 * ((c.p + 1) // 2) - Fraction(7, 2)) * c.f
+
+
+def v_half_span(c: Case, r: int) -> Fraction:
+    """With p even the last two ranks end an operation later."""
+    late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
+    return v_half_idle(c) - (_started(c, r) - late) * c.f
+
+
+def v_half_activations(c: Case, r: int) -> Fraction:
+    return Fraction(min(2 * c.m, c.m + 1 + r, 2 * (c.p // 2 + 1)), 2)
+
+
+def v_min_idle(c: Case) -> Fraction:
+    return max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 7)) * c.f / 2)
+
+
+def v_min_span(c: Case, r: int) -> Fraction:
+    return v_min_idle(c) - _started(c, r) * c.f
+
+
+def v_min_activations(c: Case, r: int) -> Fraction:
+    """(p+4) // 3 where the pipeline is full; on rank 0 one stage's less if p = 2 mod 3."""
+    most = 2 * ((c.p + 4) // 3)
+    if c.p % 3 == 2 and r == 0:
+        most -= 1
+    return Fraction(min(2 * c.m, c.m + 1 + r, most), 2)
+
+
+def _started(c: Case, r: int) -> Fraction:
+    """When rank r starts, in F, less what it ends after rank 0: the last rank's two stages are
+    neighbours."""
+    return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
+
+
+def dualpipe_v_span(c: Case, r: int) -> Fraction:
+    exposed = c.i - min(c.i, c.w)
+    return ((2 * c.p - 2 - r) * c.f + (c.p - 1 - r) * exposed) / 2
+
+
+def folded(c: Case) -> Case:
+    """DualPipe as a DualPipeV on half the ranks, each with two stages of DualPipe's size."""
+    return Case(c.p // 2, c.m // 2, 2, 2 * c.f, 2 * c.i, 2 * c.w)
+
+
+def chimera_idle(c: Case) -> Fraction:
+    """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
+    units = c.m // c.p
+    longer, apart = max(c.f, c.backward), abs(c.f - c.backward)
+    return (c.p - 2) * (longer + (units - 1) * apart)
+
+
+def from_edge(c: Case, r: int) -> int:
+    return min(r, c.p - 1 - r)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +155,7 @@ class ClosedForm:
     """X: from time 0 to the last rank's end, less a rank's work; the same on every rank."""
     span_idle: Callable[[Case, int], Fraction]
     """Rank r's idle time between its own first start and its own last end."""
-    idle_holds: Callable[[Case], bool]
+    idle_holds: Callable[[Case], bool] = lambda c: True
     """Whether both are exact, among sizes that the schedule takes."""
     peak_activations: Callable[[Case, int], Fraction]
     """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes, in
@@ -38,7 +166,7 @@ class ClosedForm:
     """Updates of stage s that the microbatch's gradient does not know of; m: a batch."""
     idle_text: str
     range_text: str = "always"
-    published: str
+    published: str = "the same"
     """The form and the range that the source gives, where it differs from ours."""
     activations_text: str
     versions_text: str = "1"
@@ -55,14 +183,12 @@ def _asynchronous(
 ) -> ClosedForm:
     """1F1B's order without flushes, in a run of p microbatches or more."""
     return ClosedForm(
-        makespan_idle=formulas.even_fill,
-        span_idle=formulas.even_fill_span,
-        idle_holds=lambda c: True,
+        makespan_idle=even_fill,
+        span_idle=even_fill_span,
         peak_activations=lambda c, s: Fraction(c.p - s),
         peak_versions=versions,
         staleness=staleness,
         idle_text="(p-1) (F+B), once a run",
-        published="the same",
         activations_text="p-r",
         versions_text=versions_text,
         staleness_text=staleness_text,
@@ -74,40 +200,32 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     "naive": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * c.m * c.total,
         span_idle=lambda c, r: ((c.p - 1) * c.m - r) * c.total,
-        idle_holds=lambda c: True,
         peak_activations=lambda c, r: Fraction(1),
         idle_text="(p-1) m (F+B)",
-        published="the same",
         activations_text="1",
         source="1811.06965",
     ),
     "gpipe": ClosedForm(
-        makespan_idle=formulas.even_fill,
-        span_idle=formulas.even_fill_span,
-        idle_holds=lambda c: True,
+        makespan_idle=even_fill,
+        span_idle=even_fill_span,
         peak_activations=lambda c, r: Fraction(c.m),
         idle_text="(p-1) (F+B)",
-        published="the same",
         activations_text="m",
         source="1811.06965",
     ),
     "1f1b": ClosedForm(
-        makespan_idle=formulas.even_fill,
-        span_idle=formulas.even_fill_span,
-        idle_holds=lambda c: True,
+        makespan_idle=even_fill,
+        span_idle=even_fill_span,
         peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)),
         idle_text="(p-1) (F+B)",
-        published="the same",
         activations_text="min(m, p-r)",
         source="2104.04473",
     ),
     "eager-1f1b": ClosedForm(
-        makespan_idle=formulas.even_fill,
-        span_idle=formulas.even_fill_span,
-        idle_holds=lambda c: True,
+        makespan_idle=even_fill,
+        span_idle=even_fill_span,
         peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)),
         idle_text="(p-1) (F+B)",
-        published="the same",
         activations_text="min(m, 2 (p-r) - 1)",
         source="2211.05322",
     ),
@@ -137,19 +255,17 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         "2006.09503",
     ),
     "interleaved": ClosedForm(
-        makespan_idle=formulas.interleaved_idle,
-        span_idle=lambda c, r: formulas.interleaved_idle(c) - r * c.total / c.v,
-        idle_holds=lambda c: True,
-        peak_activations=formulas.interleaved_activations,
+        makespan_idle=interleaved_idle,
+        span_idle=lambda c, r: interleaved_idle(c) - r * c.total / c.v,
+        peak_activations=interleaved_activations,
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
         activations_text="min(m v, (v-1) q + 2 (p-1-r) + 1) / v, a round of q microbatches",
         source="2104.04473",
     ),
     "zb-h1": ClosedForm(
-        makespan_idle=formulas.zb_h1_idle,
-        span_idle=formulas.zb_h1_span,
-        idle_holds=lambda c: True,
+        makespan_idle=zb_h1_idle,
+        span_idle=zb_h1_span,
         peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
         idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's own span min(F,W)",
         published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
@@ -157,8 +273,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2401.10241",
     ),
     "zb-h2": ClosedForm(
-        makespan_idle=lambda c: (c.p - 1) * max(c.f, formulas.zb_h2_step(c)),
-        span_idle=lambda c, r: (c.p - 1 - r) * formulas.zb_h2_step(c),
+        makespan_idle=lambda c: (c.p - 1) * max(c.f, zb_h2_step(c)),
+        span_idle=lambda c, r: (c.p - 1 - r) * zb_h2_step(c),
         idle_holds=lambda c: c.m >= 2 * c.p - 1,
         peak_activations=lambda c, r: Fraction(min(c.m, 2 * c.p - 1)),
         idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
@@ -169,7 +285,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-v": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
-        span_idle=formulas.zb_v_span,
+        span_idle=zb_v_span,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
         peak_activations=lambda c, r: min(Fraction(min(c.m, c.p)), Fraction(c.m + 1 + r, 2)),
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
@@ -179,10 +295,10 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2401.10241",
     ),
     "v-half": ClosedForm(
-        makespan_idle=formulas.v_half_idle,
-        span_idle=formulas.v_half_span,
+        makespan_idle=v_half_idle,
+        span_idle=v_half_span,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 2,
-        peak_activations=formulas.v_half_activations,
+        peak_activations=v_half_activations,
         idle_text="(3 ceil(p/2) - 7/2) F",
         range_text="F = I = W, m >= p+2, p >= 3",
         published="about p/2 (F+B) if F = I = W, for the block alone",
@@ -190,10 +306,10 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2405.15362",
     ),
     "v-min": ClosedForm(
-        makespan_idle=formulas.v_min_idle,
-        span_idle=formulas.v_min_span,
+        makespan_idle=v_min_idle,
+        span_idle=v_min_span,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 1,
-        peak_activations=formulas.v_min_activations,
+        peak_activations=v_min_activations,
         idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",
         range_text="F = I = W, m >= p+1, p >= 2",
         published="about 2p/3 (F+B) if F = I = W",
@@ -201,8 +317,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2405.15362",
     ),
     "dualpipe-v": ClosedForm(
-        makespan_idle=lambda c: formulas.dualpipe_v_span(c, 0),
-        span_idle=formulas.dualpipe_v_span,
+        makespan_idle=lambda c: dualpipe_v_span(c, 0),
+        span_idle=dualpipe_v_span,
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(2 * c.p + 1, 2),
         idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
@@ -212,10 +328,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2412.19437",
     ),
     "dualpipe": ClosedForm(
-        makespan_idle=lambda c: formulas.dualpipe_v_span(formulas.folded(c), 0),
-        span_idle=lambda c, r: formulas.dualpipe_v_span(
-            formulas.folded(c), formulas.from_edge(c, r)
-        ),
+        makespan_idle=lambda c: dualpipe_v_span(folded(c), 0),
+        span_idle=lambda c, r: dualpipe_v_span(folded(c), from_edge(c, r)),
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(c.p + 1),
         idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
@@ -226,10 +340,9 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2412.19437",
     ),
     "chimera": ClosedForm(
-        makespan_idle=formulas.chimera_idle,
-        span_idle=lambda c, r: formulas.chimera_idle(c) - formulas.from_edge(c, r) * c.total,
-        idle_holds=lambda c: True,
-        peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + formulas.from_edge(c, r)),
+        makespan_idle=chimera_idle,
+        span_idle=lambda c, r: chimera_idle(c) - from_edge(c, r) * c.total,
+        peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + from_edge(c, r)),
         idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
         published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
         activations_text="p/2 + 1 + min(r, p-1-r)",
@@ -237,3 +350,53 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2107.06925",
     ),
 }
+
+
+# Beside the table: uneven stages, a time to send, short runs, recomputation.
+
+
+def gpipe_makespan(
+    forward: Sequence[Fraction], backward: Sequence[Fraction], m: int, communication: Fraction
+) -> Fraction:
+    """GPipe on uneven stages: each half fills once and then runs at its slowest stage's pace.
+
+    Durations by stage, of whole backward passes; every hop there and back is paid once.
+    """
+    fill = sum(forward, Fraction(0)) + sum(backward, Fraction(0))
+    paced = (m - 1) * (max(forward) + max(backward))
+    return fill + paced + 2 * (len(forward) - 1) * communication
+
+
+def one_f_one_b_makespan(c: Case, communication: Fraction) -> Fraction:
+    """1F1B on even stages with a time to send: p microbatches pay for one more round trip.
+
+    Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
+    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each.
+    """
+    hops = 2 * (c.p + c.m - 2 - -(-(c.m - 1) // c.p))
+    return (c.m + c.p - 1) * c.total + hops * communication
+
+
+def one_f_one_b_period(forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Fraction:
+    """Time a microbatch once 1F1B runs steadily on uneven stages: the slowest stage's F + B."""
+    return max(f + b for f, b in zip(forward, backward, strict=True))
+
+
+def short_run_versions(c: Case, s: int) -> int:
+    """Versions that weight stashing keeps on stage s in a run of m microbatches, however few."""
+    ahead = min(c.m, c.p - s)
+    return min(ahead, c.m - ahead + 2)
+
+
+def recomputed_activations(held: Fraction, v: int, kept: Fraction) -> Fraction:
+    """What a rank holds with R before each whole B, and `held` without: one stage's all, at its F
+    or B, and of the others the share that is kept."""
+    return (1 + (held * v - 1) * kept) / v
+
+
+def zb_recomputed_activations(c: Case, r: int, ahead: int, kept: Fraction) -> Fraction:
+    """ZB-H1 (`ahead` 1) and ZB-H2 (2): all of a microbatch is held from R to its late W, so that
+    the last rank saves nothing."""
+    most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
+    whole = min(c.m, ahead * r + 1)
+    return whole + (most - whole) * kept

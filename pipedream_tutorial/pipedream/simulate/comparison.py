@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pipedream.errors import UserError
-from pipedream.schedules import formulas
+from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.ops import RECOMPUTE, Op, Pair, Schedule, recomputed, repeat
@@ -245,7 +245,7 @@ def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
         return None
     if case.recompute is not None or (name in REORDERED and not case.reorder):
         return None
-    sizes = formulas.Case(
+    sizes = closed_forms.Case(
         p=case.num_stages,
         m=case.num_microbatches,
         v=case.chunks,
