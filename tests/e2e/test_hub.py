@@ -100,16 +100,12 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, tmp_pa
         assert len(fetched) == len(WIKITEXT_FILES), hub.requests
     first = only_record(tmp_path / "first")
     assert first["config"]["dataset"] == "wikitext-2"
-    values["dataset"] = "auto"  # the stub has gone
-    result = run(
-        hub.endpoint, tmp_path / "hf", {**values, "output_dir": tmp_path / "second"}, start=train
-    )
+    values = {"dataset": "auto", "output_dir": tmp_path / "second"}  # the stub has gone
+    result = run(hub.endpoint, tmp_path / "hf", values, "--dry-run")
     assert_ok(result)
-    second = only_record(tmp_path / "second")
-    assert second["config"]["dataset"] == "wikitext-2"
-    assert second["work"] == first["work"]
-    assert second["loss_curve"] == first["loss_curve"]
-    assert second["data"] == first["data"]
+    assert any(
+        line.split()[:2] == ["dataset", "'wikitext-2'"] for line in result.stdout.splitlines()
+    )
 
 
 def test_gpt2_is_fetched_with_its_tokenizer_and_weights(wikitext, gpt2, tmp_path):
@@ -141,28 +137,13 @@ def test_weights_without_the_rest_of_the_hub_are_named(gpt2, tmp_path):
     assert_refused(result, "weights=", "hf download openai-community/gpt2 config.json")
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [
-        "refuses",
-        "cuts off",
-        "mute",
-        "gone",
-        "unavailable",
-        "mute on files",
-        "no hub",
-        "no address",
-        "no scheme",
-    ],
-)
+@pytest.mark.parametrize("behaviour", ["refuses", "mute", "gone", "mute on files", "no scheme"])
 def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_path):
     values = {"dataset": "auto", "output_dir": tmp_path / "runs"}
     arguments = (tmp_path / "hf", values, "--dry-run")
     begin = time.monotonic()
     if behaviour == "gone":
         result = run(closed_endpoint(), *arguments)
-    elif behaviour == "no address":
-        result = run("http://127.0.0.1:port", *arguments)
     elif behaviour == "no scheme":
         result = run("hub.example", *arguments)
     else:
@@ -175,19 +156,6 @@ def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_pat
     assert any(line.split()[:2] == ["dataset", "'embedded'"] for line in result.stdout.splitlines())
     assert "Traceback" not in result.stdout + result.stderr
     assert elapsed_s < AUTO_LIMIT_S
-
-
-@pytest.mark.parametrize("behaviour", ["refuses", "gone"])
-def test_explicit_name_ends_with_the_command_to_pre_download(behaviour, wikitext, tmp_path):
-    values = {"dataset": "wikitext-2", "output_dir": tmp_path / "runs"}
-    arguments = (tmp_path / "hf", values, "--num_gpus", "2")
-    if behaviour == "gone":
-        result = run(closed_endpoint(), *arguments)
-    else:
-        with serve(wikitext, behaviour) as hub:
-            result = run(hub.endpoint, *arguments)
-    assert_refused(result, "dataset='wikitext-2'", PRE_DOWNLOAD)
-    assert run_folders(tmp_path / "runs") == []
 
 
 def test_download_that_was_cut_off_is_not_taken_for_the_file(wikitext, tmp_path):
@@ -207,6 +175,7 @@ def test_file_that_is_not_wikitext_is_refused(wikitext, tmp_path):
     with serve(files) as hub:
         result = run(hub.endpoint, tmp_path / "hf", values, "--num_gpus", "2")
     assert_refused(result, "is not WikiText's parquet file")
+    assert run_folders(tmp_path / "runs") == []
 
 
 def test_rank_0_alone_asks_the_hub(wikitext, tmp_path):
@@ -302,12 +271,8 @@ def test_a_config_of_a_dataset_of_the_hub(own_dataset, tmp_path):
     assert only_record(tmp_path / "runs")["data"]["num_train_samples"] == 50
 
 
-@pytest.mark.parametrize("behaviour", ["unavailable", "gone", "no hub"])
-def test_a_hub_that_does_not_answer_is_said(behaviour, own_dataset, tmp_path):
+def test_a_hub_that_does_not_answer_is_said(own_dataset, tmp_path):
     values = {"dataset": "me/chats", "output_dir": tmp_path / "runs"}
     words = ["dataset='me/chats' is neither a path nor", "datasets.load_dataset('me/chats')"]
-    if behaviour == "gone":
-        assert_refused(run(closed_endpoint(), tmp_path / "hf", values, "--dry-run"), *words)
-        return
-    with serve(own_dataset, behaviour) as hub:
+    with serve(own_dataset, "unavailable") as hub:
         assert_refused(run(hub.endpoint, tmp_path / "hf", values, "--dry-run"), *words)

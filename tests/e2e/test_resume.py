@@ -30,21 +30,11 @@ VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
 LONG, SHORT = (90, 70), (15, 11)
 SHORT_EVERY = 5
 STOPPED = ("dp", "fsdp")  # by signals
-OTHERS = ("zero1", "zero2", "zero3", "offload", "tp", "pp", "3d", "hybrid")
+OTHERS = ("zero2", "zero3", "tp", "hybrid")
 # Layouts whose processes do not all work on samples of their own.
-LAYOUTS = {
-    "tp": {"sequence_parallel": False},
-    "pp": {"num_microbatches": 4, "pipeline_schedule": "zb-h1"},
-    "hybrid": {"num_microbatches": 4},
-    "3d": {"num_microbatches": 2, "pipeline_schedule": "1f1b", "tp": 1, "dp_shard": 1},
-}
+LAYOUTS = {"tp": {"sequence_parallel": False}, "hybrid": {"num_microbatches": 4}}
 # What their records say of axes and of schedule, micro-batches and blocks a stage.
-RECORDED = {
-    "tp": ("tp 2", None),
-    "pp": ("pp 2", ("zb-h1", 4, [1, 1])),
-    "hybrid": ("pp 2", ("1f1b", 4, [1, 1])),
-    "3d": ("pp 2", ("1f1b", 2, [1, 1])),
-}
+RECORDED = {"tp": ("tp 2", None), "hybrid": ("pp 2", ("1f1b", 4, [1, 1]))}
 GLOBAL_BATCH = 4
 
 

@@ -135,10 +135,6 @@ def follow_the_guide(repository: Path) -> None:
         assert len(answer.split()) > 5
 
 
-def records(rows: list[dict[str, object]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 LINES = own_text(40_000).splitlines()
 PAIRS = [{"prompt": a, "completion": b} for a, b in zip(LINES[::2], LINES[1::2], strict=False)]
 
@@ -156,12 +152,7 @@ def write_folder(folder: Path) -> None:
     (folder / "two.md").write_text("# Notes\n\n" + own_text(20_000))
 
 
-DATASETS = {
-    "long.txt": lambda file: file.write_text(own_text(200_000)),
-    "answers.jsonl": lambda file: file.write_text(records(PAIRS)),
-    "answers.csv": write_csv,
-    "notes": write_folder,
-}
+DATASETS = {"answers.csv": write_csv, "notes": write_folder}
 
 
 @pytest.mark.parametrize("name", DATASETS)

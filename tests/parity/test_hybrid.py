@@ -27,17 +27,13 @@ AUTO = {"global_batch": GLOBAL_BATCH}
 RECOMPUTED = {"activation_checkpointing": "full"}
 CASES = {
     2: {
-        "packed-2": cut(2),
         "padded-4": {**cut(4), "pipeline_cut": "4,2"},
         "packed-auto": AUTO,
         "packed-8-recomputed": {**cut(8), "pipeline_cut": "1,5", **RECOMPUTED},
-        "odd-3": cut(3, global_batch=ODD_BATCH),
     },
     # Two stages of two processes each, or four stages.
     4: {
-        "packed-auto": AUTO,
         "packed-4": {**cut(4), "pipeline_cut": "4,2"},
-        "padded-4": cut(4),
         "odd-3": cut(3, global_batch=ODD_BATCH),
         "packed-auto-pp4": {**AUTO, "pp": 4},
         "padded-8-pp4": {**cut(8), "pp": 4, "pipeline_cut": "1,2,2,1"},

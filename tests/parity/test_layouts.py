@@ -40,11 +40,6 @@ CASES = {
         "packed/shard2-tp2": {**split(dp_shard=2, tp=2), **cut(2)},
         "padded/copies2-tp2": {**split(dp_replicate=2, tp=2), **cut(1)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
-        "padded/hsdp2x2-recomputed": {
-            "strategy": "fsdp", "dp_replicate": 2, **cut(1),
-            "activation_checkpointing": "selective",
-        },
-        "padded/pp4-gpipe": {**split(pp=4), **cut(2), "pipeline_schedule": "gpipe"},
         "packed/pp4-1f1b": {**split(pp=4), **cut(8)},
         "packed/pp4-zb-h1": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-h1"},
         "packed/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
@@ -62,9 +57,6 @@ CASES = {
         "packed/shard2-pp2-zb-auto": {
             **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "zb-auto",
         },
-        "packed/shard2-pp2-recomputed": {
-            **split(dp_shard=2, pp=2), **cut(4), "activation_checkpointing": "full",
-        },
     },
     8: {
         "packed/shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(2)},
@@ -81,7 +73,7 @@ EIGHT = {"model": "eight-layers"}
 OTHERS = {
     2: {
         f"odd/pp2-{schedule}-3": {**split(pp=2), **ODD, "pipeline_schedule": schedule}
-        for schedule in ("gpipe", "1f1b", "interleaved", "zb-v", "zb-auto")
+        for schedule in ("gpipe", "interleaved", "zb-v")
     } | {
         # Five micro-batches are not rounds of two.
         "ten/pp2-zb-h1-5": {
@@ -92,7 +84,7 @@ OTHERS = {
         f"eight/pp4-{schedule}": {
             **EIGHT, **split(pp=4), **cut(8), "pipeline_schedule": schedule,
         }
-        for schedule in ("interleaved", "zb-v", "zb-auto")
+        for schedule in ("zb-v", "zb-auto")
     },
 }  # fmt: skip
 ALL = {count: {**cases, **OTHERS.get(count, {})} for count, cases in CASES.items()}

@@ -22,10 +22,8 @@ CASES = {
     2: {
         "tied/dp": {"strategy": "dp", **cut(2)},
         "tied/fsdp": {"strategy": "fsdp", **cut(2)},
-        "tied/zero1": {"strategy": "zero1", **cut(2)},
         "tied/zero2": {"strategy": "zero2", **cut(2)},
         "tied/zero3": {"strategy": "zero3", **cut(1)},
-        "tied/offload": {"strategy": "offload", **cut(1)},
         "tied/tp2": {**split(tp=2), **cut(2)},
         "tied/tp2-whole-norms": {
             **split(tp=2), **cut(1), "sequence_parallel": False,
@@ -36,7 +34,6 @@ CASES = {
         "tied/hybrid": {"strategy": "hybrid", **cut(4)},
         "untied/fsdp": {**UNTIED, "strategy": "fsdp", **cut(1)},
         "untied/zero3": {**UNTIED, "strategy": "zero3", **cut(1)},
-        "untied/tp2": {**UNTIED, **split(tp=2), **cut(1)},
         "untied/pp2-zb-v": {
             **UNTIED, **split(pp=2), **cut(4), "pipeline_schedule": "zb-v",
         },
@@ -44,11 +41,9 @@ CASES = {
     },
     4: {
         "tied/shard2-tp2": {**split(dp_shard=2, tp=2), **cut(2)},
-        "tied/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
         "tied/shard2-pp2-zb-v": {
             **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
         },
-        "tied/hybrid2x2": {"strategy": "hybrid", **cut(2)},
         "untied/tp2-pp2": {**UNTIED, **split(tp=2, pp=2), **cut(4)},
     },
 }  # fmt: skip
