@@ -111,9 +111,9 @@ function drawGutter(g, { layout, theme, strips }) {
   for (let rank = 0; rank < layout.numRanks; rank++) {
     const top = rowTop(layout, rank);
     g.fillStyle = theme.ink;
-    g.font = `12px ${theme.font}`;
+    g.font = `${Math.min(12, layout.row + 2)}px ${theme.font}`;
     g.fillText(wide ? `rank ${rank}` : `r${rank}`, 2, top + layout.row / 2);
-    g.font = `10px ${theme.font}`;
+    g.font = `${Math.min(10, layout.strip)}px ${theme.font}`;
     g.fillStyle = theme.quiet;
     if (layout.measured) {
       g.fillText(wide ? "measured" : "meas.", 2, top + layout.row + layout.measured / 2);

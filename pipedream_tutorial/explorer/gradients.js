@@ -28,12 +28,10 @@ function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
 function buildModel(numStages, seed = 0) {
   const chance = generator(seed);
   return Array.from({ length: numStages }, (_, stage) => {
-    const weights = {
-      U: normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5),
-      V: normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5),
-    };
-    if (stage === numStages - 1) weights.C = normals(chance, WIDTH * CLASSES, WIDTH ** -0.5);
-    return weights;
+    const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
+    const V = normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5);
+    if (stage < numStages - 1) return { U, V };
+    return { U, V, C: normals(chance, WIDTH * CLASSES, WIDTH ** -0.5) };
   });
 }
 
@@ -45,29 +43,27 @@ function buildTask(seed = 0) {
   const batches = Array.from({ length: MICROBATCHES }, () => {
     const x = normals(chance, ROWS * WIDTH, 1);
     const hidden = multiply(x, first, ROWS, WIDTH, WIDTH).map(Math.tanh);
-    const scores = multiply(hidden, second, ROWS, WIDTH, CLASSES);
-    const classes = Array.from({ length: ROWS }, (_, row) => {
-      const own = scores.subarray(row * CLASSES, (row + 1) * CLASSES);
-      return own.indexOf(Math.max(...own));
-    });
-    return { x, classes };
+    const scores = rowsOf(multiply(hidden, second, ROWS, WIDTH, CLASSES));
+    return { x, classes: scores.map((own) => own.indexOf(Math.max(...own))) };
   });
   return (microbatch) => batches[microbatch % MICROBATCHES];
+}
+
+function rowsOf(scores) {
+  return Array.from({ length: ROWS }, (_, r) => scores.subarray(r * CLASSES, (r + 1) * CLASSES));
 }
 
 function stageForward(weights, x) {
   const h = multiply(x, weights.U, ROWS, WIDTH, HIDDEN).map(Math.tanh);
   const y = multiply(h, weights.V, ROWS, HIDDEN, WIDTH).map((value, k) => value + x[k]);
-  return { x, h, y };
+  return { x, h, y, weights };
 }
 
 // Mean cross-entropy in nats, and its gradient by the logits divided by `batchSize`.
 function lossOf(weights, y, classes, batchSize) {
-  const logits = multiply(y, weights.C, ROWS, WIDTH, CLASSES);
   const dLogits = new Float64Array(ROWS * CLASSES);
   let loss = 0;
-  for (let row = 0; row < ROWS; row++) {
-    const own = logits.subarray(row * CLASSES, (row + 1) * CLASSES);
+  rowsOf(multiply(y, weights.C, ROWS, WIDTH, CLASSES)).forEach((own, row) => {
     const most = Math.max(...own);
     const total = own.reduce((sum, value) => sum + Math.exp(value - most), 0);
     loss += (most + Math.log(total) - own[classes[row]]) / ROWS;
@@ -75,7 +71,7 @@ function lossOf(weights, y, classes, batchSize) {
       const share = Math.exp(own[c] - most) / total - (c === classes[row] ? 1 : 0);
       dLogits[row * CLASSES + c] = share / ROWS / batchSize;
     }
-  }
+  });
   return { loss, dLogits };
 }
 
@@ -101,19 +97,16 @@ function stageBackward(weights, saved, dy, classes, batchSize) {
 // All stages at once, each with the weights given: {gradients by stage, loss}.
 function exactGradients(weights, { x, classes }, batchSize) {
   const saved = [];
-  for (const own of weights) {
-    saved.push({ ...stageForward(own, x), weights: own });
-    x = saved.at(-1).y;
-  }
-  const found = [];
+  for (const own of weights) saved.push(stageForward(own, saved.at(-1)?.y ?? x));
+  const gradients = [];
   let [dy, loss] = [null, null];
   for (let stage = weights.length - 1; stage >= 0; stage--) {
     const back = stageBackward(weights[stage], saved[stage], dy, classes, batchSize);
-    found[stage] = back.gradients;
+    gradients[stage] = back.gradients;
     dy = back.dx;
     loss = back.loss ?? loss;
   }
-  return { gradients: found, loss };
+  return { gradients, loss };
 }
 
 // One stage that trains: versions of its weights by number, as the policy asks for them.
@@ -133,9 +126,7 @@ class Stage {
   forward(microbatch, x) {
     const version = this.use.forward.get(microbatch);
     const weights = this.policy.stashed ? this.versions[version] : this.newest;
-    const flight = { ...stageForward(weights, x), weights };
-    this.flights.set(microbatch, flight);
-    return flight.y;
+    this.flights.set(microbatch, stageForward(weights, x));
   }
 
   // What reads the weights happens here; the update waits for `finish`.
@@ -143,7 +134,6 @@ class Stage {
     const flight = this.flights.get(microbatch);
     const weights = this.policy.stashed ? flight.weights : this.newest;
     Object.assign(flight, stageBackward(weights, flight, dy, classes, this.batchSize));
-    return flight.dx;
   }
 
   finish(microbatch) {
@@ -155,10 +145,8 @@ class Stage {
     }
     this.added += 1;
     if (!this.policy.perMicrobatch && this.added < this.batchSize) return;
-    const { sum, learningRate } = this;
-    this.versions.push(
-      mapWeights(this.newest, (w, name) => w.map((x, k) => x - learningRate * sum[name][k])),
-    );
+    const step = (w, name) => w.map((x, k) => x - this.learningRate * this.sum[name][k]);
+    this.versions.push(mapWeights(this.newest, step));
     this.sum = null;
     this.added = 0;
   }
@@ -172,54 +160,49 @@ function mapWeights(weights, change) {
 // `newest` compares with the gradient at the weights that the update is applied to.
 function trainAlong(timeline, policy, use, batchSize, learningRate) {
   const chain = timeline.schedule.chains[0];
-  const task = buildTask();
   const model = buildModel(chain.length);
+  const task = buildTask();
   const stages = chain.map(
     (stage, place) => new Stage(model[place], policy, use.get(stage), batchSize, learningRate),
   );
-  const last = stages.length - 1;
-  const [losses, results] = [[], []];
+  const losses = [];
+  const results = [];
   for (const { kind, stage: place, microbatch: i } of inTimeOrder(timeline)) {
-    const stage = stages[place];
-    if (kind === "F") stage.forward(i, place ? stages[place - 1].flights.get(i).y : task(i).x);
+    const [stage, before, after] = [stages[place], stages[place - 1], stages[place + 1]];
+    if (kind === "F") stage.forward(i, before ? before.flights.get(i).y : task(i).x);
     if (kind === "B" || kind === "I") {
-      stage.backward(i, place === last ? null : stages[place + 1].flights.get(i).dx, task(i).classes);
-      if (place === last) losses[i] = stage.flights.get(i).loss;
+      stage.backward(i, after ? after.flights.get(i).dx : null, task(i).classes);
+      if (!after) losses[i] = stage.flights.get(i).loss;
     }
     if (kind === "B" || kind === "W") stage.finish(i);
     const flights = stages.map((own) => own.flights.get(i));
-    if (flights.every((flight) => flight?.before)) {
-      results.push(compareGradients(flights, task(i), batchSize));
-      for (const own of stages) own.flights.delete(i);
-    }
+    if (!flights.every((flight) => flight?.before)) continue;
+    results.push(compareGradients(flights, task(i), batchSize));
+    for (const own of stages) own.flights.delete(i);
   }
-  const median = (pick) => middle(results.map(pick));
-  return {
-    perStage: chain.map((_, place) => median((r) => r.perStage[place])),
-    whole: median((r) => r.whole),
-    newest: median((r) => r.newest),
-    losses,
+  const median = (pick) => {
+    const sorted = results.map(pick).sort((a, b) => a - b);
+    return sorted[Math.floor(sorted.length / 2)] ?? 0;
   };
+  const perStage = chain.map((_, place) => median((r) => r.perStage[place]));
+  return { perStage, whole: median((r) => r.whole), newest: median((r) => r.newest), losses };
 }
 
-function inTimeOrder(timeline) {
-  const events = timeline.schedule.orders.flatMap((order, rank) =>
-    order.map((item, k) => ({
-      item, rank, k, start: timeline.starts[rank][k], end: timeline.ends[rank][k],
-    })),
+function inTimeOrder({ schedule, starts, ends }) {
+  const events = schedule.orders.flatMap((order, rank) =>
+    order.map(({ parts }, k) => ({ parts, rank, k, start: starts[rank][k], end: ends[rank][k] })),
   );
   events.sort((a, b) => a.start - b.start || a.end - b.end || a.rank - b.rank || a.k - b.k);
-  return events.flatMap(({ item }) => item.parts);
+  return events.flatMap(({ parts }) => parts);
 }
 
 function compareGradients(flights, batch, batchSize) {
-  const computed = flights.map((flight) => flight.gradients);
-  const exact = exactGradients(flights.map((flight) => flight.weights), batch, batchSize).gradients;
-  const current = exactGradients(flights.map((flight) => flight.before), batch, batchSize).gradients;
+  const at = (key) => exactGradients(flights.map((own) => own[key]), batch, batchSize).gradients;
+  const [computed, exact] = [flights.map((flight) => flight.gradients), at("weights")];
   return {
     perStage: computed.map((own, place) => relativeError([own], [exact[place]])),
     whole: relativeError(computed, exact),
-    newest: relativeError(computed, current),
+    newest: relativeError(computed, at("before")),
   };
 }
 
@@ -236,9 +219,4 @@ function relativeError(found, exact) {
   });
   const error = Math.sqrt(off / norm);
   return Number.isFinite(error) ? error : Infinity;
-}
-
-function middle(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : 0;
 }

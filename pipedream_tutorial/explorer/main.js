@@ -99,12 +99,14 @@ function place() {
   }));
 }
 
-// On a wide window all timelines are in view together.
+const DETAIL_HEIGHT = 104;
+
+// On a wide window all timelines are in view together, and what is said of an operation.
 function roomForPane() {
   if (!WIDE.matches) return Infinity;
   const top = byId("panes").getBoundingClientRect().top + scrollY;
   const shown = panes.filter((pane) => pane.run).length;
-  return (innerHeight - top - 8) / Math.max(1, shown) - 10;
+  return (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown) - 16;
 }
 
 // A limit binds the search and what is dragged; fixed schedules are only said to exceed it.

@@ -81,30 +81,24 @@ function slackOf({ schedule, wanted, starts, ends, sequence, communication, last
 
 // By rank: [time in ticks, stages' activations held from then on], from the start of the pass that
 // makes them to the end of the pass that frees them.
-function heldActivations(timeline) {
-  const at = timeline.schedule.places();
-  return activationSteps(timeline.schedule).map((steps, rank) =>
-    changes(
-      steps.map(({ op, held, begins }) => {
-        const { index } = at.get(op.text);
-        const side = begins ? timeline.starts : timeline.ends;
-        return [side[rank][index], held];
-      }),
-      0,
-    ),
-  );
+function heldActivations({ schedule, starts, ends }) {
+  const at = schedule.places();
+  return activationSteps(schedule).map((steps, rank) => {
+    const time = ({ op, begins }) => (begins ? starts : ends)[rank][at.get(op.text).index];
+    return changes(steps.map((step) => [time(step), step.held]), 0);
+  });
 }
 
 // By rank: [time in ticks, weight versions of its stages kept from then on].
-function liveVersions(timeline, use) {
-  return timeline.schedule.orders.map((order, rank) => {
+function liveVersions({ schedule, ends }, use) {
+  return schedule.orders.map((order, rank) => {
     const stages = [...new Set(order.flatMap((item) => item.parts.map((op) => op.stage)))];
     const kept = new Map(stages.map((stage) => [stage, 1]));
     const after = new Map(stages.flatMap((s) => use.get(s).live.map((l) => [l.op.text, l.count])));
     const points = order.flatMap((item, index) =>
       item.parts.map((op) => {
         kept.set(op.stage, after.get(op.text));
-        return [timeline.ends[rank][index], [...kept.values()].reduce((a, b) => a + b, 0)];
+        return [ends[rank][index], [...kept.values()].reduce((a, b) => a + b, 0)];
       }),
     );
     return changes(points, stages.length);
@@ -112,13 +106,13 @@ function liveVersions(timeline, use) {
 }
 
 // By rank: [time in ticks, how many updates behind the newest microbatch's weights were].
-function stalenessSteps(timeline, use) {
-  return timeline.schedule.orders.map((order, rank) => {
-    const points = order.flatMap((item, index) =>
-      item.parts
-        .filter((op) => op.kind === "B" || op.kind === "W")
-        .map((op) => [timeline.ends[rank][index], use.get(op.stage).staleness.get(op.microbatch)]),
-    );
+function stalenessSteps({ schedule, ends }, use) {
+  const behind = (op) => use.get(op.stage).staleness.get(op.microbatch);
+  return schedule.orders.map((order, rank) => {
+    const points = order.flatMap((item, index) => {
+      const last = item.parts.filter((op) => op.kind === "B" || op.kind === "W");
+      return last.map((op) => [ends[rank][index], behind(op)]);
+    });
     return changes(points, 0);
   });
 }

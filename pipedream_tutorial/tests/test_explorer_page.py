@@ -331,13 +331,6 @@ def test_the_levels_can_be_solved_and_are_not_at_first(browser):
     assert browser.js("explorer.store.chosen.solved") == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_search_finds_the_proved_optimum(browser):
-    browser.open(PAGE, "#schedule=search&K=5&c=1")
-    browser.wait("!explorer.searcher.busy")
-    assert numbers(browser)["time"] == "36"
-    assert text(browser, "searching").startswith("Search: 36 after 20000 of 20000 tries")
-
-
 def upload(browser, id_, path):
     root = browser.send("DOM.getDocument")["root"]["nodeId"]
     node = browser.send("DOM.querySelector", nodeId=root, selector=f"#{id_}")["nodeId"]
@@ -452,6 +445,9 @@ def test_both_timelines_are_in_view_beside_the_controls(browser, width, height):
         )
         assert 0 < main[0] < main[1] < beside[0] < beside[1] <= height
         assert left[3] < main[2] == beside[2]
+    browser.mouse("mouseMoved", *middle(browser, "1I3"))
+    detail = browser.js("document.getElementById('detail').getBoundingClientRect().toJSON()")
+    assert beside[1] <= detail["top"] < detail["bottom"] <= height
 
 
 CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: %s, configurable: true })"
