@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tutorial_checkout  # noqa: F401
 from matplotlib.axes import Axes
@@ -284,7 +284,7 @@ def _stash_frame(
 
     draw_grid(above, timeline, colour=colour, labels=(lambda op: f"{op.kind}{op.microbatch}",))
     panel_title(above, "F and B of each microbatch, coloured by the weight version they use")
-    veil = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
+    veil: dict[str, Any] = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
     above.add_patch(Rectangle((now, -0.5), end - now, p, **veil))
     above.axvline(now, color="black", linewidth=2, zorder=5)
     newest = max(version for one in use.values() for version in one.forward.values()) + 2
@@ -305,13 +305,20 @@ def _draw_stash(ax: Axes, kept: Sequence[dict[int, list[int]]], newest: int) -> 
     for stage, versions in enumerate(kept):
         for version, needed_by in versions.items():
             new, shade = version == max(versions), _shade(version)
-            edge = {"edgecolor": "black", "linewidth": 2.5} if new else {"edgecolor": EDGE}
+            edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.8}
+            if new:
+                edge = {"edgecolor": "black", "linewidth": 2.5}
             corner = version - 0.44, stage - ROW / 2
-            ax.add_patch(Rectangle(corner, 0.88, ROW, facecolor=shade, **{"linewidth": 0.8} | edge))
+            ax.add_patch(Rectangle(corner, 0.88, ROW, facecolor=shade, **edge))
             lines = [f"v{version}"]
             if needed_by:
                 lines.append(f"for {', '.join(map(str, needed_by))}")
-            style = {"ha": "center", "va": "center", "fontsize": SMALL, "color": ink(shade)}
+            style: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": SMALL,
+                "color": ink(shade),
+            }
             ax.text(version, stage, "\n".join(lines), **style)
 
 

@@ -196,7 +196,7 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
         centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
     for y, (_, text, place) in zip(centres, labels, strict=True):
         at = float(ax.transData.inverted().transform((0, y))[1])
-        style = {"fontsize": SMALL, "va": "center", "linespacing": 1.1}
+        style: dict[str, Any] = {"fontsize": SMALL, "va": "center", "linespacing": 1.1}
         ax.text(x, at, text, color=darker(_curve_style(place)["color"]), **style)
 
 
@@ -418,5 +418,5 @@ def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
         ax.fill_between(xs, ys, rank + FLOOR, step="post", color=LINE_COLOURS[6], linewidth=0)
         ax.step(*curve(kept[rank], rank), where="post", color=LINE_COLOURS[4], linewidth=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
-        beside = {"transform": ax.get_yaxis_transform(), "fontsize": SMALL, "va": "center"}
-        ax.text(1.01, rank, " / ".join(peaks), **beside)
+        ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
+                va="center")  # fmt: skip

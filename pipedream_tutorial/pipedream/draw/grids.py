@@ -90,12 +90,12 @@ def microbatch_number(op: Op) -> str:
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Swatches for the kinds that occur, and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
-    entries = [own for kind, own in KINDS.items() if kind in used]
+    entries: list[tuple[Colour, str]] = [own for kind, own in KINDS.items() if kind in used]
     if any(len(own) > 1 for t in timelines for own in stages_by_rank(t.schedule)):
         copies = max(len(t.schedule.chains) for t in timelines)
         text = "paler: 2nd stage or copy" if copies > 1 else "paler: a rank's second stage"
         entries.append((paler(KINDS[FORWARD][0], 1 / 2), text))
-    edge = {"edgecolor": EDGE, "linewidth": 0.6}
+    edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.6}
     swatches = [Patch(facecolor=colour, label=text, **edge) for colour, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 
