@@ -75,7 +75,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Drawn(NamedTuple):
-    """A picture, and every text that was painted on it, the box in pixels that it takes, its size."""
+    """A picture, and every text painted on it: the box in pixels that it takes, and its size."""
 
     figure: Figure
     texts: list[tuple[str, tuple[float, ...], float]]
