@@ -66,13 +66,13 @@ function refresh() {
   const level = LEVELS[chosen.level - 1];
   const result = attempt(chosen.schedule, chosen, chosen.moves);
   const title = titleOf(chosen.schedule) + (chosen.moves.length ? ", changed by you" : "");
-  const about = aboutOf(chosen.schedule, chosen);
-  main.show(title, about, result, chosen.schedule === "csv" ? measured : null);
+  const about = (name, { error }) => (error ? "" : aboutOf(name, chosen));
+  main.show(title, about(chosen.schedule, result), result, chosen.schedule === "csv" ? measured : null);
   beside.box.hidden = !chosen.other;
   beside.run = null;
   if (chosen.other) {
     const other = attempt(chosen.other, chosen, []);
-    beside.show(titleOf(chosen.other), aboutOf(chosen.other, chosen), other, null);
+    beside.show(titleOf(chosen.other), about(chosen.other, other), other, null);
   }
   showControls(chosen, level);
   showScales(store, result.timeline?.schedule);
