@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-_ENTRIES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-FITTED: dict[str, Any] = {name: entry["value"] for name, entry in _ENTRIES.items()}
+_TEXT = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+_ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
+# FITTED.link_share, FITTED.launching_s.step
+FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import P2P_CHANNELS
@@ -57,7 +58,7 @@ class Work:
         # Bytes of one value of every token and unit of hidden size.
         self.hidden = self.tokens * self.size.hidden_size * self.width
         self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
-        self.eager = 1.0 if plan.config.compile else FITTED["eager_factor"]
+        self.eager = 1.0 if plan.config.compile else FITTED.eager_factor
 
     def operations(self) -> dict[tuple[str, int], Cost]:
         """Of each kind of operation of each stage, for one micro-batch."""
@@ -85,9 +86,10 @@ class Work:
             weights += self._gemm(k, tokens, n)
         attention = self._attention()
         exchange = self._tensor_parallel()
-        elementwise = self._forward_traffic()
+        elementwise = self._elementwise(FITTED.forward_kernels)
         forward += elementwise + attention + exchange
-        inputs += self._backward_traffic() + attention.times(BACKWARD_ATTENTION) + exchange
+        inputs += self._elementwise(FITTED.backward_kernels)
+        inputs += attention.times(BACKWARD_ATTENTION) + exchange
         weights += Cost(0, self._gradient_bytes() / self.rates.memory_bytes)
         if self.config.activation_checkpointing == "full":
             inputs += forward
@@ -99,12 +101,13 @@ class Work:
         """As `block`, of output layer and loss."""
         d, vocabulary = self.size.hidden_size, self.size.padded_vocab_size / self.tp
         rate = self.rates.head_memory_bytes or self.rates.memory_bytes
-        kind = "compiled" if self.config.compile else "eager"
+        each = FITTED.logit_traffic.compiled if self.config.compile else FITTED.logit_traffic.eager
         if self.tp > 1:  # the split loss is kernels like any others, torch's own is one
-            kind, rate = "split", self.rates.memory_bytes
-        moved = FITTED["logit_traffic"][kind] * self.width / 2 * self.tokens * vocabulary
+            each = FITTED.logit_traffic.split
+            rate = self.rates.memory_bytes
+        moved = each * self.width / 2 * self.tokens * vocabulary
         traffic = Cost(0, moved / rate)
-        share = FITTED["logit_traffic_forward"]
+        share = FITTED.logit_traffic_forward
         return (
             self._gemm(self.tokens, d, vocabulary) + traffic.times(share),
             self._gemm(self.tokens, vocabulary, d) + traffic.times(1 - share),
@@ -118,7 +121,7 @@ class Work:
         rounded, shard = self.traits.rounded_weights, float(process.parameters)
         if not rounded or self.plan.strategy.zero_stage > 0:
             shard /= self.shards
-        moved = FITTED["update_bytes"]["rounded" if rounded else "plain"]
+        moved = FITTED.update_bytes.rounded if rounded else FITTED.update_bytes.plain
         return moved * shard / (self.rates.update_memory_bytes or self.rates.memory_bytes)
 
     def message(self) -> float:
@@ -126,7 +129,7 @@ class Work:
         rate, latency = self.rates.link_bytes, self.rates.link_latency_s
         if self.plan.num_processes // self.pp >= self.node_size:  # on another node
             rate, latency = self.rates.network_bytes, 2 * latency
-        rate = min(rate, P2P_CHANNELS * FITTED["channel_bytes_per_s"])
+        rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
         return latency + self.hidden * self.between / rate
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
@@ -157,19 +160,11 @@ class Work:
             rate = self.rates.fp32_gemm_flops / 2
         return Cost(2 * self.tokens * length * self.size.hidden_size / self.tp / rate)
 
-    def _forward_traffic(self) -> Cost:
-        values = FITTED["block_values"]["forward"]
-        return self._traffic(values, values, FITTED["block_kernels"]["forward"])
-
-    def _backward_traffic(self) -> Cost:
-        fitted = FITTED["block_values"]
-        kernels = FITTED["block_kernels"]["backward"]
-        return self._traffic(fitted["backward_between"], fitted["backward_split"], kernels)
-
-    def _traffic(self, between: float, split: float, kernels: int) -> Cost:
-        """Element-wise work of a block: values between split layers and in them; its kernels."""
-        moved = (between * self.between + split / self.tp) * self.eager * self.hidden
-        starts = kernels * self.eager * self.rates.kernel_s
+    def _elementwise(self, fitted: Any) -> Cost:
+        """Of a block, one way."""
+        values = fitted.between * self.between + fitted.split / self.tp
+        moved = values * self.eager * self.hidden
+        starts = fitted.starts * self.eager * self.rates.kernel_s
         return Cost(0, moved / self.rates.memory_bytes + starts)
 
     def _gradient_bytes(self) -> float:
@@ -177,11 +172,11 @@ class Work:
         whole, split = self.size.block_parameters, self.size.block_parameters_split
         each = 0
         if self.count > 1 or self.pp > 1:
-            each += FITTED["gradient_bytes"]["added"]
+            each += FITTED.gradient_bytes.added
         # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
         alone = self.plan.only_copies or self.plan.num_processes == self.tp
         if alone and self.width == 2 and not self.traits.rounded_weights:
-            each += FITTED["gradient_bytes"]["cast"]
+            each += FITTED.gradient_bytes.cast
         return each * (whole - split + split / self.tp)
 
     def _tensor_parallel(self) -> Cost:
@@ -192,7 +187,7 @@ class Work:
             return Cost(0, 0, self.collective("tp", "all_reduce", 2 * self.hidden, 2))
         seconds = self.collective("tp", "all_gather", 4 * self.hidden, 4)
         if self.config.async_tp:
-            seconds *= 1 - FITTED["async_tp_share"]
+            seconds *= 1 - FITTED.async_tp_share
         copied = 0
         if self.plan.tp_parts[1] > 1:
             # Samples that are gathered lie one behind the other, tokens are copied into place.

@@ -53,7 +53,7 @@ class MemoryEstimate:
     @property
     def needed_bytes(self) -> int:
         """What a GPU must have for it."""
-        return round(self.peak_bytes * (1 + FITTED["allocator_spare"])) + self.context_bytes
+        return round(self.peak_bytes * (1 + FITTED.allocator_spare)) + self.context_bytes
 
 
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
@@ -65,9 +65,9 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
         copy = 0
     context = 0
     if plan.machine.num_gpus:
-        context = FITTED["gpu_context_bytes"]["alone"]
+        context = FITTED.gpu_context_bytes.alone
         if plan.num_processes > 1:
-            context += FITTED["gpu_context_bytes"]["nccl"]
+            context += FITTED.gpu_context_bytes.nccl
     return MemoryEstimate(
         by_place=by_place,
         context_bytes=context,
@@ -79,19 +79,19 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
 
 def _host_bytes(plan: Plan, peak: int, tokenised: bool) -> int:
     """RAM of a process, without the copy for a checkpoint."""
-    fitted = FITTED["process_bytes"]
-    held = fitted["cuda"] if plan.machine.num_gpus else fitted["cpu"]
-    held += FITTED["swap_bytes"] * plan.strategy.swap_buffer_values
+    fitted = FITTED.process_bytes
+    held = fitted.cuda if plan.machine.num_gpus else fitted.cpu
+    held += FITTED.swap_bytes * plan.strategy.swap_buffer_values
     if plan.strategy.traits.takes_deepspeed_json:
-        held += fitted["deepspeed"]
+        held += fitted.deepspeed
     if plan.mesh["tp"] > 1:
-        held += fitted["tp"]
+        held += fitted.tp
     if plan.num_processes == 1 and not tokenised:
-        held += fitted["tokenising"]
+        held += fitted.tokenising
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     model = 4 * plan.size.num_parameters
     held += model if plan.machine.num_gpus else max(peak, model)
-    return round(held + FITTED["pinned_factor"] * estimate_state(plan).host)
+    return round(held + FITTED.pinned_factor * estimate_state(plan).host)
 
 
 def estimate_copy(plan: Plan) -> int:
@@ -119,8 +119,7 @@ class _Process:
         self.plan, self.config, self.size, self.formulas = plan, plan.config, plan.size, formulas
         self.width, self.tokens = formulas.width, formulas.tokens
         self.tp, self.shards = plan.mesh["tp"], plan.mesh["dp_shard"]
-        # One value of every token and unit of hidden size; of those between split layers.
-        self.hidden = self.tokens * self.size.hidden_size * self.width
+        self.hidden = formulas.activation
         self.between = 1 / self.tp if self.config.sequence_parallel else 1.0
         # DDP averages gradients in every step, in buckets that stay.
         self.has_buckets = plan.uses_ddp and formulas.steps_between_exchanges is None
@@ -270,10 +269,10 @@ class _Process:
         if compiled:
             pending, waiting = 2 * (1 - self.between) * self.hidden, 0.0
         else:
-            pending = FITTED["split_values"] * self.hidden
-        backward = FITTED["backward_values"] * self.hidden / self.tp
+            pending = FITTED.split_values * self.hidden
+        backward = FITTED.backward_values * self.hidden / self.tp
         if self.config.activation_checkpointing != "none":
-            backward += FITTED["recomputed_bytes"] * self.hidden / 2 / self.tp
+            backward += FITTED.recomputed_bytes * self.hidden / 2 / self.tp
         held = held_logits = 0.0
         most = (0.0, 0.0)
         for action, stage, _ in find_orders(self.plan)[self.formulas.place]:

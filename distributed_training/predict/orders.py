@@ -25,13 +25,8 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     return tuple(tuple(_one_f_one_b(schedule, p, m, rank)) for rank in range(p))
 
 
-def write_order(order: Order) -> str:
-    """Such as "F0 F0 I7 W7": kinds and stages; the micro-batches of each follow each other."""
-    return " ".join(f"{kind}{stage}" for kind, stage, _ in order)
-
-
 def read_order(text: str) -> Order:
-    """What `write_order` wrote."""
+    """Such as "F0 F0 I7 W7": kinds and stages; the micro-batches of each follow each other."""
     done: dict[str, int] = {}
     order: list[Operation] = []
     for word in text.split():
@@ -47,9 +42,8 @@ def _gpipe(p: int, m: int, rank: int) -> list[Operation]:
 def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> list[Operation]:
     """1F1B, interleaved 1F1B and ZB-H1: forwards to begin with, then one of each, then the rest."""
     local = 2 if schedule == "interleaved" else 1
-    a_round = m // max(1, m // p) if schedule != "1f1b" else m
-    hops = 2 if schedule == "interleaved" else 1
-    ahead = min((local - 1) * a_round + hops * (p - 1 - rank), m * local)
+    a_round = m // max(1, m // p)
+    ahead = min((local - 1) * a_round + local * (p - 1 - rank), m * local)
     count, split = m * local, schedule == "zb-h1"
     done = {kind: [0] * local for kind in "FBW"}
     order: list[Operation] = []
@@ -123,8 +117,6 @@ def timeline(
     and ahead of the GPU, which cannot end before.
     """
     hosts = [0.0] * len(orders)
-    last = len(ranks) - 1
-    finished: dict[Operation, float] = {}
     spans: dict[Operation, tuple[float, float]] = {}
     clock, place = [0.0] * len(orders), [0] * len(orders)
     remaining = sum(map(len, orders))
@@ -132,23 +124,29 @@ def timeline(
         before = remaining
         for rank, order in enumerate(orders):
             while place[rank] < len(order):
-                kind, stage, number = order[place[rank]]
-                after, backward = stage - 1, kind in "BI"
-                if backward:
-                    after = stage + 1 if stage < last else stage
-                source = ("B" if backward and after > stage else "F", after, number)
-                ready = 0.0
-                if kind != "W" and after >= 0:
-                    if source not in finished:
+                operation = order[place[rank]]
+                begin = clock[rank]
+                source = _source(operation, len(ranks) - 1)
+                if source is not None:
+                    if source not in spans:
                         break
-                    ready = finished[source] + message_s * (ranks[after] != rank)
-                took = seconds[kind, stage]
-                hosts[rank] += launching[kind, stage] if launching else 0.0
-                begin = max(clock[rank], ready)
-                clock[rank] = max(begin + took, hosts[rank])
-                spans[kind, stage, number] = begin, clock[rank]
-                finished["B" if kind == "I" else kind, stage, number] = clock[rank]
+                    there = spans[source][1] + message_s * (ranks[source[1]] != rank)
+                    begin = max(begin, there)
+                if launching:
+                    hosts[rank] += launching[operation[:2]]
+                clock[rank] = max(begin + seconds[operation[:2]], hosts[rank])
+                spans[operation] = begin, clock[rank]
                 place[rank] += 1
                 remaining -= 1
         assert remaining < before, "an order that waits for itself"
     return spans
+
+
+def _source(operation: Operation, last: int) -> Operation | None:
+    """Which one, of another stage or the loss, makes what this one works on."""
+    kind, stage, number = operation
+    if kind == "F":
+        return ("F", stage - 1, number) if stage else None
+    if kind == "W":
+        return None
+    return (kind, stage + 1, number) if stage < last else ("F", stage, number)

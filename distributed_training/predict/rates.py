@@ -18,9 +18,9 @@ from distributed_training.predict.constants import FITTED
 from distributed_training.settings.gpus import Gpu
 
 # Tiles of a matrix product's result, and what they cost by an element: smaller ones load more.
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED["tile_costs"]["small"]))
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED.tile_costs.small))
 # Parts of a sum that are added up, and what that costs.
-SPLITS = ((1, 1.0), (2, FITTED["tile_costs"]["halved"]), (4, FITTED["tile_costs"]["quartered"]))
+SPLITS = ((1, 1.0), (2, FITTED.tile_costs.halved), (4, FITTED.tile_costs.quartered))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +62,14 @@ class Rates:
     update_memory_bytes: float | None = None
     attention_flops: float  # of causal attention over long sequences
     link_bytes: float  # that a process sends in a collective inside a node
-    network_bytes: float = FITTED["network_bytes_per_s"]
+    network_bytes: float = FITTED.network_bytes_per_s
     num_sms: int = 1  # multiprocessors; 1: matrix products are not cut into waves
-    attention_half: float = FITTED["attention_half"]
-    kernel_s: float = FITTED["kernel_s"]
-    link_latency_s: float = FITTED["link_latency_s"]
-    disk_bytes: float = FITTED["disk_bytes_per_s"]
-    host_adam_s: float = FITTED["host_adam_s"]
-    host: HostCosts = field(default_factory=lambda: HostCosts(**FITTED["launching_s"]))
+    attention_half: float = FITTED.attention_half
+    kernel_s: float = FITTED.kernel_s
+    link_latency_s: float = FITTED.link_latency_s
+    disk_bytes: float = FITTED.disk_bytes_per_s
+    host_adam_s: float = FITTED.host_adam_s
+    host: HostCosts = field(default_factory=lambda: HostCosts(**vars(FITTED.launching_s)))
     on_host: bool = False  # no device works while Python does
     core_share: float = 1.0  # what a process has of a core while all compute
     peak_flops: float | None = None  # by the datasheet, for MFU
@@ -78,13 +78,13 @@ class Rates:
 
 def rates_of(gpu: Gpu) -> Rates:
     """Rates of a GPU of the table."""
-    shares = FITTED["gpu_shares"]
+    shares = FITTED.gpu_shares
     return Rates(
-        gemm_flops=shares["gemm"] * gpu.flops,
-        fp32_gemm_flops=shares["fp32_gemm"] * gpu.fp32_flops,
-        memory_bytes=shares["memory"] * gpu.memory_bytes_per_s,
-        attention_flops=shares["attention"] * gpu.flops,
-        link_bytes=FITTED["link_share"] * gpu.link_bytes_per_s,
+        gemm_flops=shares.gemm * gpu.flops,
+        fp32_gemm_flops=shares.fp32_gemm * gpu.fp32_flops,
+        memory_bytes=shares.memory * gpu.memory_bytes_per_s,
+        attention_flops=shares.attention * gpu.flops,
+        link_bytes=FITTED.link_share * gpu.link_bytes_per_s,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
     )
@@ -93,10 +93,10 @@ def rates_of(gpu: Gpu) -> Rates:
 def cpu_rates(num_cpus: int, num_processes: int) -> Rates:
     """Rates of a process without a GPU, with an equal share of the cores."""
     cores = num_cpus / num_processes
-    host = HostCosts(**FITTED["cpu_launching_s"])
+    host = HostCosts(**vars(FITTED.cpu_launching_s))
     return Rates(
-        **{name: rate * cores for name, rate in FITTED["cpu_core"].items()},
-        **FITTED["cpu_process"],
+        **{name: rate * cores for name, rate in vars(FITTED.cpu_core).items()},
+        **vars(FITTED.cpu_process),
         host=host.scaled(max(1.0, 1 / cores)),
         on_host=True,
         core_share=min(1.0, cores),
@@ -152,7 +152,7 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
         found |= _link_rates(document["collectives"], base.on_host)
     block = document["seconds"].get("compiled_block")
     if block is not None:
-        found["host"] = base.host.scaled(block / FITTED["compiled_block_s"])
+        found["host"] = base.host.scaled(block / FITTED.compiled_block_s)
     return replace(base, **found)
 
 

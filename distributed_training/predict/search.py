@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from distributed_training.predict.orders import Operation, Order, build_orders
+from distributed_training.predict.orders import build_orders
 
 MORE_HELD = 1  # micro-batches, of a process's whole part of the model
 CHANGES, SIMULATED = 150, 5_000_000  # for each operation; operations in all, a second or two
@@ -35,10 +35,12 @@ def search_orders(
     blocks: tuple[int, ...],
     m: int,
     message_s: float,
-) -> tuple[Order, ...]:
-    """What each process does for `m` micro-batches. Of each stage `seconds` has the duration of F,
-    I and W, and `blocks` what a micro-batch holds from F to W; process r has stages r and
-    2 p - 1 - r. What a stage makes is there `message_s` later on another process.
+) -> tuple[str, ...]:
+    """What each process does for `m` micro-batches, as `read_order` reads it.
+
+    Of each stage `seconds` has the duration of F, I and W, and `blocks` what a micro-batch holds
+    from F to W; process r has stages r and 2 p - 1 - r. What a stage makes is there `message_s`
+    later on another process.
     """
     return _Search(seconds, blocks, m, message_s).find()
 
@@ -75,7 +77,7 @@ class _Search:
             for rank, words in enumerate(self.start)
         ]
 
-    def find(self) -> tuple[Order, ...]:
+    def find(self) -> tuple[str, ...]:
         """The shortest that was found; that of `zb-v` at worst."""
         draw = random.Random(0).random
         orders, best = list(self.start), list(self.start)
@@ -103,7 +105,7 @@ class _Search:
             now = length
             if now < shortest:
                 shortest, best = now, list(orders)
-        return tuple(self._numbered(words) for words in best)
+        return tuple(map(self._written, best))
 
     def length(self, orders: Sequence[Words], most: float) -> float | None:
         """Seconds until all is done; None where that is more than `most`, or a deadlock."""
@@ -161,17 +163,10 @@ class _Search:
                 return None
         return most
 
-    def _numbered(self, words: Words) -> Order:
-        """With micro-batches, and with the last stage's backward passes."""
-        done: dict[tuple[str, int], int] = {}
-        order: list[Operation] = []
-        for kind, stage in words:
-            number = done.get((kind, stage), 0)
-            done[kind, stage] = number + 1
-            order.append((kind, stage, number))
-            if stage == self.last and kind == "F":
-                order.append(("I", stage, number))
-        return tuple(order)
+    def _written(self, words: Words) -> str:
+        """As `read_order` reads it, with the last stage's backward passes."""
+        ends = {("F", self.last): f"F{self.last} I{self.last}"}
+        return " ".join(ends.get(step, f"{step[0]}{step[1]}") for step in words)
 
 
 def _moved(words: Words, places: Sequence[int], by: int) -> Words:

@@ -17,10 +17,6 @@ from distributed_training.predict.stages import find_orders
 from distributed_training.predict.traffic import formulas_by_place
 
 TENSORS = 12  # parameter tensors of a GPT-2 block
-BOUNDS = {
-    "arithmetic": "arithmetic", "memory": "memory", "network": "network",
-    "bubble": "bubble", "host": "host", "offload": "host RAM", "disk": "disk",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +24,12 @@ class StepTime:
     """Seconds of a step, and what they are spent on by the slowest process."""
 
     seconds: float
-    parts: dict[str, float]  # keys of BOUNDS
+    parts: dict[str, float]  # arithmetic, memory, network, bubble, host, host RAM, disk
 
     @property
     def bound_by(self) -> str:
         """What takes most of it."""
-        return BOUNDS[max(self.parts, key=lambda name: self.parts[name])]
+        return max(self.parts, key=lambda name: self.parts[name])
 
 
 def estimate_step(plan: Plan, rates: Rates, *, node_size: int | None = None) -> StepTime:
@@ -66,7 +62,7 @@ class _Step:
 
     def _launching(self) -> dict[tuple[str, int], float]:
         """Seconds in which the host launches each kind of operation of each stage."""
-        forward = FITTED["forward_launches"]
+        forward = FITTED.forward_launches
         shares = {"F": forward, "B": 1 - forward, "I": forward, "W": 1 - 2 * forward}
         return {
             (kind, stage): self._host_block() * number * share + self.rates.host.operation
@@ -96,12 +92,12 @@ class _Step:
             "memory": total.memory + update,
             "network": total.network + data,
             "bubble": max(0.0, on_gpu - total.total) if self.pp > 1 else 0.0,
-            "offload": offload,
+            "host RAM": offload,
             "disk": disk,
         }
         parts["host"] = max(0.0, seconds - sum(parts.values()))
         listed = sum(parts.values())
-        starved = max(gpu, launching) > FITTED["starved"] * (on_gpu + data + update)
+        starved = max(gpu, launching) > FITTED.starved * (on_gpu + data + update)
         if starved and not self.rates.on_host:  # the GPU waits for launches
             parts["host"] = max(gpu, launching)
         elif listed > seconds:  # the slowest stage's, which others' beat
@@ -128,15 +124,15 @@ class _Step:
         )
         if apart:
             return seconds
-        beside = min(seconds, computing * FITTED["overlapped_share"])
-        return FITTED["interference"] * beside + seconds - beside
+        beside = min(seconds, computing * FITTED.overlapped_share)
+        return FITTED.interference * beside + seconds - beside
 
     def _away(self) -> tuple[float, float]:
         """Seconds of an optimizer on the host, and of files."""
         strategy, share = self.plan.strategy, self.plan.layout.num_parameters / self.work.shards
         if strategy.swaps_to_disk:
             together = share * min(self.work.node_size, self.plan.num_processes)  # one disk a node
-            return 0.0, FITTED["swapped_bytes"] * together / self.rates.disk_bytes
+            return 0.0, FITTED.swapped_bytes * together / self.rates.disk_bytes
         if strategy.steps_on_host:
             together = share * min(self.work.node_size, self.work.shards)
             return self.rates.host_adam_s * together, 0.0

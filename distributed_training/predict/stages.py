@@ -7,14 +7,7 @@ from dataclasses import replace
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import FoundOrders
 from distributed_training.predict.kernels import Work
-from distributed_training.predict.orders import (
-    Operation,
-    Order,
-    build_orders,
-    read_order,
-    timeline,
-    write_order,
-)
+from distributed_training.predict.orders import Operation, Order, build_orders, read_order, timeline
 from distributed_training.predict.rates import Rates, rates_of
 from distributed_training.predict.search import search_orders
 from distributed_training.settings.gpus import known_gpu
@@ -34,10 +27,9 @@ def with_orders(plan: Plan, rates: Rates | None, node_size: int) -> Plan:
         (costs["F", stage].total, costs["I", stage].total, costs["W", stage].total)
         for stage in range(len(blocks))
     )
-    orders = search_orders(seconds, blocks, plan.batch.num_microbatches, work.message())
-    found = FoundOrders(
-        by_place=tuple(map(write_order, orders)), stage_s=seconds, message_s=work.message()
-    )
+    message_s = work.message()
+    orders = search_orders(seconds, blocks, plan.batch.num_microbatches, message_s)
+    found = FoundOrders(by_place=orders, stage_s=seconds, message_s=message_s)
     return replace(plan, orders=found)
 
 

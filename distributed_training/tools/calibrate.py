@@ -140,7 +140,7 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
     # Each part takes (arithmetic) + (bytes) / rate.
     measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
     rates = from_calibration(measured, cpu_rates(num_cpus, 1))
-    update_bytes = FITTED["update_bytes"]["plain"] * plan.size.num_parameters
+    update_bytes = FITTED.update_bytes.plain * plan.size.num_parameters
     traffic = {"update": update_bytes / seconds["update"]}
     for name in ("block", "head"):
         arithmetic, with_one_byte_a_second = (

@@ -108,7 +108,7 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
         return plan.prediction["host_bytes"]
 
     first, second = predicted(1), predicted(1)
-    assert first - second == FITTED["process_bytes"]["tokenising"]
+    assert first - second == FITTED.process_bytes.tokenising
     assert predicted(2) < first
 
 
