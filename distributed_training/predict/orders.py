@@ -130,7 +130,9 @@ def timeline(
                 if source is not None:
                     if source not in spans:
                         break
-                    there = spans[source][1] + message_s * (ranks[source[1]] != rank)
+                    there = spans[source][1]
+                    if ranks[source[1]] != rank:
+                        there += message_s
                     begin = max(begin, there)
                 if launching:
                     hosts[rank] += launching[operation[:2]]

@@ -13,10 +13,9 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.parallel import private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict import stages
+from distributed_training.predict import search, stages
 from distributed_training.predict.kernels import Work
-from distributed_training.predict.orders import build_orders, simulate
-from distributed_training.predict.search import search_orders
+from distributed_training.predict.orders import build_orders, read_order, simulate
 from distributed_training.predict.stages import expect_spans, find_orders
 from distributed_training.settings.config import build_config
 from distributed_training.settings.gpus import GPUS
@@ -33,6 +32,10 @@ def durations(blocks, block=BLOCK, loss=LOSS):
     stages = [[count * took for took in block] for count in blocks]
     stages[-1] = [own + more for own, more in zip(stages[-1], loss, strict=True)]
     return tuple(map(tuple, stages))
+
+
+def search_orders(*durations):
+    return tuple(map(read_order, search.search_orders(*durations)))
 
 
 def length(orders, seconds, message=MESSAGE):
