@@ -120,10 +120,10 @@ def main() -> None:
         rows: Iterable[Row | Refused] = compare(case)
         print_heading(case)
     else:
-        row = measure_named(config, case)
-        export(row, config)
-        print_heading(case, row.batch.schedule)
-        rows = [row]
+        named = measure_named(config, case)
+        export(named, config)
+        print_heading(case, named.batch.schedule)
+        rows = [named]
     if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
         print_wrapped("", LEGEND)
         drawn: dict[object, str] = {}

@@ -13,7 +13,6 @@ from pipedream.config import FOLDER
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, repeat, save_csv
-from pipedream.simulate import frontier
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound, makespan, search
 from pipedream.simulate.simulator import Costs, build_costs, load_order, simulate
@@ -204,9 +203,10 @@ def test_the_record_of_the_frontier_holds_what_it_says():
     record = json.loads((FOLDER / "records/frontier.json").read_text())
     assert len(record["rows"]) == 2 * 8
     for row in record["rows"]:
+        costs = costs_of(4, communication=row["communication"])
         schedule = as_schedule(row["words"], "found")
-        timeline = simulate(schedule, frontier.costs_of(row["communication"]))
+        timeline = simulate(schedule, costs)
         assert str(timeline.makespan) == row["makespan"] == row["lower_bound"]
         assert max(peak_activations(schedule)) <= row["memory"]
-        problem = build_problem(frontier.costs_of(row["communication"]), 8, row["memory"])
+        problem = build_problem(costs, 8, row["memory"])
         assert lower_bound(problem) * problem.tick <= timeline.makespan

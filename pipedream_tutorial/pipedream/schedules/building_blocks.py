@@ -161,8 +161,8 @@ class _Line:
         self.states: list[tuple[int, int]] = []
         """After each slot: stages' activations held, and W that wait."""
         state = (0, 0)
-        for kind in self.kinds:
-            state = self._after(state, kind)
+        for taken in self.kinds:
+            state = self._after(state, taken)
             self.states.append(state)
 
     def _after(self, state: tuple[int, int], kind: int | None) -> tuple[int, int]:

@@ -84,7 +84,13 @@ def _held(schedule: Schedule) -> Iterator[Iterator[tuple[Op, Fraction | int]]]:
 def _held_on_a_rank(
     order: Sequence[Item], again: set[tuple[int, int]], gone: Fraction
 ) -> Iterator[tuple[Op, Fraction | int]]:
-    change = {FORWARD: 1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1, BACKWARD: -1, RECOMPUTE: gone}
+    change: dict[str, Fraction | int] = {
+        FORWARD: 1,
+        INPUT_GRADIENT: 0,
+        WEIGHT_GRADIENT: -1,
+        BACKWARD: -1,
+        RECOMPUTE: gone,
+    }
     held: Fraction | int = 0
     for item in order:
         for op in item.parts:

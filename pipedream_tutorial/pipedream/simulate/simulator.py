@@ -262,7 +262,8 @@ def _run(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """By rank: starts and ends, in ticks, where rank r is free from free[r] on."""
     ended: _Ended = {}
-    tables = [_rules(schedule, kinds, ended, clock) for kinds in clock.kinds]
+    wanted = Needs(schedule)
+    tables = [_rules(wanted, kinds, ended, clock) for kinds in clock.kinds]
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
     ranks, going = list(range(len(free))), True
@@ -309,37 +310,23 @@ def _advance(
 
 
 def _rules(
-    schedule: Schedule, kinds: dict[tuple[object, ...], Item], ended: _Ended, clock: _Clock
+    wanted: Needs, kinds: dict[tuple[object, ...], Item], ended: _Ended, clock: _Clock
 ) -> _Rules:
-    own = {op[:2] for item in kinds.values() for op in item.parts}
-    held = {stage for _, stage in own}
-    after, before = neighbours(schedule)
+    """What one microbatch's operations on this rank need, all of them do."""
+    ops = {op for item in kinds.values() for op in item.parts}
+    held = {op.stage for op in ops}
 
-    def results(kind: str, stage: int) -> dict[int, int]:
-        shared = BACKWARD if kind == INPUT_GRADIENT else kind
-        return ended.setdefault((shared, stage), {})
+    def results(op: Op) -> dict[int, int]:
+        shared = BACKWARD if op.kind == INPUT_GRADIENT else op.kind
+        return ended.setdefault((shared, op.stage), {})
 
-    found: _Rules = {}
-    for kind, stage in own:
-        taken = []
-        if kind == FORWARD and stage in before:
-            taken.append((FORWARD, before[stage]))
-        elif kind == WEIGHT_GRADIENT:
-            taken.append((INPUT_GRADIENT, stage))
-        elif kind == RECOMPUTE:
-            taken.append((FORWARD, stage))
-        elif kind in (BACKWARD, INPUT_GRADIENT):
-            if (RECOMPUTE, stage) in own:
-                taken.append((RECOMPUTE, stage))
-            elif stage not in after:  # where there is a stage after, it had this one's F
-                taken.append((FORWARD, stage))
-            if stage in after:
-                taken.append((BACKWARD, after[stage]))
-        sent = [(results(*one), 0 if one[1] in held else clock.communication) for one in taken]
-        found[kind, stage] = clock.durations.get((kind, stage), 0), sent, results(kind, stage)
-    for kind_of_pair in kinds:
-        if len(kind_of_pair) > 2:
-            found[kind_of_pair] = clock.durations[kind_of_pair], [], {}
+    found: _Rules = {key: (clock.durations[key], [], {}) for key in kinds}
+    for op in ops:
+        taken = [
+            (results(need), 0 if need.stage in held else clock.communication)
+            for need in wanted.of(op)
+        ]
+        found[op[:2]] = clock.durations.get(op[:2], 0), taken, results(op)
     return found
 
 

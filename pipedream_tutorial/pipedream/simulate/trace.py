@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from pipedream.schedules.ops import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
-    RECOMPUTE,
     WEIGHT_GRADIENT,
     Item,
     Op,
@@ -30,7 +28,7 @@ from pipedream.schedules.ops import (
 )
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
 from pipedream.simulate.measures import held_activations, live_versions
-from pipedream.simulate.simulator import Timeline
+from pipedream.simulate.simulator import Needs, Timeline
 
 TraceEvent = dict[str, Any]
 
@@ -142,20 +140,13 @@ def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
 
 def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that gives, operation that takes) for each result that another stage takes in."""
-    ranks = schedule.ranks()
-    after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
-    before = {b: a for a, b in after.items()}
-    back = {(op.stage, op.microbatch): op for op in ranks if op.kind in (BACKWARD, INPUT_GRADIENT)}
-    found = []
-    for op in ranks:
-        if op.kind == FORWARD:
-            receiver = Op(FORWARD, after.get(op.stage, -1), op.microbatch)
-        else:
-            receiver = back.get((before.get(op.stage, -1), op.microbatch), op)
-        own = op.kind in (WEIGHT_GRADIENT, RECOMPUTE)  # for this stage alone
-        if not own and receiver in ranks and receiver != op:
-            found.append((op, receiver))
-    return found
+    wanted = Needs(schedule)
+    return [
+        (need, op)
+        for op in schedule.ops()
+        for need in wanted.of(op)
+        if need.stage != op.stage and need in wanted.known
+    ]
 
 
 def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
