@@ -94,7 +94,7 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
     ]
     for stage, use in weight_use(schedule, policy, 8).items():
         begun = schedule.orders[stage].index(Op(BACKWARD, stage, i))
-        before = schedule.orders[stage][:begun]
+        before = [op for op in schedule.orders[stage][:begun] if isinstance(op, Op)]
         done = {op.microbatch for op in before if op.kind == BACKWARD}
         in_flight = [op.microbatch for op in before if op.kind == FORWARD]
         waiting = [j for j in in_flight if j not in done]
