@@ -48,7 +48,7 @@ def choose_settings(
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
         raise UserError(what, fix=f"set max_length to at most {positions}")
-    schedule = config.pipeline_schedule
+    schedule: str = config.pipeline_schedule
     if schedule == AUTO:
         schedule = strategy.traits.schedules[0] if strategy.traits.schedules else "1f1b"
     precision = _choose_precision(config, machine)
