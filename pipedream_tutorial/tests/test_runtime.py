@@ -199,44 +199,34 @@ def test_blocks_are_cut_evenly_or_not_at_all():
 
 @pytest.mark.parametrize(
     ("device", "gpus", "expected"),
-    [
-        ("auto", 4, True),
-        ("auto", 3, False),
-        ("auto", 0, False),
-        ("cuda", 5, True),
-        ("cpu", 8, False),
-    ],
+    [("auto", 4, True), ("auto", 3, False), ("auto", 0, False), ("cuda", 5, True),
+     ("cpu", 8, False)],
 )  # fmt: skip
 def test_stages_run_on_gpus_where_there_is_one_for_each(device, gpus, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert on_gpus({"device": device, "num_stages": 4}) == expected
     if device == "cuda":
-        with pytest.raises(
-            UserError, match="a GPU for each of 6 stages, and this machine has 5; set"
-        ):
+        wanted = "a GPU for each of 6 stages, and this machine has 5; set"
+        with pytest.raises(UserError, match=wanted):
             on_gpus({"device": device, "num_stages": 6})
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_can_be_built_for_four_stages(name):
+@pytest.mark.parametrize(
+    ("name", "limits"), [("flushes", []), ("zero-bubble", [4]), ("search", [4, 5, 6])]
+)
+def test_a_benchmark_is_for_gpus_and_can_be_built_for_four_stages(name, limits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = read_config([f"--benchmark={name}"])
     assert config == read_config([]) | BENCHMARKS[name] | {"calibrate_on": 8}
     cases = build_cases(config)
     assert cases[0].num_microbatches in config["num_microbatches"]
-    assert [case.memory for case in cases if case.memory] == {
-        "flushes": [], "zero-bubble": [4], "search": [4, 5, 6],
-    }[name]  # fmt: skip
-    with pytest.raises(UserError, match="there is no benchmark 'searcj'; did you mean 'search'"):
-        read_config(["--benchmark=searcj"])
-
-
-def test_a_benchmark_asks_for_gpus_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [case.memory for case in cases if case.memory] == limits
     wanted = "a GPU for each of 4 stages, and this machine has none; run it where there are 4, or"
     with pytest.raises(UserError, match=wanted):
-        on_gpus(read_config(["--benchmark"]))
-    assert not on_gpus(read_config(["--benchmark", "--device=cpu"]))
-    assert not on_gpus(read_config([]))
+        on_gpus(config)
+    assert not on_gpus(read_config([f"--benchmark={name}", "--device=cpu"]))
+    with pytest.raises(UserError, match="there is no benchmark 'searcj'; did you mean 'search'"):
+        read_config(["--benchmark=searcj"])
 
 
 class FakeDevice:

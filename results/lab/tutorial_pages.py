@@ -89,7 +89,7 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
     """Which versions each stage keeps when microbatch i's backward pass begins, in PipeDream."""
     schedule, policy = schedule_for_training("pipedream", p, 8, 1)
     lines = [
-        f"| stage | F{i} used version | newest when B{i} begins | late by | kept for |",
+        f"| stage | F{i} used version | newest when B{i} begins | late by | versions kept (for) |",
         "|---:|---:|---:|---:|---|",
     ]
     for stage, use in weight_use(schedule, policy, 8).items():

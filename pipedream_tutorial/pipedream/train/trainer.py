@@ -117,28 +117,30 @@ class StageTrainer:
             gradient = self.input_gradient(microbatch, output_gradient)
             self.weight_gradient(microbatch)
             return gradient
-        flight = self.in_flight.pop(microbatch)
-        assert flight.out is not None
-        inputs = [flight.x] if self.stage > 0 else []
-        gradients = torch.autograd.grad(
-            flight.out, [*inputs, *flight.weights.values()], output_gradient
-        )
-        self._accumulate(gradients[len(inputs) :])
-        return gradients[0] if inputs else None
+        gradient, own = self._backpropagate(self.in_flight.pop(microbatch), output_gradient)
+        self._accumulate(own)
+        return gradient
 
     def input_gradient(
         self, microbatch: int, output_gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """The half of the backward pass that the stage before waits for (I)."""
-        flight = self.in_flight[microbatch]
         assert self.cut
+        flight = self.in_flight[microbatch]
+        gradient, flight.others = self._backpropagate(flight, output_gradient)
+        return gradient
+
+    def _backpropagate(
+        self, flight: _InFlight, output_gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """The input's gradient, and the weights'; where passes are cut, None for those of W."""
         assert flight.out is not None
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
-            flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=True
+            flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=self.cut
         )
-        flight.out, flight.others = None, gradients[len(inputs) :]
-        return gradients[0] if inputs else None
+        flight.out = None
+        return (gradients[0] if inputs else None), gradients[len(inputs) :]
 
     def weight_gradient(self, microbatch: int) -> None:
         """The half that nobody waits for (W)."""
