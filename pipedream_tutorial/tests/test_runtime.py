@@ -151,11 +151,11 @@ QUICK = ["--num_stages=2", "--forward_ms=0", "--backward_ms=0"]
 def test_the_others_do_not_wait_while_one_process_trains_alone(tmp_path):
     cases, _ = recorded(
         tmp_path / "record.json",
-        [*QUICK, "--schedule=1f1b", "--num_microbatches=4,5", "--timeout_s=3",
+        [*QUICK, "--schedule=1f1b", "--num_microbatches=4", "--timeout_s=3",
          "--microbatch_size=7"],
         before=_train_alone_slowly,
     )  # fmt: skip
-    assert [case["measured"]["weights_equal"] for case in cases] == [True, True]
+    assert [case["measured"]["weights_equal"] for case in cases] == [True]
 
 
 @pytest.mark.timeout(120)
