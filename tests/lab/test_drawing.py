@@ -29,16 +29,11 @@ def gib(bytes_a_parameter):
     ("strategy", "expected"),
     [
         ("dp", {"parameters": (4, ALL), "gradients": (4, ALL), "optimizer": (8, ALL)}),
-        ("zero1", {"parameters": (2, ALL), "gradients": (2, ALL), "optimizer": (3, QUARTERS)}),
         ("zero2", {"parameters": (2, ALL), "gradients": (0.5, QUARTERS),
-                   "optimizer": (3, QUARTERS)}),
-        ("zero3", {"parameters": (0.5, QUARTERS), "gradients": (0.5, QUARTERS),
                    "optimizer": (3, QUARTERS)}),
         ("offload", {"parameters": (2, ALL), "RAM: optimizer, gradients": (4, QUARTERS)}),
         ("infinity", {"RAM: gradients": (1, QUARTERS),
                       "files: parameters, optimizer": (3.5, QUARTERS)}),
-        ("fsdp", {"parameters": (1, QUARTERS), "gradients": (1, QUARTERS),
-                  "optimizer": (2, QUARTERS)}),
     ],
 )  # fmt: skip
 def test_state_where_processes_see_other_samples(strategy, expected):
@@ -48,16 +43,16 @@ def test_state_where_processes_see_other_samples(strategy, expected):
     assert (blocks, samples) == (["48"] * 4, ["1/4"] * 4)
 
 
-def test_state_where_the_model_is_cut():
-    found, blocks, samples = rows("tp")
-    assert [bars for _, bars in found.values()] == [QUARTERS] * 3
-    assert (blocks, samples) == (["48/4"] * 4, ["all"] * 4)
-    found, blocks, samples = rows("pp")
-    assert [bars for _, bars in found.values()] == [QUARTERS] * 3
-    assert (blocks, samples) == (["13", "13", "12", "10"], ["all"] * 4)
-    found, blocks, samples = rows("3d")
-    assert [bars for _, bars in found.values()] == [QUARTERS] * 3
-    assert (blocks, samples) == (["25/2", "25/2", "23/2", "23/2"], ["all"] * 4)
-    found, blocks, samples = rows("hybrid")
-    assert [bars for _, bars in found.values()] == [HALVES, HALVES, QUARTERS]
-    assert (blocks, samples) == (["25", "25", "23", "23"], ["1/2"] * 4)
+@pytest.mark.parametrize(
+    ("strategy", "bars", "blocks", "sample"),
+    [
+        ("tp", [QUARTERS] * 3, ["48/4"] * 4, "all"),
+        ("pp", [QUARTERS] * 3, ["13", "13", "12", "10"], "all"),
+        ("3d", [QUARTERS] * 3, ["25/2", "25/2", "23/2", "23/2"], "all"),
+        ("hybrid", [HALVES, HALVES, QUARTERS], ["25", "25", "23", "23"], "1/2"),
+    ],
+)
+def test_state_where_the_model_is_cut(strategy, bars, blocks, sample):
+    found = rows(strategy)
+    assert [cells for _, cells in found[0].values()] == bars
+    assert found[1:] == (blocks, [sample] * 4)

@@ -14,7 +14,6 @@ from distributed_training.predict.predict import predict
 from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
-from tests.conftest import light_pool
 from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")
@@ -30,20 +29,15 @@ def plan_of(machine=CPU_MACHINE, processes=4, **values):
     [
         ({"strategy": "fsdp", "gradient_compression": "bf16"}, "does not go with strategy='fsdp'"),
         ({"strategy": "zero2", "gradient_compression": "powersgd"}, "strategy='zero2'"),
-        ({"strategy": "local_sgd", "gradient_compression": "bf16"}, "strategy='local_sgd'"),
         ({"gradient_compression": "powersgd", "compression_rank": 65}, "compression_rank=65"),
         ({"gradient_compression": "topk-int8", "compression_k": 0.0}, "compression_k=0.0"),
-        ({"compression_k": 1.5}, "compression_k=1.5"),
-        ({"compression_rank": 0}, "compression_rank=0"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
         ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1 does not go with strategy"),
-        ({"strategy": "local_sgd", "bucket_cap_mb": 1.0}, "strategy='local_sgd'"),
         ({"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}, "single bucket"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 does not go with strategy='dp'"),
-        ({"strategy": "zero3", "fsdp_prefetch": 0}, "strategy='zero3'"),
         ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
         ({"strategy": "fsdp", "fsdp_prefetch": -1}, "fsdp_prefetch=-1"),
     ],
@@ -139,10 +133,3 @@ def test_layouts_that_compress_are_copies():
     meshes = [choice.plan.mesh for choice in rank_layouts(build, H200)]
     assert meshes
     assert all(mesh["dp_replicate"] == 8 for mesh in meshes)
-
-
-def test_as_typed():
-    for typed in (["--strategy", "local_sgd", "--local_steps", "0"],
-                  ["--strategy", "zero2", "--gradient_compression", "bf16"]):  # fmt: skip
-        shown = light_pool().script([*typed, "--dry-run"])
-        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
