@@ -15,7 +15,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import P2P_CHANNELS
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.rates import Rates, tiled
-from distributed_training.predict.traffic import Formulas, sent_bytes
+from distributed_training.predict.traffic import Formulas, Shapes, sent_bytes
 
 BACKWARD_ATTENTION = 5 / 2  # matrix products of its backward pass by those of the forward one
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
@@ -44,20 +44,13 @@ class Cost:
         return self.arithmetic + self.memory + self.network
 
 
-class Work:
+class Work(Shapes):
     """What one process of a plan does in a step, in seconds."""
 
     def __init__(self, plan: Plan, rates: Rates, node_size: int) -> None:
-        self.plan, self.config, self.size, self.rates = plan, plan.config, plan.size, rates
-        self.node_size, self.traits = node_size, plan.strategy.traits
-        self.width = 4 if plan.config.precision == "fp32" else 2
-        self.tp, self.pp = plan.mesh["tp"], plan.mesh["pp"]
-        self.shards = plan.mesh["dp_shard"]
-        self.count = plan.batch.num_microbatches
-        self.tokens = plan.batch.micro_batch_size * plan.config.max_length
-        # Bytes of one value of every token and unit of hidden size.
-        self.hidden = self.tokens * self.size.hidden_size * self.width
-        self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
+        super().__init__(plan)
+        self.rates = rates
+        self.node_size = node_size
         self.eager = 1.0 if plan.config.compile else FITTED.eager_factor
 
     def operations(self) -> dict[tuple[str, int], Cost]:
@@ -78,7 +71,7 @@ class Work:
     def block(self) -> tuple[Cost, Cost, Cost]:
         """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
         d, tp, tokens = self.size.hidden_size, self.tp, self.tokens
-        mlp = (self.size.block_matrix_parameters / d**2 - 4) / 2 * d
+        mlp = self.mlp_ratio * d
         forward, inputs, weights = Cost(), Cost(), Cost()
         for k, n in [(d, 3 * d / tp), (d / tp, d), (d, mlp / tp), (mlp / tp, d)]:
             forward += self._gemm(tokens, k, n)
@@ -116,10 +109,10 @@ class Work:
 
     def update(self, process: Formulas) -> float:
         """Clipping and optimizer of a process."""
-        if self.plan.strategy.steps_on_host:
+        if self.strategy.steps_on_host:
             return 0.0
-        rounded, shard = self.traits.rounded_weights, float(process.parameters)
-        if not rounded or self.plan.strategy.zero_stage > 0:
+        rounded, shard = self.strategy.traits.rounded_weights, float(process.parameters)
+        if not rounded or self.strategy.zero_stage > 0:
             shard /= self.shards
         moved = FITTED.update_bytes.rounded if rounded else FITTED.update_bytes.plain
         return moved * shard / (self.rates.update_memory_bytes or self.rates.memory_bytes)
@@ -134,11 +127,11 @@ class Work:
 
     def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
         """Seconds of `times` collectives of so many bytes together over an axis."""
-        members = self.plan.mesh[axis]
+        members = self.mesh[axis]
         # tp varies fastest with the rank. Where a group spans nodes, each of its members in a node
         # has an adapter, and NCCL's rings use all of them.
         faster = ["tp", "dp_shard", "dp_replicate", "pp"]
-        stride = math.prod(self.plan.mesh[name] for name in faster[: faster.index(axis)])
+        stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
         together = min(members, max(1, self.node_size // stride))
         rate, latency = self.rates.link_bytes, self.rates.link_latency_s
         if together < members:
@@ -171,11 +164,11 @@ class Work:
         """Read and written of a block's gradients and rounded weights in one micro-batch."""
         whole, split = self.size.block_parameters, self.size.block_parameters_split
         each = 0
-        if self.count > 1 or self.pp > 1:
+        if self.micro_batches > 1 or self.pp > 1:
             each += FITTED.gradient_bytes.added
         # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
         alone = self.plan.only_copies or self.plan.num_processes == self.tp
-        if alone and self.width == 2 and not self.traits.rounded_weights:
+        if alone and self.width == 2 and not self.strategy.traits.rounded_weights:
             each += FITTED.gradient_bytes.cast
         return each * (whole - split + split / self.tp)
 

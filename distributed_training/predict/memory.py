@@ -58,7 +58,7 @@ class MemoryEstimate:
 
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
-    by_place = tuple(_Process(plan, formulas).peak() for formulas in formulas_by_place(plan))
+    by_place = tuple(_Process(plan, place).peak() for place in range(plan.mesh["pp"]))
     held = _host_bytes(plan, max(sum(parts.values()) for parts in by_place), tokenised)
     copy = estimate_copy(plan)
     if (held + copy) * plan.processes_here > plan.machine.ram_bytes:
@@ -109,20 +109,16 @@ def estimate_copy(plan: Plan) -> int:
 
 def block_bytes(plan: Plan) -> float:
     """What one block keeps of one micro-batch for its backward pass, in the first process."""
-    return _Process(plan, Formulas(plan, 0)).block_bytes()
+    return _Process(plan, 0).block_bytes()
 
 
-class _Process:
-    """The process at one place along pp."""
+class _Process(Formulas):
+    """What the process at one place along pp holds."""
 
-    def __init__(self, plan: Plan, formulas: Formulas) -> None:
-        self.plan, self.config, self.size, self.formulas = plan, plan.config, plan.size, formulas
-        self.width, self.tokens = formulas.width, formulas.tokens
-        self.tp, self.shards = plan.mesh["tp"], plan.mesh["dp_shard"]
-        self.hidden = formulas.activation
-        self.between = 1 / self.tp if self.config.sequence_parallel else 1.0
-        # DDP averages gradients in every step, in buckets that stay.
-        self.has_buckets = plan.uses_ddp and formulas.steps_between_exchanges is None
+    @property
+    def has_buckets(self) -> bool:
+        """Whether DDP averages gradients in every step, in buckets that stay."""
+        return self.plan.uses_ddp and self.steps_between_exchanges is None
 
     def peak(self) -> dict[str, int]:
         """The fuller of two moments: inside forward and backward, and in the optimizer step."""
@@ -143,20 +139,20 @@ class _Process:
         """All gradients and what the update itself needs; the tied embedding's gradient comes in
         two parts, of which the second is added to the first."""
         state = self._state()
-        if not self.plan.strategy.traits.rounded_weights:
+        if not self.strategy.traits.rounded_weights:
             if self.size.tied:
-                state["buffers"] += 4 * self.formulas.embedding
-            if self.plan.mesh["pp"] == 1 and self.plan.only_copies:
+                state["buffers"] += 4 * self.embedding
+            if self.pp == 1 and self.plan.only_copies:
                 state["copies"] = 0.0  # what autograd kept is gone
-        elif not self.plan.strategy.steps_on_host:
+        elif not self.strategy.steps_on_host:
             # DeepSpeed makes fp32 gradients of its part for Adam, and has a flat copy of the
             # rounded.
-            state["buffers"] += (4 + self.width) * self.formulas.parameters / self.shards
+            state["buffers"] += (4 + self.width) * self.parameters / self.shards
         return state
 
     def _state(self) -> dict[str, float]:
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
-        plan, formulas, held = self.plan, self.formulas, self.formulas.parameters
+        plan, held = self.plan, self.parameters
         scale = held / plan.layout.num_parameters  # of the fullest place, without padding
         state = estimate_state(plan)
         parts = {
@@ -166,64 +162,62 @@ class _Process:
             "copies": 0.0,
             "buffers": 0.0,
         }
-        if plan.strategy.traits.rounded_weights:
+        if self.strategy.traits.rounded_weights:
             parts["copies"] = self._gathered_by_zero3()
-        elif plan.mesh["pp"] > 1:
+        elif self.pp > 1:
             # What predict/state.py counts as parameters: shards, and what is gathered or rounded.
             shard = 4 * held / self.shards
             parts["copies"] = parts["parameters"] - shard
             parts["parameters"] = shard
         elif plan.uses_fsdp:
-            block = formulas.in_blocks / max(1, formulas.num_blocks)
+            block = self.in_blocks / max(1, self.num_blocks)
             # The root's parameters stay gathered, of the blocks the one in use and those ahead.
             blocks = (1 + plan.config.fsdp_prefetch) * block
-            parts["copies"] = self.width * (formulas.around + blocks)
+            parts["copies"] = self.width * (self.around + blocks)
             parts["buffers"] = 4 * block  # whole gradients on their way to a reduce-scatter
         elif self.width == 2:
             parts["copies"] = 2.0 * held  # rounded weights, kept for the backward pass
-        if self.has_buckets and plan.batch.num_microbatches > 1:
+        if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
 
     def _gathered_by_zero3(self) -> float:
         """ZeRO-3 keeps what it gathered until `stage3_max_live_parameters` are there; what lies on
         the host or a disk comes to the GPU as well."""
-        strategy = self.plan.strategy
+        strategy = self.strategy
         if strategy.zero_stage < 3:
             return 0.0
         most = strategy.document["zero_optimization"].get("stage3_max_live_parameters", 1e9)
         away = strategy.offload_device("param") != "none"
         share = 1.0 if away else 1 - 1 / self.shards
-        return self.width * min(most, self.formulas.parameters) * share
+        return self.width * min(most, self.parameters) * share
 
     def _zero_buckets(self) -> float:
         """DeepSpeed's two buckets of gradients: one fills while the other is reduced."""
-        strategy = self.plan.strategy
-        if strategy.zero_stage not in (1, 2) or self.plan.mesh["pp"] > 1:
+        strategy = self.strategy
+        if strategy.zero_stage not in (1, 2) or self.pp > 1:
             return 0.0
         bucket = strategy.document["zero_optimization"].get("reduce_bucket_size", 5e8)
-        return 2 * self.width * float(min(bucket, self.formulas.parameters))
+        return 2 * self.width * float(min(bucket, self.parameters))
 
     def _gradients_stay(self) -> bool:
         """Whether gradients lie in memory while activations do: in DDP's buckets, in ZeRO-3's flat
         buffer, and from the second micro-batch on."""
-        in_buffer = self.has_buckets or self.plan.strategy.zero_stage == 3
-        return in_buffer or self.plan.batch.num_microbatches > 1
+        in_buffer = self.has_buckets or self.strategy.zero_stage == 3
+        return in_buffer or self.micro_batches > 1
 
     def _end_bytes(self) -> float:
         """Around the blocks: on the last stage input and output of the last norm, the gradient of
         one, and of the output layer's weight; messages of a pipeline; on the first the embedding's
         gradient."""
-        formulas, found = self.formulas, 0.0
-        if formulas.last:
-            whole = 1 if self.config.sequence_parallel and self.tp > 1 else 1 / self.between
-            found += self.hidden * (self.between + 2 * whole) + self.width * formulas.embedding
-        if self.plan.mesh["pp"] > 1:
+        found = 0.0
+        if self.last:
+            found += self.hidden * (self.between + 2) + self.width * self.embedding
+        if self.pp > 1:
             # torch has a buffer for each message of a step that this process receives.
-            messages = formulas.edges * self.plan.batch.num_microbatches
-            found += messages * self.hidden * self.between
-            if formulas.first:
-                found += 4 * formulas.embedding
+            found += self.edges * self.micro_batches * self.hidden * self.between
+            if self.first:
+                found += 4 * self.embedding
         return found
 
     def block_bytes(self) -> float:
@@ -231,12 +225,11 @@ class _Process:
         split, between = 1 / self.tp, self.between
         if self.config.activation_checkpointing == "full":
             return self.hidden * between
-        ratio = (self.size.block_matrix_parameters / self.size.hidden_size**2 - 4) / 2
-        values = 2 * between + (4 + 2 * ratio) * split
+        values = 2 * between + (4 + 2 * self.mlp_ratio) * split
         values += 2  # whole: what both column-split layers multiply
         if self.config.activation_checkpointing == "selective":
             # Inputs, and what matrix products and attention return.
-            values = 3 * between + (4 + ratio) * split
+            values = 3 * between + (4 + self.mlp_ratio) * split
         statistics = 4 * self.size.num_heads * split + STATISTICS_BYTES * between
         return self.hidden * values + self.tokens * statistics
 
@@ -275,7 +268,7 @@ class _Process:
             backward += FITTED.recomputed_bytes * self.hidden / 2 / self.tp
         held = held_logits = 0.0
         most = (0.0, 0.0)
-        for action, stage, _ in find_orders(self.plan)[self.formulas.place]:
+        for action, stage, _ in find_orders(self.plan)[self.place]:
             last = stage == len(blocks) - 1
             here = blocks[stage]
             if action == "F":

@@ -39,8 +39,10 @@ def estimate_step(plan: Plan, rates: Rates, *, node_size: int | None = None) -> 
 
 class _Step:
     def __init__(self, plan: Plan, rates: Rates, node_size: int) -> None:
-        self.plan, self.rates, self.work = plan, rates, Work(plan, rates, node_size)
-        self.traits, self.pp, self.count = plan.strategy.traits, self.work.pp, self.work.count
+        self.plan = plan
+        self.rates = rates
+        self.work = Work(plan, rates, node_size)
+        self.pp = self.work.pp
         self.processes = formulas_by_place(plan)
         self.graph = plan.config.cuda_graphs is True  # one launch a step
 
@@ -77,11 +79,11 @@ class _Step:
         launching = 0.0
         if not self.graph:
             blocks = max(process.num_blocks for process in self.processes)
-            launching = self._host_block() * blocks * self.count + step_host
+            launching = self._host_block() * blocks * self.work.micro_batches + step_host
         gpu = phase + data + update
         if self.rates.on_host:
             if self.pp > 1:
-                launching += 2 * self.count * self.rates.host.operation
+                launching += 2 * self.work.micro_batches * self.rates.host.operation
             seconds = gpu + launching + waits
         else:
             seconds = max(gpu, launching) + waits
@@ -107,7 +109,7 @@ class _Step:
     def _data_parallel(self, place: int, computing: float) -> float:
         """What exchanges of gradients and gathers of parameters add to computing beside them."""
         process = self.processes[place]
-        deepspeed = self.traits.takes_deepspeed_json
+        deepspeed = self.plan.strategy.traits.takes_deepspeed_json
         found = process.zero() if deepspeed else process.data()
         every = process.steps_between_exchanges
         # After the pipeline's phase, or the update; else beside each micro-batch's passes.
@@ -116,7 +118,7 @@ class _Step:
         if every:  # all at once
             times = 1 / every
         elif self.pp == 1:
-            times *= self.count
+            times *= self.work.micro_batches
         seconds = sum(
             self.work.collective(axis, kind, size, times)
             for (axis, kind), size in found.items()
@@ -161,7 +163,7 @@ class _Step:
         process = self.processes[place]
         blocks = process.num_blocks
         tensors = TENSORS * blocks
-        if not self.traits.takes_deepspeed_json:
+        if not self.plan.strategy.traits.takes_deepspeed_json:
             each = 0.0
             if self.plan.uses_ddp:
                 each += host.ddp_tensor

@@ -45,23 +45,41 @@ def sent_by_axis(plan: Plan) -> dict[str, float]:
     return max(found, key=lambda sent: sum(sent.values()))
 
 
-class Formulas:
-    """Those of the processes at one place along pp."""
+class Shapes:
+    """Sizes of what a process works on, wherever it is along pp."""
 
-    def __init__(self, plan: Plan, place: int) -> None:
-        self.plan, self.config, self.size, self.mesh = plan, plan.config, plan.size, plan.mesh
-        self.place, self.ranks = place, plan.layout.ranks
-        self.steps_between_exchanges = plan.options.steps_between_exchanges()
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.config = plan.config
+        self.size = plan.size
+        self.strategy = plan.strategy
+        self.mesh = plan.mesh
+        self.tp = plan.mesh["tp"]
+        self.pp = plan.mesh["pp"]
+        self.shards = plan.mesh["dp_shard"]
         self.micro_batches = plan.batch.num_microbatches
         self.width = 4 if plan.config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * plan.config.max_length
-        # Of one micro-batch, between two blocks.
-        self.activation = self.tokens * plan.size.hidden_size * self.width
+        # Bytes of one micro-batch between two blocks; share of it that a process along tp holds.
+        self.hidden = self.tokens * plan.size.hidden_size * self.width
+        self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
+        matrices = plan.size.block_matrix_parameters / plan.size.hidden_size**2
+        self.mlp_ratio = (matrices - 4) / 2  # hidden units of the MLP by hidden size
+
+
+class Formulas(Shapes):
+    """Those of the processes at one place along pp."""
+
+    def __init__(self, plan: Plan, place: int) -> None:
+        super().__init__(plan)
+        self.place = place
+        self.ranks = plan.layout.ranks
+        self.steps_between_exchanges = plan.options.steps_between_exchanges()
         self._count_parameters()
 
     def _count_parameters(self) -> None:
         """Before dp_shard divides them: in blocks, and in what lies around them."""
-        size, tp = self.size, self.mesh["tp"]
+        size, tp = self.size, self.tp
         self.first = self.ranks[0] == self.place
         self.last = self.ranks[-1] == self.place
         stages = zip(self.ranks, self.plan.layout.blocks_per_stage, strict=True)
@@ -95,7 +113,7 @@ class Formulas:
 
     def total(self) -> Bytes:
         """Everything but numbers of at most 8 bytes."""
-        if self.plan.strategy.traits.takes_deepspeed_json:
+        if self.strategy.traits.takes_deepspeed_json:
             return self.pipeline() + self.zero()
         return self.pipeline() + self.tensor() + self.data()
 
@@ -107,11 +125,11 @@ class Formulas:
             steps = self.steps_between_exchanges or 1
             return Counter({("dp_replicate", "all_reduce"): 4 * self.parameters // steps})
         found: Bytes = Counter()
-        shards = self.mesh["dp_shard"]
+        shards = self.shards
         if shards > 1:
             # FSDP: shards every micro-batch, a block before its forward and its backward pass.
             times, gathers = self.micro_batches, 2
-            if self.mesh["pp"] > 1:
+            if self.pp > 1:
                 times, gathers = 1, 1
             gathered = self.width * (gathers * self.in_blocks + self.around)
             found["dp_shard", "all_gather"] = times * gathered
@@ -147,22 +165,22 @@ class Formulas:
         backward, without it all-reduces as often; embedding, output layer, loss; gradients of norms
         and positions once a step, each process those of its shard.
         """
-        if self.mesh["tp"] == 1:
+        if self.tp == 1:
             return Counter()
         count, size = self.micro_batches, self.size
-        exchanged = count * 4 * self.num_blocks * self.activation
+        exchanged = count * 4 * self.num_blocks * self.hidden
         loss = 0
         if self.last:
-            exchanged += count * self.activation
+            exchanged += count * self.hidden
             loss = count * 12 * self.tokens
         if self.first:  # parameters are fp32 where FSDP rounds none
-            rounded = self.plan.num_processes > self.mesh["tp"]
+            rounded = self.plan.num_processes > self.tp
             width = self.width if rounded else 4
             exchanged += count * self.tokens * size.hidden_size * width
         # Recomputation stops before the last exchange of the forward pass: nobody needs its result.
         again = 0
         if self.config.activation_checkpointing != "none":
-            again = count * self.num_blocks * self.activation
+            again = count * self.num_blocks * self.hidden
         if not self.config.sequence_parallel:
             return Counter({("tp", "all_reduce"): exchanged + again + loss})
         terms = self.num_blocks * size.block_norm_parameters
@@ -172,7 +190,7 @@ class Formulas:
             terms += size.position_parameters
         return Counter(
             {
-                ("tp", "all_reduce"): loss + 4 * terms // self.mesh["dp_shard"],
+                ("tp", "all_reduce"): loss + 4 * terms // self.shards,
                 ("tp", "all_gather"): exchanged + 2 * again,
                 ("tp", "reduce_scatter"): exchanged + again,
             }
@@ -180,22 +198,22 @@ class Formulas:
 
     def pipeline(self) -> Bytes:
         """pp: activations on, their gradients back; the tied embedding's gradient once a step."""
-        if self.mesh["pp"] == 1:
+        if self.pp == 1:
             return Counter()
-        split = self.mesh["tp"] if self.config.sequence_parallel else 1
-        sent = self.edges * self.micro_batches * self.activation // split
+        split = self.tp if self.config.sequence_parallel else 1
+        sent = self.edges * self.micro_batches * self.hidden // split
         found: Bytes = Counter({("pp", "send"): sent})
         if self.first != self.last and self.size.tied:
-            if self.plan.strategy.traits.rounded_weights:
+            if self.strategy.traits.rounded_weights:
                 found["pp", "all_reduce"] = self.width * self.embedding
             else:
-                found["pp", "send"] += 4 * self.embedding // self.mesh["dp_shard"]
+                found["pp", "send"] += 4 * self.embedding // self.shards
         return found
 
     def zero(self) -> Bytes:
         """DeepSpeed's stages, on the whole model or on a stage of its pipeline."""
         held = self.width * self.parameters
-        section = self.plan.strategy.document["zero_optimization"]
+        section = self.strategy.document["zero_optimization"]
         times = self.micro_batches if section["stage"] > 1 else 1
         if section["stage"] < 3:
             return Counter(
