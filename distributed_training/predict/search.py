@@ -17,13 +17,8 @@ import math
 import random
 from collections.abc import Sequence
 
+from distributed_training.predict.constants import FITTED
 from distributed_training.predict.orders import build_orders
-
-MORE_HELD = 1  # micro-batches, of a process's whole part of the model
-CHANGES, SIMULATED = 150, 5_000_000  # for each operation; operations in all, a second or two
-FARTHEST = 6  # places by which an operation is moved
-ALONE = 0.3  # of the changes are of one operation, the others of as many in the next periods
-HEAT = 0.16  # of a mean operation: by how much a change may make the step longer at first
 
 Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
 Words = list[Step]
@@ -49,7 +44,10 @@ class _Search:
     def __init__(
         self, seconds: Sequence[Sequence[float]], blocks: Sequence[int], m: int, message_s: float
     ) -> None:
-        self.blocks, self.last, self.p, self.m = blocks, len(seconds) - 1, len(seconds) // 2, m
+        self.blocks = blocks
+        self.last = len(seconds) - 1
+        self.p = len(seconds) // 2
+        self.m = m
         self.seconds = {
             (kind, stage): took
             for stage, each in enumerate(seconds)
@@ -66,12 +64,12 @@ class _Search:
         # stays in the process.
         self.gives: dict[Step, tuple[Step, float]] = {}
         for stage in range(self.last):
-            apart = message_s * (stage != self.p - 1)
+            apart = 0.0 if stage == self.p - 1 else message_s
             self.gives["F", stage] = ("F", stage + 1), apart
             self.gives["I", stage + 1] = ("I", stage), apart
         self.gives["F", self.last] = self.gives.pop(self.at_once)
         self.busy = [sum(self.seconds[step] for step in words) for words in self.start]
-        kept = min(self.p + MORE_HELD, m)
+        kept = min(self.p + FITTED.search.more_held, m)
         self.room = [
             max(self._holds(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
             for rank, words in enumerate(self.start)
@@ -82,15 +80,17 @@ class _Search:
         draw = random.Random(0).random
         orders, best = list(self.start), list(self.start)
         now = shortest = self.length(orders, math.inf) or math.inf
-        heat = HEAT * sum(self.seconds.values()) / len(self.seconds)
+        tuned = FITTED.search
+        heat = tuned.heat * sum(self.seconds.values()) / len(self.seconds)
         count = sum(map(len, orders))
-        changes = min(CHANGES * count, SIMULATED // count)
+        changes = min(tuned.changes * count, tuned.simulated // count)
         for change in range(changes):
             rank = int(draw() * self.p)
             old = orders[rank]
             period = len(old) // self.m
-            at, by = int(draw() * len(old)), int((2 * draw() - 1) * (FARTHEST + 1))
-            periods = 1 if draw() < ALONE else 1 + int(draw() * self.m)
+            at = int(draw() * len(old))
+            by = int((2 * draw() - 1) * (tuned.farthest + 1))
+            periods = 1 if draw() < tuned.alone else 1 + int(draw() * self.m)
             new = _moved(old, range(at, len(old), period)[:periods], by)
             if new == old:
                 continue
