@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import json
 import logging
 import os
 import platform
-import subprocess
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,8 +19,9 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
+from distributed_training.records.provenance import git_commit, timestamp, versions
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, Model, load_json, parse_as
+from distributed_training.settings.files import Model, load_json, parse_as
 
 SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
@@ -31,7 +30,6 @@ METRICS_FILE = "metrics.jsonl"
 TRACE_FILE, MEMORY_FILE = "trace-rank{}.json.gz", "memory-rank{}.pickle"
 FAILURE_FILE = ".failure"
 LOST = "lost another process"
-_PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 # Axis -> size. The earliest records have no tp and pp.
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: {**dict.fromkeys(AXES, 1), **mesh})]
@@ -273,24 +271,3 @@ def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) ->
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{strategy}-{model}-x{world_size}"
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
     return next(output_dir / name for name in names if not (output_dir / name).exists())
-
-
-def timestamp() -> str:
-    """Now, UTC, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def git_commit() -> str | None:
-    """Commit of this checkout, with "-dirty" when files differ; None outside a checkout."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-        return answer.stdout.strip() or None
-    return None
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results."""
-    return {"python": platform.python_version()} | {
-        p: importlib.metadata.version(p) for p in _PACKAGES
-    }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import os
@@ -29,6 +30,7 @@ import torch
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import ModelSpec
+from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
@@ -40,6 +42,22 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 
 
+class KeptTopology(Topology):
+    """The next run with the same mesh has its communicators again."""
+
+    build_mesh = functools.cache(Topology.build_mesh)
+    new_pipeline_group = functools.cache(Topology.new_pipeline_group)
+
+
+class KeptModel(ModelSpec):
+    """The last run's initial weights, which take long to draw, are the next one's as well."""
+
+    _draw = functools.lru_cache(maxsize=1)(ModelSpec.build)
+
+    def build(self, *, dropout: float, seed: int) -> Decoder:
+        return copy.deepcopy(self._draw(dropout=dropout, seed=seed))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """The processes that all runs share."""
@@ -47,6 +65,7 @@ class Group:
     process: Process
     device: torch.device
     folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
+    keep: bool  # communicators and initial weights, from one run to the next
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,9 +84,12 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_group(runs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Group]:
+def open_group(
+    runs: Mapping[str, Mapping[str, Any]] | None = None, *, keep: bool = False
+) -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher), with
-    as many of NCCL's channels for messages as trainings of `runs` have, or as it likes."""
+    as many of NCCL's channels for messages as trainings of `runs` have, or as it likes. `keep`:
+    runs share communicators and initial weights, which take long to make."""
     process = current_process(os.environ) or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
@@ -78,8 +100,10 @@ def open_group(runs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[
     with process_group(device, store, minutes=3, p2p_channels=channels):
         folder = Path(from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
-            yield Group(process=process, device=device, folder=folder)
+            yield Group(process=process, device=device, folder=folder, keep=keep)
         finally:
+            KeptTopology.build_mesh.cache_clear()
+            KeptTopology.new_pipeline_group.cache_clear()
             if process.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -137,6 +161,9 @@ def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) 
         config = build_config(values, defaults=strategy_defaults, options=strategy_options)
         plan = worker.agree_on_plan(config, group.process)
         topology = assemble.build_topology(plan, group.process, group.device)
+        if group.keep:
+            topology = KeptTopology(**_fields(topology))
+            plan = dataclasses.replace(plan, model=KeptModel(**_fields(plan.model)))
         data, _ = load_plan_data(plan)
         sampler = assemble.build_sampler(plan, data, topology)
         engine = assemble.build_engine(plan, topology)
@@ -148,10 +175,5 @@ def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) 
     return gather(mine)
 
 
-def share_between_runs() -> None:
-    """Keep communicators, which live as long as the process, and the last run's initial weights,
-    which take long to draw, from one run to the next."""
-    for name in ("build_mesh", "new_pipeline_group"):
-        setattr(Topology, name, functools.cache(getattr(Topology, name)))
-    drawn = functools.lru_cache(maxsize=1)(ModelSpec.build)
-    ModelSpec.build = lambda spec, **words: copy.deepcopy(drawn(spec, **words))  # type: ignore[method-assign]
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -26,7 +26,8 @@ from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import Topology, show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.run import launch
 from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
@@ -222,9 +223,7 @@ def work(options: argparse.Namespace) -> int:
             on_gpu = group.device.type == "cuda"
             record = {
                 "what": "seconds of operations between processes, the slowest rank's",
-                "made_at": timestamp(),
-                "git_commit": git_commit(),
-                "versions": versions(),
+                **provenance("python real_model_example.py links"),
                 "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
                 "backend": "nccl" if on_gpu else "gloo",
                 "world_size": process.world_size,

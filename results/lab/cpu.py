@@ -18,7 +18,8 @@ from typing import Any
 import checkout
 
 from distributed_training.predict.rates import calibration_file
-from distributed_training.records.record import Record, git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import Record, write_json
 from distributed_training.records.report import find_records
 from distributed_training.records.tables import step_s
 from distributed_training.settings.files import ROOT, load_json
@@ -64,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "what": "peak RAM of the fullest process, and seconds of a step where they were measured",
-        "command": "python results/lab/cpu.py OUT.json" + " --timed" * arguments.timed,
-        "made_at": timestamp(),
-        "git_commit": git_commit(),
-        "versions": versions(),
+        **provenance("python results/lab/cpu.py OUT.json" + " --timed" * arguments.timed),
         "machine": records[0].machine,
         "calibrations": calibrations,
         "runs": [entry(record, arguments.timed) for record in records],

@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.predict.traffic import sent_by_axis
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.run.loop import learning_rate
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 from distributed_training.tools.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
+COMMAND = "torchrun --nproc_per_node=2 results/lab/exchanges.py OUT.json --seed SEED"
 CURVE_STEPS = 8  # losses are kept as means of so many steps
 
 
@@ -99,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runs[name][str(options.seed)] = values
             record = {
                 "what": "loss of gpt2-tiny on two CPU processes with smaller or fewer exchanges",
-                "command": "torchrun --nproc_per_node=2 results/lab/exchanges.py "
-                "OUT.json --seed SEED",
-                "made_at": timestamp(),
-                "git_commit": git_commit(),
-                "versions": versions(),
+                **provenance(COMMAND),
                 "processes": group.process.world_size,
                 "steps": PLAN["steps"],
                 "base": PLAN["common"],

@@ -30,7 +30,6 @@ import checkout
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.stage import PipelineStage
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import gather
@@ -38,7 +37,8 @@ from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.stages import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
-from distributed_training.records.record import start_record, timestamp
+from distributed_training.records.provenance import timestamp
+from distributed_training.records.record import start_record
 from distributed_training.run.assemble import describe_run
 from distributed_training.tools import harness
 from distributed_training.tools.spans import length, union
@@ -51,12 +51,11 @@ COLUMNS = (
     "ideal bubble", "status",
 )  # fmt: skip
 REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
-WATCHED: dict[str, tuple[Any, str]] = {
-    "phase": (Pipeline, "forward_backward"),
-    "reduction": (PipelineStage, REDUCTION),
-    "F": (PipelineStage, "forward_one_chunk"),
-    "B": (PipelineStage, "backward_one_chunk"),  # or I, where a W follows
-    "W": (PipelineStage, "backward_weight_one_chunk"),
+OPERATIONS = {  # of a stage, by kind
+    "reduction": REDUCTION,
+    "F": "forward_one_chunk",
+    "B": "backward_one_chunk",  # or I, where a W follows
+    "W": "backward_weight_one_chunk",
 }
 COMPUTING = ("F", "B", "W")
 
@@ -71,22 +70,27 @@ class LeftOver(NamedTuple):
 class Spans:
     """Begin and end of calls, on the GPU's clock where there is one."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Every call of WATCHED is marked from now on, for the rest of the process."""
+    def __init__(self, device: torch.device, pipeline: Pipeline | None) -> None:
+        """Every phase of the pipeline and every operation of its stages is marked from now on."""
         self.device = device
         self.marks: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
-        for kind, (owner, name) in WATCHED.items():
-            setattr(owner, name, self._watched(kind, getattr(owner, name)))
+        if pipeline is None:
+            return
+        self._watch(pipeline, "forward_backward", ("phase", 0))
+        for stage in stages_of(pipeline):
+            for kind, name in OPERATIONS.items():
+                self._watch(stage, name, (kind, stage.stage_index))
 
-    def _watched(self, kind: str, function: Any) -> Any:
+    def _watch(self, owner: Any, name: str, place: tuple[str, int]) -> None:
+        function = getattr(owner, name)
+
         def call(*arguments: Any, **words: Any) -> Any:
             begin = self._now()
             result = function(*arguments, **words)
-            place = (kind, getattr(arguments[0], "stage_index", 0))
             self.marks.setdefault(place, []).append((begin, self._now()))
             return result
 
-        return call
+        setattr(owner, name, call)
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -114,31 +118,49 @@ class Spans:
         return np.array([begin.elapsed_time(end) / 1000 for begin, end in marks])
 
 
+def pipeline_of(engine: Any) -> Pipeline | None:
+    """The engine's pipeline, where it is ours."""
+    found = getattr(engine, "pipeline", None)
+    return found if isinstance(found, Pipeline) else None
+
+
+def stages_of(pipeline: Pipeline) -> list[Any]:
+    """This process's stages, as torch's schedule calls them."""
+    schedule: Any = pipeline.schedule
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
     """Seconds in which this rank's GPU computed in the forward and backward phase of one more step;
-    None without a GPU or a pipeline of ours. Collective."""
-    pipeline = getattr(engine, "pipeline", None)
+    None without a GPU or a pipeline of ours. Collective. The run's last step: what torch reduces
+    after the phase, but inside of it, is put off, so that the trace is without.
+    """
+    pipeline: Any = pipeline_of(engine)
     if pipeline is None or topology.device_type != "cuda":
         return None
-    phase, found = pipeline.forward_backward, []
+    phase = pipeline.forward_backward
+    put_off: list[Callable[[], Any]] = []
+    found = []
+    for stage in stages_of(pipeline):
+        reduce = getattr(stage, REDUCTION)
+        later = functools.partial(_put_off, put_off, reduce)
+        setattr(stage, REDUCTION, later)
 
     def under_profiler(*arguments: Any) -> Any:
-        # What follows the phase, torch does inside of it: put off, so that the trace is without.
-        reduce, put_off = getattr(PipelineStage, REDUCTION), []
-        setattr(PipelineStage, REDUCTION, lambda *words: put_off.append(words))
         dist.barrier()
-        try:
-            result, seconds = profiled(lambda: phase(*arguments))
-        finally:
-            setattr(PipelineStage, REDUCTION, reduce)
-        for words in put_off:
-            reduce(*words)
+        result, seconds = profiled(lambda: phase(*arguments))
+        for call in put_off:
+            call()
         found.append(seconds)
         return result
 
     pipeline.forward_backward = under_profiler
     engine.train_step(batch)
     return found[0]
+
+
+def _put_off(calls: list[Callable[[], Any]], function: Any, *words: Any) -> None:
+    calls.append(functools.partial(function, *words))
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -167,9 +189,10 @@ def busy_seconds(trace: dict[str, Any]) -> float:
     return length(union(spans)) / 1e6
 
 
-def measure(run: harness.Run, spans: Spans) -> dict[str, Any]:
+def measure(run: harness.Run) -> dict[str, Any]:
     """Train a few steps: what was measured on this rank; on rank 0 also what a record says."""
     config, topology = run.plan.config, run.topology
+    spans = Spans(topology.device, pipeline_of(run.engine))
     timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
     memory.begin()
     for step in range(NUM_EAGER_STEPS + 1 if config.cuda_graphs else 0):  # up to the capture
@@ -256,8 +279,8 @@ def leave_out_left_over(
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
-    use, before = functools.partial(measure, spans=Spans(group.device)), _left_over()
-    for name, found in harness.each_run(group, runs, use, deadline_s=deadline_s):
+    before = _left_over()
+    for name, found in harness.each_run(group, runs, measure, deadline_s=deadline_s):
         after = _left_over()
         if isinstance(found, str):
             yield name, f"refused: {found}"
@@ -279,8 +302,7 @@ def _left_over() -> list[LeftOver]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
-    harness.share_between_runs()
-    with harness.open_group(runs) as group:
+    with harness.open_group(runs, keep=True) as group:
         measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
             collect(arguments, runs, measured, COLUMNS)

@@ -24,7 +24,8 @@ import torch
 
 from distributed_training.engines.base import to_device
 from distributed_training.engines.native import NUM_EAGER_STEPS
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.settings.parser import Parser
 from distributed_training.tools.harness import Run, each_run, open_group
 
@@ -102,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {
         "what": "bf16, compiled, fused AdamW, one process",
         "gpu": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "at": timestamp(),
+        **provenance("python results/lab/nanogpt.py path/to/nanoGPT/model.py OUT.json"),
         "shapes": {},
     }
     with open_group() as group:

@@ -23,7 +23,8 @@ from tabulate import tabulate
 
 from distributed_training.advise.scaling import count
 from distributed_training.records.display import short_path
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.run.loop import learning_rate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
@@ -123,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.mkdir(parents=True, exist_ok=True)
             write_json(file, {
                 "what": "validation loss of small GPT-2s by parameters and tokens, embedded text",
-                "command": "python results/lab/scaling_law.py FOLDER",
-                "made_at": timestamp(), "git_commit": git_commit(), "versions": versions(),
+                **provenance("python results/lab/scaling_law.py FOLDER"),
                 "device": str(group.device), "plan": PLAN, "summary": summarise(runs),
                 "runs": runs,
             })  # fmt: skip

@@ -22,7 +22,8 @@ import checkout
 
 from distributed_training.parallel.agree import gather
 from distributed_training.predict.traffic import sent_by_axis
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
@@ -85,10 +86,7 @@ def work(out: Path, rate: str) -> None:
                 "what": "seconds of a step of gpt2-tiny on two processes over a link of so many "
                 "Mbit/s each way (network namespaces, veth, tc tbf), gloo, one thread each, on "
                 "two cores that others used as well",
-                "command": "python results/lab/slow_links.py OUT.json",
-                "made_at": timestamp(),
-                "git_commit": git_commit(),
-                "versions": versions(),
+                **provenance("python results/lab/slow_links.py OUT.json"),
                 "base": PLAN["common"],
                 "cases": {name: PLAN["cases"][name] for name in CASES},
                 "steps": {"warm_up": WARM_UP, "rounds": ROUNDS, "a_round": STEPS_A_ROUND},

@@ -28,7 +28,8 @@ import psutil
 from distributed_training.data.corpus import read_corpus, read_embedded
 from distributed_training.data.samples import cut_samples, prepare_data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.records.record import timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.parser import Parser
@@ -109,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{part}: {row['seconds']:.1f} s, {row['most_pss'] / 2**30:.2f} GiB", flush=True)
         cached = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     cpus = len(os.sched_getaffinity(0))
-    about = {"made_at": timestamp(), "versions": versions(), "tokenizer": a.tokenizer.name}
+    about = {
+        **provenance(f"python results/lab/text.py {a.size} OUT.json"),
+        "tokenizer": a.tokenizer.name,
+    }
     sizes = {"text_bytes": size, "cache_bytes": cached, "num_cpus": cpus}
     write_json(a.out, {**about, **sizes, **found})
     return 0

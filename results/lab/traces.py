@@ -28,7 +28,8 @@ from torch.profiler import ProfilerActivity
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.records.metrics import StepTimer
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
@@ -163,10 +164,8 @@ def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: 
     """All that is known so far."""
     on_gpu = group.device.type == "cuda"
     return {
-        **{name: plan[name] for name in ("what", "command")},
-        "made_at": timestamp(),
-        "git_commit": commit or git_commit(),
-        "versions": versions(),
+        "what": plan["what"],
+        **provenance(plan["command"], commit=commit),
         "device": torch.cuda.get_device_name(group.device) if on_gpu else "CPU",
         "cuda": torch.version.cuda if on_gpu else None,
         "processes": group.process.world_size,
@@ -191,8 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, plan, runs = read_plan("Exposed communication of every run of a plan.", argv)
     file, began = arguments.out / "overlap.json", time.monotonic()
     done = runs_so_far(file, plan)  # before the processes meet: rank 0 has not written since
-    harness.share_between_runs()
-    with harness.open_group(runs) as group:
+    with harness.open_group(runs, keep=True) as group:
         first = group.process.rank == 0
         say = functools.partial(print, flush=True) if first else lambda text: None
 

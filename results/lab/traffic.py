@@ -30,7 +30,8 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.private import TorchDispatchMode, resolve_process_group
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
-from distributed_training.records.record import git_commit, timestamp, versions, write_json
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
 from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
@@ -234,10 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = {
         "what": "one training step on CPU processes over gloo: bytes given to each operation of "
         "torch.distributed, and what a process sends for them in a ring",
-        "command": "python results/lab/traffic.py OUT.json",
-        "made_at": timestamp(),
-        "git_commit": git_commit(),
-        "versions": versions(),
+        **provenance("python results/lab/traffic.py OUT.json"),
         "models": PLAN["models"],
         "base": PLAN["common"],
         "bytes_sent": rows,

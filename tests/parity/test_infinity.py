@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distributed_training.advise.checks import has_libaio
-from tests.parity.resharding import LAYOUTS, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from results.lab.faults.resharding import LAYOUTS, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
 from tests.parity.support import DEEP, cut, run_cases, small_infinity
 
 WIDE = {**DEEP, "model": "four-wide-layers"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tests.parity.resharding import LOSS_TOLERANCE, WEIGHT_TOLERANCE, draw_pairs, reshard
+from results.lab.faults.resharding import LOSS_TOLERANCE, WEIGHT_TOLERANCE, draw_pairs, reshard
 
 NUM_PAIRS = 4
 # Where state is divided in other ways: ranges of elements, rows, columns, layers; twice the same.

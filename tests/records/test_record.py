@@ -9,15 +9,14 @@ from importlib.metadata import version
 
 import pytest
 
+from distributed_training.records.provenance import git_commit, versions
 from distributed_training.records.record import (
     LOST,
     METRICS_FILE,
     RECORD_FILE,
-    ROOT,
     SCHEMA_VERSION,
     append_metrics,
     claim_failure,
-    git_commit,
     is_alive,
     load_record,
     load_state,
@@ -25,9 +24,9 @@ from distributed_training.records.record import (
     new_run_dir,
     start_record,
     truncate_metrics,
-    versions,
     write_json,
 )
+from distributed_training.settings.files import ROOT
 from tests.support import record_values, refused
 
 
@@ -199,7 +198,7 @@ def test_commit_is_gits():
 
 
 def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr("distributed_training.records.record.ROOT", tmp_path)
+    monkeypatch.setattr("distributed_training.records.provenance.ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() is None
 

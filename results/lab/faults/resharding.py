@@ -1,9 +1,9 @@
 """Runs that are saved under one layout and go on under another.
 
-python -m tests.parity.resharding --jobs 16          all pairs, to results/resharding.json
-python -m tests.parity.resharding --ring             each layout saved once and resumed once
-python -m tests.parity.resharding --pairs 20 --seed 7
-python -m tests.parity.resharding --only infinity    pairs with such a layout on either side
+python -m results.lab.faults.resharding --jobs 16          all pairs, to results/resharding.json
+python -m results.lab.faults.resharding --ring             each layout saved once and resumed once
+python -m results.lab.faults.resharding --pairs 20 --seed 7
+python -m results.lab.faults.resharding --only infinity    pairs with such a layout on either side
 
 The script's model is wider than the tests', so that infinity has moments in files.
 """

@@ -1,7 +1,7 @@
 """Random faults over all strategies, many runs at a time, and what they cost.
 
-    python -m tests.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
-    python -m tests.soak --seed 1 --repeat zero2:3          # one mission of that soak again
+    python -m results.lab.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
+    python -m results.lab.faults.soak --seed 1 --repeat zero2:3   # one mission again
 
 A mission is one run on two or four CPU processes, started as a user does, with --num_gpus. It meets
 up to three random faults at random steps, is begun again with `resume=auto` after each, and must
@@ -39,7 +39,7 @@ from tests.conftest import SMALL, clean_environment, heavy_pool, settings
 from tests.parity.support import small_infinity
 from tests.pool import ROOT
 
-WORKER = ROOT / "tests" / "soak_worker.py"
+WORKER = ROOT / "results/lab/faults/soak_worker.py"
 NUM_STEPS, SAVED_EVERY, HANG_S = 40, 8, 40
 FAULTS_A_MISSION = 3
 LIMIT_S, RESERVE_S = 200.0, 110.0  # of one start; before the end no fault begins any more

@@ -1,8 +1,8 @@
-"""A soak of two faults; tests/soak.py does hundreds."""
+"""A soak of two faults; results/lab/faults/soak.py does hundreds."""
 
 from __future__ import annotations
 
-from tests.soak import soak
+from results.lab.faults.soak import soak
 
 
 def test_random_faults_cost_no_more_than_the_steps_since_a_checkpoint():

@@ -1,4 +1,4 @@
-"""real_model_example.py as tests/soak.py starts it: a fault strikes one of its processes.
+"""real_model_example.py as soak.py starts it: a fault strikes one of its processes.
 
 SOAK in the environment is the fault as JSON, with the folder in which the processes leave their
 numbers, the time of the fault, and a line for each step that they do.
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import real_model_example
 from distributed_training.models.gpt2 import SIZES, gpt2_size
