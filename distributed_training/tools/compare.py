@@ -19,14 +19,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
 from tqdm import tqdm
 
+from distributed_training.plan.machine import detect_machine
 from distributed_training.records import page
+from distributed_training.records.comparison import Comparison, Layout
 from distributed_training.records.display import WIDTH, gib, short_path
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, Record, write_json
 from distributed_training.records.tables import (
@@ -35,11 +38,61 @@ from distributed_training.records.tables import (
     tokens_per_s,
     validation_loss,
 )
-from distributed_training.tools.wanted import Build, Run, Values, Wanted, comparisons_of, plan_runs
+from distributed_training.run.launch import requested_processes
+from distributed_training.settings.config import AUTO, KEYS, RunConfig
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import did_you_mean, load_json, shown, user_path
+from distributed_training.settings.strategies import list_strategies, strategy_options
 
+# Not part of what is compared; a key that is typed or in the plan stays as it is.
+QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
+SIZE_OF_STEP = ("batch_size", "grad_accum_steps")  # work, though not marked as such
 ELSEWHERE = ("output_dir",)  # keys that may differ between equal runs
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
 PATIENCE_S = 30.0  # for a run that was told to stop
+Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
+Values = Mapping[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One training that is wanted, and what came of it."""
+
+    values: Values  # CONFIG keys over CONFIG, strategy and seed among them
+    config: RunConfig | None  # None: refused before it was started
+    record: Record | None = None
+    why: str = ""  # there is no finished record
+
+    @property
+    def texts(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+    @property
+    def layout(self) -> Values:
+        """What is compared: all but the seed."""
+        return {key: value for key, value in self.values.items() if key != "seed"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Wanted:
+    """All runs of a comparison and where they go."""
+
+    runs: list[Run]
+    out: Path
+    num_processes: int
+    script: Path
+    options: list[str]  # of every run besides its values
+    git_commit: str | None
+    durations_s: list[float] = field(default_factory=list)
+
+    @property
+    def left(self) -> list[Run]:
+        """Neither finished nor failed."""
+        return [run for run in self.runs if run.record is None and not run.why]
+
+    @property
+    def num_finished(self) -> int:
+        return sum(run.record is not None for run in self.runs)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +109,8 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
     wanted = plan_runs(arguments, build, script)
     take_finished(wanted)
-    there, each = sum(run.record is not None for run in wanted.runs), wanted.num_processes
-    processes = f"{each} process{'es' * (each > 1)}"
-    kept = f"; {there} are there already" * bool(there)
+    processes = f"{wanted.num_processes} process" + ("es" if wanted.num_processes > 1 else "")
+    kept = f"; {wanted.num_finished} are there already" if wanted.num_finished else ""
     print(f"{len(wanted.runs)} runs with {processes} each, in {short_path(wanted.out)}{kept}")
     if arguments.dry_run:
         print("\n".join(f"  {' '.join(run.texts)}" for run in wanted.left))
@@ -75,8 +127,99 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     write_page(wanted)
-    failed = all(run.record is None for run in wanted.runs)
-    return 128 + signal.SIGINT if interrupted else int(failed)
+    if interrupted:
+        return 128 + signal.SIGINT
+    return 0 if wanted.num_finished else 1
+
+
+def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Wanted:
+    """Which runs are wanted. Raises UserError where nothing can be compared."""
+    if arguments.seeds < 1:
+        raise UserError(f"--seeds {arguments.seeds} is not at least 1")
+    if (arguments.plan is None) == (arguments.strategies is None):
+        what = "compare takes a plan, or --strategies"
+        raise UserError(what, fix="type compare --strategies dp,fsdp or compare PLAN.json")
+    if arguments.cluster is not None:
+        raise UserError("--cluster only plans, and compare trains", fix="leave it out")
+    typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
+    plan: dict[str, Any] = {}
+    if arguments.plan is not None:
+        plan = read_plan(user_path("the plan", arguments.plan))
+        name = Path(arguments.plan).stem
+        common = QUIETLY | by_name(plan.get("common", {}))
+        layouts = [common | by_name(run) | typed for run in plan["runs"]]
+    else:
+        names = [known_strategy(word.strip()) for word in arguments.strategies.split(",")]
+        name = "-".join(names)
+        layouts = [QUIETLY | known_to(name, typed, names) | {"strategy": name} for name in names]
+    asked = str(arguments.num_gpus or plan.get("num_gpus", "all"))
+    count = requested_processes(asked, detect_machine(), {})
+    runs = [run for seed in range(arguments.seeds) for run in with_seed(layouts, seed, build)]
+    built = next((run.config for run in runs if run.config is not None), None)
+    if built is None:
+        raise UserError(runs[0].why if runs else "the plan has no runs")
+    options = [f"--num_gpus={count}"]
+    if arguments.force:
+        options.append("--force")
+    if arguments.preset is not None:
+        options.append(f"--preset={arguments.preset}")
+    out = Path(built.output_dir) / f"compare-{name}-x{count}"
+    if arguments.out:
+        out = user_path("--out", arguments.out)
+    return Wanted(
+        runs=runs, out=out, num_processes=count, script=script, options=options,
+        git_commit=arguments.git_commit,
+    )  # fmt: skip
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """A plan's JSON. Raises UserError for what is not a plan."""
+    plan = load_json(path, "plan")
+    runs = plan.get("runs") if isinstance(plan, dict) else None
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
+        raise UserError(f"{path} is not a plan of runs", fix=fix)
+    return plan
+
+
+def known_strategy(name: str) -> str:
+    """The name; raises UserError for one that is not a strategy."""
+    known = (*list_strategies(), AUTO)
+    if name not in known:
+        fix = did_you_mean(name, known, f"choose from {', '.join(known)}")
+        raise UserError(f"--strategies: {shown(name)} is not a strategy", fix=fix)
+    return name
+
+
+def known_to(strategy: str, typed: Values, names: Sequence[str]) -> dict[str, Any]:
+    """What is typed, without the keys that only the engines of other strategies have."""
+    own = {name: set(strategy_options(name).model_fields) for name in names}
+    foreign = set().union(*own.values()) - own[strategy]
+    return {key: value for key, value in typed.items() if key not in foreign}
+
+
+def by_name(values: Values) -> dict[str, Any]:
+    """The values under their keys' own names."""
+    names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
+    return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
+
+
+def with_seed(layouts: Sequence[Values], more: int, build: Build) -> list[Run]:
+    """Runs of all layouts with the seed that CONFIG gives them and `more`."""
+    found = []
+    for layout in layouts:
+        try:
+            config = build([f"{key}={value}" for key, value in layout.items()])
+            if config.batch_size == AUTO:
+                what = "compare needs a batch_size: each strategy would choose its own"
+                raise UserError(what, fix="add --batch_size 8")
+            config = config.model_copy(update={"seed": config.seed + more})
+            values = {**layout, "strategy": config.strategy, "seed": config.seed}
+            found.append(Run(values=values, config=config))
+        except UserError as error:
+            values = {"strategy": "?", **layout, "seed": more}
+            found.append(Run(values=values, config=None, why=str(error)))
+    return found
 
 
 def take_finished(wanted: Wanted) -> None:
@@ -103,32 +246,34 @@ def do_what_is_left(wanted: Wanted) -> None:
     next."""
     seeds = len({run.values["seed"] for run in wanted.runs}) > 1
     for number, run in enumerate(wanted.runs, 1):
-        place, began = f"{number:>3}/{len(wanted.runs)}  ", time.monotonic()
         if run.record is not None:
             continue
+        place = f"{number:>3}/{len(wanted.runs)}  "
+        name = run.values["strategy"]
+        if seeds:
+            name += f", seed {run.values['seed']}"
+        began = time.monotonic()
         if not run.why:
-            print(f"{place}{run.describe(seeds)} ...", flush=True)
+            print(f"{place}{name} ...", flush=True)
             train(wanted, run)
             wanted.durations_s.append(time.monotonic() - began)
         for other in wanted.left:
             if run.why and other.layout == run.layout:
                 other.why = run.why
-        line = f"{place}{describe_end(run, seeds)}{_left(wanted)}"
+        line = f"{place}{name}: {outcome(run)}{_left(wanted)}"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(place)), flush=True)
 
 
-def describe_end(run: Run, seeds: bool) -> str:
-    """A line on what came of a run."""
+def outcome(run: Run) -> str:
+    """What came of a run, in a line."""
     if run.record is None:
-        return f"{run.describe(seeds)}: {run.why}"
-    speed = tokens_per_s(run.record)
-    loss = validation_loss(run.record)
-    parts = [
-        "" if speed is None else f"{speed:,.0f} tokens/s",
-        f"peak {gib(measured_peak(run.record))}",
-        "" if loss is None else f"validation loss {loss:.4f}",
-    ]
-    return f"{run.describe(seeds)}: {', '.join(filter(None, parts))}"
+        return run.why
+    parts = [f"peak {gib(measured_peak(run.record))}"]
+    if (speed := tokens_per_s(run.record)) is not None:
+        parts.insert(0, f"{speed:,.0f} tokens/s")
+    if (loss := validation_loss(run.record)) is not None:
+        parts.append(f"validation loss {loss:.4f}")
+    return ", ".join(parts)
 
 
 def _left(wanted: Wanted) -> str:
@@ -207,21 +352,57 @@ def free_name(record: Record, folder: Path) -> str:
     return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())
 
 
+def comparisons_of(wanted: Wanted) -> list[Comparison]:
+    """The runs by what they were to do, then by layout."""
+    work = [key for key in KEYS if KEYS[key].work or key in SIZE_OF_STEP]
+    groups: dict[str, list[Run]] = {}
+    for run in wanted.runs:
+        done = [f"{key} {value}" for key, value in run.layout.items() if key in work]
+        groups.setdefault(", ".join(done), []).append(run)
+    found = []
+    for done, runs in groups.items():
+        asked = "" if any(run.record for run in runs) else done  # else the records say it
+        found.append(Comparison(work=asked, layouts=layouts_of(runs)))
+    return found
+
+
+def layouts_of(runs: Sequence[Run]) -> list[Layout]:
+    """Runs by layout, each named by what tells it from the others."""
+    keys = dict.fromkeys(key for run in runs for key in run.layout if key != "strategy")
+    telling = [key for key in keys if len({repr(run.layout.get(key)) for run in runs}) > 1]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        words = [f"{key}={run.layout[key]}" for key in telling if key in run.layout]
+        groups.setdefault(" ".join([run.values["strategy"], *words]), []).append(run)
+    return [
+        Layout(
+            name=name,
+            records=[run.record for run in members if run.record is not None],
+            num_runs=len(members),
+            why=next((run.why for run in members if run.why), ""),
+        )
+        for name, members in groups.items()
+    ]
+
+
 def write_page(wanted: Wanted) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
     from distributed_training.records.plots import save_pngs  # slow to import
 
     comparisons = comparisons_of(wanted)
-    out = wanted.out
     plots = []
     for number, comparison in enumerate(comparisons, 1):
-        plots.append(save_pngs(comparison, out, f"-{number}" if len(comparisons) > 1 else ""))
-    done = sum(run.record is not None for run in wanted.runs)
-    left = "" if done == len(wanted.runs) else f" of {len(wanted.runs)}"
-    heading = f"{done}{left} runs, each in processes of its own, one after the other."
+        suffix = f"-{number}" if len(comparisons) > 1 else ""
+        plots.append(save_pngs(comparison, wanted.out, suffix))
+    runs = f"{len(wanted.runs)} runs"
+    if wanted.num_finished < len(wanted.runs):
+        runs = f"{wanted.num_finished} of {runs}"
+    heading = f"{runs}, each in processes of its own, one after the other."
     title = "Strategies side by side"
-    (out / "compare.md").write_text(page.markdown(title, heading, comparisons, plots), "utf-8")
-    (out / "compare.html").write_text(page.html(title, heading, comparisons), "utf-8")
+    text = page.markdown(title, heading, comparisons, plots)
+    (wanted.out / "compare.md").write_text(text, encoding="utf-8")
+    text = page.html(title, heading, comparisons)
+    (wanted.out / "compare.html").write_text(text, encoding="utf-8")
     for comparison in comparisons:
         print(f"\n{page.terminal(comparison)}")
-    print(f"\nwrote {short_path(out)}/compare.md and compare.html")
+    print(f"\nwrote {short_path(wanted.out)}/compare.md and compare.html")

@@ -27,8 +27,8 @@ from distributed_training.records.display import short_path
 from distributed_training.records.record import TRACE_FILE
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.parser import Parser
-from distributed_training.tools.spans import Spans, clip, length, minus, union
 
+Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # Without a GPU: what computes, and what waits inside of it.
@@ -38,6 +38,47 @@ KINDS = {  # by the names of NCCL's kernels and of gloo's operations, without _ 
     "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter",
     "all-to-all": "alltoall", "broadcast": "broadcast", "send/receive": "send|recv", "other": "",
 }  # fmt: skip
+
+
+def union(spans: Iterable[tuple[float, float]], apart: float = 0.0) -> Spans:
+    """The times in any of `spans`, which may overlap; gaps of `apart` and less are filled."""
+    found: Spans = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + apart:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def minus(spans: Spans, others: Spans) -> Spans:
+    """The times in `spans` but not in `others`."""
+    found: Spans = []
+    place = 0
+    for begin, end in spans:
+        while place < len(others) and others[place][1] <= begin:
+            place += 1
+        following = place
+        while following < len(others) and others[following][0] < end:
+            if others[following][0] > begin:
+                found.append((begin, others[following][0]))
+            begin = max(begin, others[following][1])
+            following += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def clip(spans: Spans, window: tuple[float, float]) -> Spans:
+    """The times in `spans` within a window."""
+    first, last = window
+    cut = ((max(begin, first), min(end, last)) for begin, end in spans)
+    return [(begin, end) for begin, end in cut if begin < end]
+
+
+def length(spans: Spans) -> float:
+    """How long they are together."""
+    return sum(end - begin for begin, end in spans)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,8 +134,9 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
     found = on_gpu or events
     talks = "nccl" if on_gpu else "gloo:"
     messages = [event for event in found if talks in event["name"].lower()]
-    window = _envelope([e["span"] for e in on_gpu] or list(steps.values()))
-    by_kind: dict[str, list[tuple[float, float]]] = {}
+    lasts = [event["span"] for event in on_gpu] or list(steps.values())
+    window = (min(begin for begin, _ in lasts), max(end for _, end in lasts))
+    by_kind: dict[str, Spans] = {}
     for event in messages:
         by_kind.setdefault(kind_of(event["name"]), []).append(event["span"])
     return Rank(
@@ -124,11 +166,6 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, plain))
 
 
-def _envelope(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    begins, ends = zip(*spans, strict=True)
-    return min(begins), max(ends)
-
-
 def read_run(folder: Path) -> list[Rank]:
     """The traces of a run, by rank. Raises UserError where there are none or they are broken."""
     files = {
@@ -149,7 +186,7 @@ def read_run(folder: Path) -> list[Rank]:
 
 def describe(ranks: Sequence[Rank]) -> str:
     """Milliseconds a step and shares of it, by rank, and by kind of operation."""
-    rows, kinds = [], {kind for rank in ranks for kind in rank.by_kind}
+    rows = []
     for rank in ranks:
         found = rank.seconds()
         step = found["step"]
@@ -158,21 +195,21 @@ def describe(ranks: Sequence[Rank]) -> str:
             cells.append(f"{1000 * found[name]:.1f}  {100 * found[name] / step:3.0f}%")
         rows.append([str(rank.rank), *cells])
     headers = ["rank", "ms a step", "computes", "communicates", "exposed", "neither"]
-    lines = [tabulate(rows, headers, disable_numparse=True, stralign="right"), ""]
-    if not kinds:
-        return "\n".join([*lines, "no communication was recorded"])
+    by_rank = tabulate(rows, headers, disable_numparse=True, stralign="right")
     rows = []
-    for kind in sorted(kinds):
-        own = [rank.by_kind.get(kind, []) for rank in ranks]
-        shown = [
-            1e-3 * max(length(s) / r.steps for s, r in zip(own, ranks, strict=True)),
-            1e-3
-            * max(length(minus(s, r.computing)) / r.steps for s, r in zip(own, ranks, strict=True)),
-        ]
-        rows.append([kind, *(f"{value:.1f}" for value in shown)])
+    for kind in sorted({kind for rank in ranks for kind in rank.by_kind}):
+        whole = []
+        exposed = []
+        for rank in ranks:
+            spans = rank.by_kind.get(kind, [])
+            whole.append(length(spans) / rank.steps)
+            exposed.append(length(minus(spans, rank.computing)) / rank.steps)
+        rows.append([kind, f"{max(whole) / 1000:.1f}", f"{max(exposed) / 1000:.1f}"])
+    if not rows:
+        return f"{by_rank}\n\nno communication was recorded"
     headers = ["operation", "ms a step", "exposed"]
-    lines.append(tabulate(rows, headers, disable_numparse=True, stralign="right"))
-    return "\n".join(lines)
+    by_kind = tabulate(rows, headers, disable_numparse=True, stralign="right")
+    return f"{by_rank}\n\n{by_kind}"
 
 
 def draw(ranks: Sequence[Rank], path: Path) -> None:

@@ -41,7 +41,7 @@ from distributed_training.records.provenance import timestamp
 from distributed_training.records.record import start_record
 from distributed_training.run.assemble import describe_run
 from distributed_training.tools import harness
-from distributed_training.tools.spans import length, union
+from distributed_training.tools.overlap import length, union
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.runs import Measured, Runs, collect, read_plan
 

@@ -35,8 +35,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.tools import harness
 from distributed_training.tools.clock import Clock
-from distributed_training.tools.overlap import STEP, Rank, read_trace
-from distributed_training.tools.spans import Spans, clip, union
+from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included

@@ -9,8 +9,7 @@ import struct
 
 import pytest
 
-from distributed_training.tools.overlap import kind_of, main, read_trace
-from distributed_training.tools.spans import clip, length, minus, union
+from distributed_training.tools.overlap import clip, kind_of, length, main, minus, read_trace, union
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings
 from tests.e2e.support import run_folders
 from tests.support import refused
