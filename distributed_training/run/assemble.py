@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distributed_training.advise.checks import needed_extensions
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -50,11 +51,12 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
     return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
 
 
-def build_engine(plan: Plan, topology: Topology) -> Engine:
+def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -> Engine:
     """Initial weights (equal on every rank and under every strategy) into the right engine; then
-    the random numbers of dropout start. Collective."""
+    the random numbers of dropout start. `model`: with these weights drawn already. Collective."""
     config = plan.config
-    model = plan.model.build(dropout=config.dropout, seed=config.seed)
+    if model is None:
+        model = plan.model.build(dropout=config.dropout, seed=config.seed)
     model.compute_dtype = COMPUTE_DTYPES[config.precision]
     if plan.weights_dir is not None:
         plan.model.load(model, plan.weights_dir)

@@ -357,12 +357,13 @@ def comparisons_of(wanted: Wanted) -> list[Comparison]:
     work = [key for key in KEYS if KEYS[key].work or key in SIZE_OF_STEP]
     groups: dict[str, list[Run]] = {}
     for run in wanted.runs:
-        done = [f"{key} {value}" for key, value in run.layout.items() if key in work]
-        groups.setdefault(", ".join(done), []).append(run)
+        words = [f"{key} {value}" for key, value in run.layout.items() if key in work]
+        groups.setdefault(", ".join(words), []).append(run)
     found = []
     for done, runs in groups.items():
-        asked = "" if any(run.record for run in runs) else done  # else the records say it
-        found.append(Comparison(work=asked, layouts=layouts_of(runs)))
+        if any(run.record for run in runs):
+            done = ""  # the records say it
+        found.append(Comparison(work=done, layouts=layouts_of(runs)))
     return found
 
 

@@ -49,13 +49,10 @@ class KeptTopology(Topology):
     new_pipeline_group = functools.cache(Topology.new_pipeline_group)
 
 
-class KeptModel(ModelSpec):
-    """The last run's initial weights, which take long to draw, are the next one's as well."""
-
-    _draw = functools.lru_cache(maxsize=1)(ModelSpec.build)
-
-    def build(self, *, dropout: float, seed: int) -> Decoder:
-        return copy.deepcopy(self._draw(dropout=dropout, seed=seed))
+@functools.lru_cache(maxsize=1)
+def _draw(model: ModelSpec, dropout: float, seed: int) -> Decoder:
+    """Initial weights, which take long to draw."""
+    return model.build(dropout=dropout, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,19 +158,16 @@ def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) 
         config = build_config(values, defaults=strategy_defaults, options=strategy_options)
         plan = worker.agree_on_plan(config, group.process)
         topology = assemble.build_topology(plan, group.process, group.device)
+        model = None
         if group.keep:
-            topology = KeptTopology(**_fields(topology))
-            plan = dataclasses.replace(plan, model=KeptModel(**_fields(plan.model)))
+            topology = KeptTopology(**dataclasses.asdict(topology))
+            model = copy.deepcopy(_draw(plan.model, plan.config.dropout, plan.config.seed))
         data, _ = load_plan_data(plan)
         sampler = assemble.build_sampler(plan, data, topology)
-        engine = assemble.build_engine(plan, topology)
+        engine = assemble.build_engine(plan, topology, model)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # on every rank
         return str(error)
     mine = use(run)
     run.engine.close()  # `use` may have put another one there
     return gather(mine)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

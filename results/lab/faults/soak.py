@@ -182,7 +182,7 @@ class Mission:
         self.faults.append(row)
         return row
 
-    def _launch(self, environment: dict[str, str], log: Path, processes: Path) -> None:
+    def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> None:
         count, values = STRATEGIES[self.strategy]
         arguments = settings({
             **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
@@ -404,12 +404,10 @@ def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """How far the weights of two runs are from each other."""
     assert set(ours) == set(theirs)
-    far = {
-        name: float(
-            np.linalg.norm(ours[name] - theirs[name]) / max(np.linalg.norm(theirs[name]), 1e-9)
-        )
-        for name in ours
-    }
+    far = {}
+    for name in ours:
+        size = float(np.linalg.norm(theirs[name]))
+        far[name] = float(np.linalg.norm(ours[name] - theirs[name])) / max(size, 1e-9)
     same = all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
     return {"bit_identical": same, "largest_difference": max(far.values())}
 

@@ -121,7 +121,8 @@ def arrange(rank: int) -> None:
             strike_in_save(checkpoint, own)
         right_begin(self, engine, **options)
 
-    Trainer._update, checkpoint.Saver.begin = update, begin
+    Trainer._update = update  # type: ignore[method-assign]
+    checkpoint.Saver.begin = begin  # type: ignore[method-assign]
 
 
 def main() -> int:
