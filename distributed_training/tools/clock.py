@@ -18,9 +18,14 @@ LAUNCHES = 50  # of which the host's time is the mean
 class Clock:
     """Seconds of a call on a device, and of launching it."""
 
-    def __init__(self, device: torch.device, *, crowded: bool = False) -> None:
-        """`crowded`: all processes make every call together, as they share the cores."""
-        self.device, self.crowded = device, crowded
+    def __init__(
+        self, device: torch.device, *, crowded: bool = False, budget_s: float | None = None
+    ) -> None:
+        """`crowded`: all processes make every call together, as they share the cores. `budget_s`:
+        for one figure, instead of BUDGET_S."""
+        self.device = device
+        self.crowded = crowded
+        self.budget_s = BUDGET_S if budget_s is None else budget_s
 
     def wait(self) -> None:
         """Until the device has done everything."""
@@ -39,7 +44,7 @@ class Clock:
         once = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         if together or self.crowded:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        count = max(3, min(200, int(BUDGET_S / float(once))))
+        count = max(3, min(200, int(self.budget_s / float(once))))
         start = time.perf_counter()
         for _ in range(count):
             call()

@@ -12,14 +12,12 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.machine import detect_machine
@@ -27,15 +25,19 @@ from distributed_training.run.launch import requested_processes
 from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
+from distributed_training.tools.clock import Clock
 from distributed_training.tools.doctor import Finding, ok, show, warn
 from distributed_training.tools.harness import open_group
+from distributed_training.tools.links import there_and_back
 
 MOST_FOR_PAIRS = 8
+ROUNDS = 3  # of which the quickest counts: other programs only make it slower
+ROUND_S = 0.02
 SMALL_BYTES = 8
 LARGE_BYTES = {"cuda": 2**26, "cpu": 2**22}
-ROUNDS = 10  # of which the quickest counts: other programs only make it slower
 # By how much a link is worse than the best of its kind before it is called slow.
-SLOW_LATENCY, SLOW_RATE = 3.0, 2.0
+SLOW_LATENCY = 3.0
+SLOW_RATE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,42 +66,34 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(range(world_size)))
 
 
-def seconds_one_way(mine: int, ranks: tuple[int, int], tensor: torch.Tensor) -> float:
-    """Of sending `tensor` from one of two ranks to the other; both call this."""
-    first, other = mine == ranks[0], ranks[mine == ranks[0]]
-    quickest = float("inf")
-    for _ in range(ROUNDS + 1):  # the first opens the connection
-        start = time.perf_counter()
-        for sends in (first, not first):
-            (dist.send if sends else dist.recv)(tensor, other)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        quickest = min(quickest, (time.perf_counter() - start) / 2)
-    return quickest
-
-
-def measure_links(rank: int, world_size: int, device: torch.device) -> list[Link]:
+def measure_links(world_size: int, device: torch.device) -> list[Link]:
     """All links, on every rank. Collective."""
     hosts = gather(platform.node())
-    found = list[tuple[int, dict[str, Any]]]()
+    timer = Clock(device, budget_s=ROUND_S)
     small = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     large = torch.zeros(LARGE_BYTES[device.type], dtype=torch.uint8, device=device)
-    for place, ranks in enumerate(pairs(world_size)):
-        if rank in ranks:
-            latency = seconds_one_way(rank, ranks, small)
-            rate = large.numel() / seconds_one_way(rank, ranks, large)
-            ends = (hosts[ranks[0]], hosts[ranks[1]])
-            link = Link(ranks=ranks, hosts=ends, latency_s=latency, bytes_per_s=rate)
-            if rank == ranks[0]:
-                found.append((place, asdict(link)))
-        dist.barrier()
-    told = sorted(itertools.chain(*gather(found)), key=lambda pair: pair[0])
-    return [Link(**link) for _, link in told]
+    found = []
+    for ranks in pairs(world_size):
+        mine = [
+            min(timer.seconds(call, together=True) for _ in range(ROUNDS)) / 2
+            for call in (partial(there_and_back, tensor, ranks) for tensor in (small, large))
+        ]
+        latency, seconds = gather(mine)[ranks[0]]  # the others looked on
+        found.append(
+            Link(
+                ranks=ranks,
+                hosts=(hosts[ranks[0]], hosts[ranks[1]]),
+                latency_s=latency,
+                bytes_per_s=large.numel() / seconds,
+            )
+        )
+    return found
 
 
 def judge(links: Sequence[Link]) -> list[Finding]:
     """A line for each kind of link, and one for each that is slow among its kind."""
-    found, slow = list[Finding](), list[Link]()
+    found: list[Finding] = []
+    slow: list[Link] = []
     fix = "leave that process's host out, or see what else uses it: top, nvidia-smi, ethtool"
     for kind in dict.fromkeys(link.kind for link in links):
         alike = [link for link in links if link.kind == kind]
@@ -108,13 +102,15 @@ def judge(links: Sequence[Link]) -> list[Finding]:
         text = f"{len(alike)} {kind}, at best {1e6 * latency:,.0f} us, {rate / 1e9:.2f} GB/s"
         found.append(ok("links", text))
         for link in alike:
-            late, thin = link.latency_s / latency, rate / link.bytes_per_s
+            late = link.latency_s / latency
+            thin = rate / link.bytes_per_s
             if late > SLOW_LATENCY or thin > SLOW_RATE:
                 slow.append(link)
                 what = f"{thin:.1f} times slower" if thin > SLOW_RATE else f"{late:.1f} times later"
                 found.append(warn("slow", f"{link.describe()}, {what} than the best {kind}", fix))
-    shared = set.intersection(*(set(link.ranks) for link in slow)) if len(slow) > 1 else ()
-    found += [warn("rank", f"{rank} is at one end of all that are slow", fix) for rank in shared]
+    if len(slow) > 1:
+        for rank in set.intersection(*(set(link.ranks) for link in slow)):
+            found.append(warn("rank", f"{rank} is at one end of all that are slow", fix))
     return found
 
 
@@ -128,7 +124,7 @@ def run(num_gpus: str | None, script: Path) -> int:
             raise UserError(what, fix="type --num_gpus 2, or start with torchrun on the nodes")
         return run_ranks([str(script), "doctor", "--nodes"], count).exit_code
     with open_group() as group:
-        links = measure_links(group.process.rank, group.process.world_size, group.device)
+        links = measure_links(group.process.world_size, group.device)
     if process.rank == 0:
         print("\n".join(link.describe() for link in links))
         print(show(judge(links)))

@@ -245,12 +245,15 @@ def build_record(
 ) -> dict[str, Any]:
     """The record of a run from what its ranks measured and what was left in their memory before and
     after it."""
-    start, performance, order = map(ranks[0].pop, ("start", "performance", "order"))
+    start, performance, (orders, stage_ranks) = (
+        ranks[0].pop(name) for name in ("start", "performance", "order")
+    )
     memory: dict[str, Any] = {"peak_host_bytes": None, "by_rank": ranks}
     leave_out_left_over(memory, before, after)
     idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
     if idle is not None and "between_operations" in idle:
-        idle["parts"] = explain(idle, start["pipeline"], *order)
+        orders = [tuple(map(tuple, order)) for order in orders]  # as they were before JSON
+        idle["parts"] = explain(idle, start["pipeline"], orders, stage_ranks)
     ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
     record.update(**ended, performance=performance, memory=memory, bubble=idle)
