@@ -9,6 +9,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
@@ -134,6 +135,7 @@ def main() -> None:
         print()
     print_comparison(rows, case)
     if config["steps"]:
+        gc.enable()
         print(flush=True)
         print_training(config)
 
@@ -327,4 +329,5 @@ MIXED = "*: backward passes see newer weights than their forward passes did: no 
 
 
 if __name__ == "__main__":
+    gc.disable()  # tables make millions of tuples and no cycles: looking for some takes a fifth
     main_with_errors(main)

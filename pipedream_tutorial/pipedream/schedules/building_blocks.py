@@ -160,38 +160,43 @@ class _Line:
                 self.kinds[slot] = kind
         self.states: list[tuple[int, int]] = []
         """After each slot: stages' activations held, and W that wait."""
-        state = (0, 0)
-        for taken in self.kinds:
-            state = self._after(state, taken)
-            self.states.append(state)
-
-    def _after(self, state: tuple[int, int], kind: int | None) -> tuple[int, int]:
-        held, waiting = state
-        if kind in (F_DOWN, F_UP):
-            return held + 1, waiting
-        if kind == W:
-            return held - 1, waiting
-        if kind is None:
-            return (held - 1, waiting - 1) if waiting else state
-        return state if self.with_weights else (held, waiting + 1)
+        self.states = self._replay(0, len(self.kinds), len(self.kinds)) or []
 
     def move(self, old: int, new: int, limit: int) -> bool:
         """Whether the operation was moved to the earlier slot: not if more than `limit` are held
         at any time then."""
         kinds = self.kinds
         kinds[old], kinds[new] = None, kinds[old]
-        state = self.states[new - 1] if new else (0, 0)
-        changed = []
-        for slot in range(new, len(kinds)):
-            state = self._after(state, kinds[slot])
-            if slot >= old and state == self.states[slot]:
-                break
-            if state[0] > limit:
-                kinds[old], kinds[new] = kinds[new], None
-                return False
-            changed.append(state)
+        changed = self._replay(new, old, limit)
+        if changed is None:
+            kinds[old], kinds[new] = kinds[new], None
+            return False
         self.states[new : new + len(changed)] = changed
         return True
+
+    def _replay(self, begin: int, changed: int, limit: int) -> list[tuple[int, int]] | None:
+        """States from slot `begin` until, from slot `changed` on, they are what they were; None if
+        more than `limit` are held."""
+        held, waiting = self.states[begin - 1] if begin else (0, 0)
+        found = []
+        for slot in range(begin, len(self.kinds)):
+            kind = self.kinds[slot]
+            if kind is None:
+                if waiting:
+                    held -= 1
+                    waiting -= 1
+            elif kind <= F_UP:
+                held += 1
+            elif kind == W:
+                held -= 1
+            elif not self.with_weights:
+                waiting += 1
+            if slot >= changed and (held, waiting) == self.states[slot]:
+                break
+            if held > limit:
+                return None
+            found.append((held, waiting))
+        return found
 
 
 def _squeeze(slots: Slots) -> None:
