@@ -212,3 +212,14 @@ def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -
             section = section[part]
         section[last] = value
     return values
+
+
+def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
+    """Save a checkpoint and wait for it; its folder. Collective."""
+    from distributed_training.run.saving.checkpoint import Saver
+
+    folders = list[Path]()
+    saver = Saver(plan, topology, lambda folder, _: folders.append(folder))
+    saver.begin(engine, **words)
+    saver.finish()
+    return folders[0]

@@ -23,14 +23,10 @@ from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.records.record import start_record
 from distributed_training.run import assemble
 from distributed_training.run.loop import learning_rate
-from distributed_training.run.saving.checkpoint import (
-    load_checkpoint,
-    load_own,
-    own_parts,
-    save_checkpoint,
-)
+from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from distributed_training.tools.harness import Run, every_run, open_group
 from results.lab import traffic
+from tests.support import save_now
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four
 # processes, and still small.
@@ -193,7 +189,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
         if dist.get_rank() == 0:
             start_record(run.plan.run_dir).update(status="interrupted")
         plan, topology, fingerprint = run.plan, run.topology, run.data.fingerprint
-        save_checkpoint(run.engine, plan, topology, step=step, data_fingerprint=fingerprint)
+        save_now(run.engine, plan, topology, step=step, data_fingerprint=fingerprint)
         return str(run.plan.run_dir)
 
     return _all_cases(arguments, use)

@@ -19,10 +19,10 @@ from distributed_training.parallel.tensor_files import part_of
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import start_record
 from distributed_training.run.saving import checkpoint, resume
-from distributed_training.run.saving.checkpoint import Saver, load_checkpoint, save_checkpoint
+from distributed_training.run.saving.checkpoint import Saver, load_checkpoint
 from distributed_training.run.saving.resume import FORMAT, check_files, list_checkpoints, read_meta
 from tests.conftest import heavy_pool
-from tests.support import refused
+from tests.support import refused, save_now
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
 SPREAD = {
@@ -87,7 +87,7 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD, checkpoint=None):
 
 def save(run_dir, step, *, engine=None, **plan):
     plan, engine = plan_of(run_dir, **plan), engine or FakeEngine(step)
-    return save_checkpoint(engine, plan, TOPOLOGY, step=step, data_fingerprint="tokens")
+    return save_now(engine, plan, TOPOLOGY, step=step, data_fingerprint="tokens")
 
 
 def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):

@@ -15,7 +15,7 @@ from distributed_training.plan.topology import Topology
 from distributed_training.records.record import start_record
 from distributed_training.run.process import Process
 from distributed_training.run.saving import checkpoint, disks
-from distributed_training.run.saving.checkpoint import load_checkpoint, save_checkpoint
+from distributed_training.run.saving.checkpoint import load_checkpoint
 from distributed_training.run.saving.resume import (
     ElsewhereError,
     check_files,
@@ -28,7 +28,7 @@ from distributed_training.run.saving.resume import (
 from distributed_training.settings.errors import UserError
 from tests.conftest import heavy_pool
 from tests.run.test_checkpoint import SPREAD, WORK, FakeEngine, plan_of
-from tests.support import refused
+from tests.support import refused, save_now
 
 FILES = (["rank-00000.safetensors"], ["copies-00001.safetensors", "rank-00001.safetensors"])
 
@@ -57,7 +57,7 @@ def on_two_nodes(folder):
 
     def save(step):
         engine = Copies(float(step), rank)
-        return save_checkpoint(engine, plan, topology, step=step, data_fingerprint="tokens")
+        return save_now(engine, plan, topology, step=step, data_fingerprint="tokens")
 
     def steps():
         return [int(found.name.removeprefix("step-")) for found in list_checkpoints(plan.run_dir)]

@@ -134,16 +134,6 @@ class Saver:
             ending.set_result(folder)
 
 
-def save_checkpoint(
-    engine: Engine, plan: Plan, topology: Topology, *, step: int, data_fingerprint: str
-) -> Path:
-    """Write a checkpoint while training waits; its folder. Collective."""
-    writing = _make_folder(plan, topology, step)
-    parts = _parts_to_write(engine, plan, topology)
-    meta = _describe(engine, plan, step, data_fingerprint)
-    return _write(parts, writing, meta, plan, topology, None)[0]
-
-
 def _leads(plan: Plan, topology: Topology) -> bool:
     """Whether this process makes and removes folders, on its node's disk or for all nodes."""
     return topology.local_rank == 0 if plan.own_disks else topology.rank == 0
