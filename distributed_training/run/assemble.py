@@ -81,7 +81,10 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
 
 def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> dict[str, Any]:
     """What the record says before the first step; records/record.py describes it."""
-    config, strategy, layout, pp = plan.config, plan.strategy, plan.layout, plan.mesh["pp"]
+    config = plan.config
+    strategy = plan.strategy
+    layout = plan.layout
+    pp = plan.mesh["pp"]
     pipeline = {
         "schedule": config.pipeline_schedule,
         "num_microbatches": plan.batch.num_microbatches,

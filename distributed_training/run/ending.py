@@ -45,7 +45,8 @@ class Stopping:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
-        self.signum, self._received_at = 0, 0.0
+        self.signum = 0
+        self._received_at = 0.0
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> None:
@@ -62,7 +63,8 @@ class Stopping:
         comes later means that the user will not wait."""
         now = time.monotonic()
         if not self.signum:
-            self.signum, self._received_at = signum, now
+            self.signum = signum
+            self._received_at = now
             self.say(f"{signal.Signals(signum).name}: stopping after this step")
         elif now - self._received_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
@@ -74,7 +76,8 @@ class NonFiniteError(RunError):
 
     def __init__(self, step: int, what: str, fix: str) -> None:
         super().__init__(what, fix=fix)
-        self.step, self.what = step, what
+        self.step = step
+        self.what = what
 
 
 def has_fault(result: StepResult, config: RunConfig) -> bool:
@@ -103,7 +106,8 @@ def describe_nonfinite(step: int, own_loss: float, result: StepResult, names: Se
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def advise_nonfinite(saved: Sequence[Path]) -> str:
@@ -121,9 +125,11 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         remove_unfinished(plan.run_dir)
         what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
         error = RunError(what, found, "make room, then go on with --resume auto")
-    first_line, rank = str(error).strip().partition("\n")[0], f"rank {topology.rank}"
+    first_line = str(error).strip().partition("\n")[0]
+    rank = f"rank {topology.rank}"
     reports = True
-    status, reason = "failed", f"{rank}: {type(error).__name__}: {first_line}"
+    status = "failed"
+    reason = f"{rank}: {type(error).__name__}: {first_line}"
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
     if lost:
         reason = f"{rank} {records.LOST}: {first_line}"
@@ -185,7 +191,8 @@ def remove_unfinished(run_dir: Path) -> None:
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     """Where the memory went and what helps, most effective first."""
-    config, micro = plan.config, plan.batch.micro_batch_size
+    config = plan.config
+    micro = plan.batch.micro_batch_size
     peak = gib(torch.cuda.max_memory_allocated(topology.device))
     fixes = {
         f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,

@@ -61,9 +61,11 @@ def start(
             return 0
     machine = detect_machine() if cluster is None else cluster.machine
     if cluster is not None:
-        count, here = cluster.num_processes, cluster.processes_a_node
+        count = cluster.num_processes
+        here = cluster.processes_a_node
     elif process is not None:
-        count, here = process.world_size, process.local_world_size
+        count = process.world_size
+        here = process.local_world_size
     else:
         count = here = requested_processes(num_gpus, machine, _asked_mesh(config))
     cut = peek_data if dry_run else cut_data
@@ -96,7 +98,8 @@ def start_confirmed(
     predicted to need less. `smaller` makes that plan from the bytes that were too many."""
     code = spawn(plan, script, max_restarts)
     while plan.checkpoint is None and ran_out_early(plan.run_dir):
-        failed, plan = plan, smaller(estimate_memory(plan).needed_bytes)
+        failed = plan
+        plan = smaller(estimate_memory(plan).needed_bytes)
         what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
@@ -150,7 +153,8 @@ def prepare_environment(processes_here: int) -> None:
     """Settings that libraries read from the environment, for this process and its children; and
     output that may lose its reader."""
     # Extensions are built with ninja, which lies beside this Python even if not activated.
-    folder, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
+    folder = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
@@ -168,7 +172,9 @@ def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
     before = file.stat().st_mtime_ns if file.is_file() else None
     command = [script, "--run_dir", str(plan.run_dir)]
     ended = run_ranks(command, plan.num_processes, max_restarts)
-    code, status, reason = ended.exit_code, "failed", _describe_killed(ended.codes)
+    code = ended.exit_code
+    status = "failed"
+    reason = _describe_killed(ended.codes)
     if ended.signum:
         status = "interrupted"
         reason = signal.Signals(ended.signum).name
@@ -197,13 +203,15 @@ def _describe_killed(codes: Mapping[int, int]) -> str:
     killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
     if not killed:
         return ""
-    ranks, name = ", ".join(map(str, sorted(killed))), killed[min(killed)]
+    ranks = ", ".join(map(str, sorted(killed)))
+    name = killed[min(killed)]
     more = "; most often memory ran out" if name == "SIGKILL" else ""
     return f"rank {ranks}: killed by {name}{more}"
 
 
 def _launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> list[str]:
-    count, here = plan.num_processes, plan.processes_here
+    count = plan.num_processes
+    here = plan.processes_here
     if count > here:
         start = torchrun_command(count // here, here, plan.config.rendezvous_timeout_s)
         return [*start, script, *arguments]

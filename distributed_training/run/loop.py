@@ -32,7 +32,8 @@ FLUSH_EVERY_S = 1.0
 
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     """Rate of step `step` (0-based) of `num_steps`: linear warm-up, then the schedule."""
-    peak, warmup = float(config.learning_rate), config.warmup_steps
+    peak = float(config.learning_rate)
+    warmup = config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
@@ -100,7 +101,8 @@ class Trainer:
         self._flushed_at = time.monotonic()
         self._stopping = ending.Stopping(self.display.say)
         self.saver = checkpoint.Saver(self.plan, self.topology, self._saved)
-        self._warm, self._passed_over = False, 0  # step whose batch is left out after a rollback
+        self._warm = False
+        self._passed_over = 0  # step whose batch is left out after a rollback
 
     @property
     def step(self) -> int:
@@ -111,7 +113,8 @@ class Trainer:
         """Train to the end, or until a signal says stop: then save and return its number, else 0.
         Collective.
         """
-        self.disk_before, stop = disk_bytes(), 0
+        self.disk_before = disk_bytes()
+        stop = 0
         try:
             with self._stopping:
                 if self.step == 0:
@@ -130,7 +133,8 @@ class Trainer:
 
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
-        config, steps_per_epoch = self.plan.config, self.sampler.steps_per_epoch
+        config = self.plan.config
+        steps_per_epoch = self.sampler.steps_per_epoch
         if self.step + 1 == self._passed_over:
             self._pass_over()
         else:
@@ -177,8 +181,10 @@ class Trainer:
         Raises NonFiniteError, on all ranks, at the first step that is not finite: nothing is
         evaluated or saved before its step has been looked at here.
         """
-        self._flushed_at, config = time.monotonic(), self.plan.config
-        pending, self._pending = self._pending, []
+        self._flushed_at = time.monotonic()
+        config = self.plan.config
+        pending = self._pending
+        self._pending = []
         if not pending:
             return
         durations_s = self.timer.durations_s()[-len(pending) :]
@@ -186,7 +192,8 @@ class Trainer:
         faults = torch.tensor([ending.has_fault(result, config) for _, result in pending])
         sums = torch.stack([own, faults.double()])
         dist.all_reduce(sums)
-        rows, error = [], None
+        rows = []
+        error = None
         for (row, result), mine, (loss_sum, fault), seconds in zip(
             pending, own.tolist(), sums.T.tolist(), durations_s, strict=True
         ):
@@ -231,7 +238,8 @@ class Trainer:
     ) -> ending.NonFiniteError | None:
         """The error that a step which is not finite is; None where its update was left out, as
         asked for, and it is not one of many. Collective."""
-        skips, skipped = self.plan.config.on_nonfinite == "skip", set(self.history.skipped_steps)
+        skips = self.plan.config.on_nonfinite == "skip"
+        skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - ending.SKIPS_IN_A_ROW, step))
         if skips and step in skipped and not too_many:
             return None
@@ -265,7 +273,8 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint: engine, random numbers, history, record, metrics. Collective."""
-        plan, tokens = replace(self.plan, checkpoint=folder), self.data.fingerprint
+        plan = replace(self.plan, checkpoint=folder)
+        tokens = self.data.fingerprint
         began = time.monotonic()
         step = checkpoint.load_checkpoint(self.engine, plan, self.topology, data_fingerprint=tokens)
         self.history.go_on(step, load_s=time.monotonic() - began)
@@ -305,9 +314,11 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""
-        steps_per_epoch, last = self.sampler.steps_per_epoch, self.history.evaluations[-1]
+        steps_per_epoch = self.sampler.steps_per_epoch
+        last = self.history.evaluations[-1]
         epoch = (self.step - 1) // steps_per_epoch
-        first, curve = epoch * steps_per_epoch, self.history.loss_curve
+        first = epoch * steps_per_epoch
+        curve = self.history.loss_curve
         losses = [loss for step, loss in curve if step > first and loss is not None]
         self.history.epochs.append(
             {

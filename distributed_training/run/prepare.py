@@ -50,7 +50,8 @@ def make_plan(
 
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    resume, ranks = plan.config.resume, plan.ranks_beside(0)
+    resume = plan.config.resume
+    ranks = plan.ranks_beside(0)
     found = find_resume(resume, plan.output_dir, plan.work, plan.spread, ranks)
     if found is None:
         return plan
@@ -85,7 +86,8 @@ def _reserve(plan: Plan) -> Plan:
             plan.run_dir.mkdir(parents=True)
             break
         except FileExistsError:
-            label, count = plan.model.label, plan.num_processes
+            label = plan.model.label
+            count = plan.num_processes
             run_dir = new_run_dir(plan.output_dir, plan.strategy.name, label, count)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
@@ -108,11 +110,13 @@ def go_on(
     run_dir = _find_begun(user_path("output_dir", config.output_dir), set(launchers))
     if run_dir is None:
         return config, []
-    before, saved = load_plan(run_dir), list_checkpoints(run_dir)
+    before = load_plan(run_dir)
+    saved = list_checkpoints(run_dir)
     if saved:
         config = settings.replace(config, resume=str(run_dir))
     note = f"started again, from {saved[-1].name if saved else 'the beginning'}"
-    size, was = before.batch.global_batch_size, before.num_processes
+    size = before.batch.global_batch_size
+    was = before.num_processes
     each, odd = divmod(size, num_processes)
     if odd:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"

@@ -26,7 +26,9 @@ SILENT = "6"  # the profiler's library would print when it starts and stops
 def steps_to_trace(plan: Plan, done: int) -> range:
     """Which steps of a run that goes on after `done` are traced, counted from 1: the last of a run
     that is shorter than warm-up and trace; never its first, nor one that is captured."""
-    config, left, warm_up = plan.config, (plan.num_steps or 0) - done, MAX_WARMUP_STEPS
+    config = plan.config
+    left = (plan.num_steps or 0) - done
+    warm_up = MAX_WARMUP_STEPS
     if not config.profile:
         return range(0)
     if config.cuda_graphs:  # the profiler's own warm-up follows the capture, too
@@ -41,8 +43,11 @@ class Profile:
     """A context around training, whose `step_ended` is called after each step."""
 
     def __init__(self, plan: Plan, topology: Topology, done: int, display: Display) -> None:
-        self.steps, self._done, self._written = steps_to_trace(plan, done), done, False
-        self._on_gpu, self._rank = topology.device_type == "cuda", topology.rank
+        self.steps = steps_to_trace(plan, done)
+        self._done = done
+        self._written = False
+        self._on_gpu = topology.device_type == "cuda"
+        self._rank = topology.rank
         self._trace = plan.run_dir / TRACE_FILE.format(self._rank)
         self._memory = plan.run_dir / MEMORY_FILE.format(self._rank)
         self._profiler: torch.profiler.profile | None = None
@@ -73,7 +78,9 @@ class Profile:
                     for file in self._trace.parent.glob(name.format("*")):
                         file.unlink()
             os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
+            activities = [ProfilerActivity.CPU]
+            if self._on_gpu:
+                activities.append(ProfilerActivity.CUDA)
             wait = self.steps.start - self._done - 2  # the step before is the profiler's warm-up
             self._profiler = torch.profiler.profile(
                 activities=activities,

@@ -39,7 +39,8 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             store, own_address = _connect(process, end, limit_s)
             hosts = _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
-            host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            host = os.environ["MASTER_ADDR"]
+            port = os.environ["MASTER_PORT"]
             what = f"rank {process.rank} on {socket.gethostname()} lost rank 0 at {host}:{port}"
             why = str(error).partition("\n")[0]
             raise UserError(what, why, "read what the first node printed") from None
@@ -145,7 +146,8 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
     hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
     if not missing:
         return hosts
-    here, nodes = process.local_world_size, process.world_size // process.local_world_size
+    here = process.local_world_size
+    nodes = process.world_size // process.local_world_size
     away = sorted({rank // here for rank in missing})
     what = f"{_count('rank', missing)} did not come within {limit_s:g} s (rendezvous_timeout_s)"
     why = f"{_count('node', away)} of {nodes} is missing, {', '.join(dict.fromkeys(hosts))} is here"

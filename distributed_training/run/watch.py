@@ -55,26 +55,37 @@ class Watch:
         self.launchers = find_launchers() if any(map(environment.get, _LAUNCHED)) else []
         self.address = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         self.main = threading.get_ident()
-        self.run_dir, self.rank, self.world_size, self.limit_s = Path(), 0, 1, 0.0
-        self._place, self._since, self._count, self._limited = "starting", 0.0, 0, False
+        self.run_dir = Path()
+        self.rank = 0
+        self.world_size = 1
+        self.limit_s = 0.0
+        self._place = "starting"
+        self._since = 0.0
+        self._count = 0
+        self._limited = False
         self._clock = 0.0  # seconds that this process has been running, by the thread that watches
         self._others: dict[int, dict[str, Any]] = {}
         self._heard = self._answered = float("inf")
-        self._said_slow, self._far = 0, False
+        self._said_slow = 0
+        self._far = False
         self._ended = threading.Event()
         self._start(self._look)
 
     def begin(self, run_dir: Path, topology: Topology, limit_s: float) -> None:
         """The run is known; from now on the others are watched, too."""
-        self.run_dir, self.limit_s = run_dir, limit_s
-        self.rank, self.world_size = topology.rank, topology.world_size
+        self.run_dir = run_dir
+        self.limit_s = limit_s
+        self.rank = topology.rank
+        self.world_size = topology.world_size
         self._heard = self._answered = self._clock
         self._far = topology.rank != topology.local_rank  # from the store, on the first node
         self._start(self._beat)
 
     def at(self, place: str, *, limited: bool = False) -> None:
         """The main thread begins something; `limited`: which ends before `hang_timeout_s`."""
-        self._place, self._since, self._limited = place, self._clock, limited
+        self._place = place
+        self._since = self._clock
+        self._limited = limited
         self._count += 1
 
     def end(self) -> None:
@@ -93,7 +104,8 @@ class Watch:
             store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
             store = dist.PrefixStore("watch", of_this_attempt(store))
         following = (self.rank + 1) % self.world_size
-        renewed, beats = float("-inf"), 0
+        renewed = float("-inf")
+        beats = 0
         while beats == 0 or not self._ended.wait(BEAT_S):
             if self.rank == 0 and self._clock - renewed > 4 * BEAT_S:
                 claims.renew(self.run_dir)
@@ -117,7 +129,9 @@ class Watch:
 
     def _describe(self) -> dict[str, Any]:
         """Where this process is, for the others."""
-        frame, waits, where = sys._current_frames().get(self.main), None, ""
+        frame = sys._current_frames().get(self.main)
+        waits = None
+        where = ""
         while frame is not None:
             file = frame.f_code.co_filename
             module = str(frame.f_globals.get("__name__"))
@@ -138,7 +152,8 @@ class Watch:
 
     def _look(self) -> None:
         """Once a second: is everybody there, and does it go on?"""
-        before, orphaned = time.monotonic(), 0.0
+        before = time.monotonic()
+        orphaned = 0.0
         while not self._ended.wait(1.0):
             now = time.monotonic()
             self._clock += min(now - before, 2.0)
@@ -190,8 +205,9 @@ class Watch:
         states = [found[rank] for rank in sorted(found)]
         if seconds > SLOW_S and self._said_slow != self._count and len(states) == self.world_size:
             self._said_slow = self._count
-            told = f"; after {self.limit_s:g} s (hang_timeout_s) the run ends" * bool(self.limit_s)
-            said = f"{self._place} has taken {seconds:.0f} s: {who_is_late(states)}{told}"
+            said = f"{self._place} has taken {seconds:.0f} s: {who_is_late(states)}"
+            if self.limit_s:
+                said += f"; after {self.limit_s:g} s (hang_timeout_s) the run ends"
             print(f"note: {said}", file=sys.stderr, flush=True)
         if self.limit_s and seconds > self.limit_s:
             self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}")

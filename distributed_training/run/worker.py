@@ -49,7 +49,8 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     """
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
     config = given.config if isinstance(given, Plan) else given
-    device, watch = prepare(num_gpus, process), Watch()
+    device = prepare(num_gpus, process)
+    watch = Watch()
     store = meet(process, config.rendezvous_timeout_s)
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         if isinstance(given, RunConfig):
@@ -83,7 +84,8 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
         raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
-    here, gpus = process.local_world_size, torch.cuda.device_count()
+    here = process.local_world_size
+    gpus = torch.cuda.device_count()
     if here > gpus:
         raise UserError(f"{here} processes on a machine with {gpus} GPUs", fix=f"start {gpus}")
     # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
@@ -126,7 +128,8 @@ def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
     model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")
-    trainer.save_best, trainer.at = partial(export, *model, plan.run_dir / BEST), watch.at
+    trainer.save_best = partial(export, *model, plan.run_dir / BEST)
+    trainer.at = watch.at
     with Profile(plan, topology, trainer.step, display) as profile:
         trainer.step_ended = profile.step_ended
         signum = trainer.run()
@@ -174,10 +177,13 @@ def push_at_end(folder: Path, repo_id: str) -> int:
 
 def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
     """Record and engine of a run, brought to where it starts or goes on. Collective."""
-    config, sampler = plan.config, assemble.build_sampler(plan, data, topology)
+    config = plan.config
+    sampler = assemble.build_sampler(plan, data, topology)
     num_steps = plan.num_steps
     assert num_steps is not None, "the launching process cut the data"
-    history, record, tracker = History(), None, trackers.Tracker()
+    history = History()
+    record = None
+    tracker = trackers.Tracker()
     if plan.checkpoint is not None and topology.rank == 0:
         state = records.load_state(plan.run_dir)
         history = History(**state.model_dump(include=set(vars(history))))
@@ -206,7 +212,9 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
 
 def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
-    plan, sampler, durations = trainer.plan, trainer.sampler, trainer.timer.durations_s()
+    plan = trainer.plan
+    sampler = trainer.sampler
+    durations = trainer.timer.durations_s()
     # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
     steps = enumerate(durations, trainer.step - len(durations))
     full = [s for step, s in steps if sampler.is_full(step) and step + 1 not in profile.slowed]
@@ -219,7 +227,9 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
         device_name=plan.machine.gpu_name,
     )
     trainer.memory.end()
-    peaks, before, after = trainer.memory.as_dict(), trainer.disk_before, metrics.disk_bytes()
+    peaks = trainer.memory.as_dict()
+    before = trainer.disk_before
+    after = metrics.disk_bytes()
     disk = {name: after[name] - before[name] for name in after} if before and after else None
     ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {

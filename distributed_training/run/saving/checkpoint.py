@@ -55,7 +55,9 @@ class Saver:
         self, plan: Plan, topology: Topology, saved: Callable[[Path, dict[str, Any]], None]
     ) -> None:
         """`saved` is called with a checkpoint's folder and its row of the record's `saves`."""
-        self.plan, self.topology, self.saved = plan, topology, saved
+        self.plan = plan
+        self.topology = topology
+        self.saved = saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
         self._memory: HostMemory | None = None
         # Where the state itself is in host memory, that may grow scarce.
@@ -93,7 +95,8 @@ class Saver:
 
     def _find_memory(self, parts: list[Part]) -> None:
         """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
-        needed, held = bytes_to_copy(parts), self._memory
+        needed = bytes_to_copy(parts)
+        held = self._memory
         if all(gather(held is not None and len(held.memory) >= needed)):
             return
         if held is not None:  # freed before more is asked for
@@ -114,7 +117,9 @@ class Saver:
         """Wait until nothing is being written. Raises what failed on any rank, OSError for one."""
         if self._ending is None:
             return
-        ending, self._ending, began = self._ending, None, time.monotonic()
+        ending = self._ending
+        self._ending = None
+        began = time.monotonic()
         try:
             folder = ending.result()
         finally:
@@ -190,10 +195,12 @@ def _write(
     for host, found in ranks:
         for name, (size, checksum) in found.items():
             of = meta.copies if name.startswith("copies") else meta.files
-            of[name], meta.checksums[name] = size, checksum
+            of[name] = size
+            meta.checksums[name] = checksum
             if plan.own_disks:
                 meta.hosts[name] = host
-    leads, first = _leads(plan, topology), topology.rank == 0
+    leads = _leads(plan, topology)
+    first = topology.rank == 0
     # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
     for turn in (leads and not first, first) if plan.own_disks else (first,):
         _agree(("", _or_error(_publish, writing, meta) if turn else None), group)
@@ -225,7 +232,8 @@ def _publish(writing: Path, meta: resume.Meta) -> None:
 
 def _remove_others(writing: Path, meta: resume.Meta, plan: Plan) -> None:
     # What is newer was damaged or passed over by whoever resumed here: this run does it again.
-    final, found = _final(writing, meta), resume.list_checkpoints(plan.run_dir)
+    final = _final(writing, meta)
+    found = resume.list_checkpoints(plan.run_dir)
     kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
     for other in set(found).difference(kept):
         shutil.rmtree(other)
@@ -275,7 +283,8 @@ def load_checkpoint(
         else:  # other ranks draw other masks; never those of the run's first steps again
             seed_dropout(plan, topology, meta.step)
     except Exception as error:  # each library raises its own
-        what, first_line = f"checkpoint {folder} cannot be loaded", str(error).partition("\n")[0]
+        what = f"checkpoint {folder} cannot be loaded"
+        first_line = str(error).partition("\n")[0]
         raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
     return meta.step
 

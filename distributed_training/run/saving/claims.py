@@ -83,7 +83,8 @@ def _read(run_dir: Path) -> Claim | None:
 def _holds(run_dir: Path, found: Claim) -> bool:
     if found.hostname == platform.node():
         return found.pid != os.getpid() and process_lives(found.pid, found.claimed_at)
-    before, end = _renewed_at(run_dir), time.monotonic() + RENEWED_S
+    before = _renewed_at(run_dir)
+    end = time.monotonic() + RENEWED_S
     while time.monotonic() < end:
         time.sleep(0.5)
         if _renewed_at(run_dir) != before:

@@ -63,7 +63,8 @@ def generate_sample(
     """
     if plan.config.generate is None:
         return None
-    tp, eos_id = plan.mesh["tp"], tokenizer.eos_id
+    tp = plan.mesh["tp"]
+    eos_id = tokenizer.eos_id
     text = ask(plan.config.generate) if chat else plan.config.generate
     prompt = tokenizer.encode_batch([text])[0].tolist() or [eos_id]
     # The split of a window over tp may append tokens, which need positions, too.
@@ -117,9 +118,8 @@ def push_folder(folder: Path, repo_id: str) -> str:
         lines = [line for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {' '.join(lines)[:200]}"
         status = getattr(getattr(error, "response", None), "status_code", None)
-        may_not = "log in with a token that may write there, hf auth login, then " * (
-            status in (401, 403)
-        )
-        fix = f"{may_not}type: python real_model_example.py push {short_path(folder)} {repo_id}"
+        fix = f"type: python real_model_example.py push {short_path(folder)} {repo_id}"
+        if status in (401, 403):
+            fix = f"log in with a token that may write there, hf auth login, then {fix}"
         raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
     return address

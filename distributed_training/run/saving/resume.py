@@ -112,9 +112,11 @@ def _absent(folder: Path, names: Iterable[str]) -> list[str]:
 def check_files(folder: Path, meta: Meta, names: Sequence[str] | None = None) -> None:
     """Raise UserError unless these files of a checkpoint (None: all but copies) are there with all
     their bytes as written."""
-    names, sizes = list(meta.files if names is None else names), {**meta.files, **meta.copies}
+    names = list(meta.files if names is None else names)
+    sizes = {**meta.files, **meta.copies}
     for name in names:
-        file, size = folder / name, sizes[name]
+        file = folder / name
+        size = sizes[name]
         why = ""
         if not file.is_file():
             why = f"{name} is missing"
@@ -131,7 +133,8 @@ def check_files(folder: Path, meta: Meta, names: Sequence[str] | None = None) ->
 
 
 def _checksum(file: Path) -> int:
-    checksum, chunk = 0, bytearray(CHUNK_BYTES)
+    checksum = 0
+    chunk = bytearray(CHUNK_BYTES)
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(chunk):
             checksum = zlib.crc32(memoryview(chunk)[:count], checksum)
@@ -194,7 +197,8 @@ def _newest(
     ranks: Iterable[int] | None,
 ) -> tuple[Path, Path] | None:
     claims.refuse_doubling(output_dir, identity(work, spread))
-    same, others = list[tuple[Path, Meta]](), list[tuple[Path, Meta]]()
+    same = list[tuple[Path, Meta]]()
+    others = list[tuple[Path, Meta]]()
     for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         run_dir = checkpoint.parents[1]
         if run_dir.is_symlink():  # latest
@@ -226,9 +230,11 @@ def _newest(
 
 
 def _load_state(checkpoint: Path, meta: Meta) -> RunState:
-    run_dir, host = checkpoint.parents[1], socket.gethostname()
+    run_dir = checkpoint.parents[1]
+    host = socket.gethostname()
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
-        what, first = f"{RECORD_FILE} of {run_dir} is not on {host}", meta.hosts[files_of(0)[0]]
+        what = f"{RECORD_FILE} of {run_dir} is not on {host}"
+        first = meta.hosts[files_of(0)[0]]
         raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
     return load_state(run_dir)
 
