@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from distributed_training.run.ranks import run_ranks
+from tests.conftest import clean_environment
 
 BEGIN = """
 import os, pathlib, signal, sys, time
@@ -83,3 +85,36 @@ def test_signals_are_passed_on_and_nothing_starts_again(signum, ranks, tmp_path)
     assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
     assert [(tmp_path / f"got-{rank}").read_text() for rank in (0, 1)] == [str(int(signum))] * 2
     assert signal.getsignal(signum) == before
+
+
+def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + WAIT)
+    program = (
+        "import sys\n"
+        "from distributed_training.run.ranks import run_ranks\n"
+        "run_ranks(sys.argv[1:], 2)"
+    )
+    command = [sys.executable, "-c", program, script, tmp_path]
+    launcher = psutil.Popen(list(map(str, command)), env=clean_environment())
+
+    def wait_until(stopped):
+        end = time.monotonic() + 30
+        while True:
+            everyone = [launcher, *launcher.children()]
+            if len(everyone) == 3 and all(
+                (each.status() == psutil.STATUS_STOPPED) == stopped for each in everyone
+            ):
+                return everyone
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    while len(list(tmp_path.glob("pid-*"))) < 2:
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGTSTP)
+    wait_until(stopped=True)
+    launcher.send_signal(signal.SIGCONT)
+    _, *ranks = wait_until(stopped=False)
+    launcher.terminate()
+    launcher.wait(30)
+    assert not any(rank.is_running() for rank in ranks)
