@@ -62,36 +62,62 @@ class Saver:
         self._memory: HostMemory | None = None
         # Where the state itself is in host memory, that may grow scarce.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
+        # Who makes and removes folders, on a node's disk or for all nodes.
+        self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
         """Begin to find memory, once all of the state is there, for the first save. Collective."""
         if self._keeps and self.plan.config.checkpoint_every != 0:
-            self._find_memory(_parts_to_write(engine, self.plan, self.topology))
+            self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
         """Copy the state, which later steps change, and begin to write it, once what is being
         written has ended. Where memory is too small for a copy training waits. Collective."""
         self.finish()
         began = time.monotonic()
-        writing = _make_folder(self.plan, self.topology, step)
-        parts = _parts_to_write(engine, self.plan, self.topology)
+        writing = self._make_folder(step)
+        parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self._find_memory(parts)
-        if self._memory is not None:
-            parts = self._memory.copy(parts)
-        meta = _describe(engine, self.plan, step, data_fingerprint)
-        self._row = {"step": step, "copied": (memory := self._memory) is not None}
+        memory = self._memory
+        if memory is not None:
+            parts = memory.copy(parts)
+        meta = resume.Meta(
+            step=step, work=self.plan.work, spread=self.plan.spread,
+            data_fingerprint=data_fingerprint, counters=engine.counters(), files={}, checksums={},
+        )  # fmt: skip
+        self._row = {"step": step, "copied": memory is not None}
         self._row["page_locked"] = bool(memory and memory.page_locked)
-        ending = self._ending = Future()
-        arguments = (parts, writing, meta, self.plan, self.topology, self._group)
-        if self._memory is not None:
-            threading.Thread(target=self._run, args=(ending, *arguments), daemon=True).start()
+        self._ending = Future()
+        arguments = (self._ending, writing, parts, meta)
+        if memory is not None:
+            threading.Thread(target=self._run, args=arguments, daemon=True).start()
         else:
-            self._run(ending, *arguments)
+            self._run(*arguments)
         self._row["stall_s"] = time.monotonic() - began
+
+    def _make_folder(self, step: int) -> Path:
+        """The folder to write a checkpoint into, on every disk that has its own. Collective."""
+        parent = self.plan.run_dir / resume.CHECKPOINTS
+        writing = parent / f".writing-{step:08d}"
+        if self._leads:
+            for unfinished in parent.glob(".writing-*"):
+                shutil.rmtree(unfinished)
+            writing.mkdir(parents=True)
+        dist.barrier()
+        return writing
+
+    def _parts_to_write(self, engine: Engine) -> list[Part]:
+        """What this rank writes of the state; what only its node needs once more has `writes`
+        False. Collective."""
+        own = own_parts(engine, self.topology)
+        parts = (*engine.state_parts(), *own, *_random_numbers(self.topology))
+        held = [part for part in parts if all(part.size)]
+        copies = disks.copies_here(held, self.topology) if self.plan.own_disks else []
+        return [part for part in held if part.writes] + copies
 
     def _find_memory(self, parts: list[Part]) -> None:
         """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
@@ -128,49 +154,51 @@ class Saver:
         self._row["stall_s"] += time.monotonic() - began
         self.saved(folder, self._row)
 
-    def _run(self, ending: Future[Path], *arguments: Any) -> None:
+    def _run(
+        self, ending: Future[Path], writing: Path, parts: list[Part], meta: resume.Meta
+    ) -> None:
         began = time.monotonic()
         try:
-            folder, size = _write(*arguments)
+            folder = self._write(writing, parts, meta)
         except BaseException as error:
             ending.set_exception(error)
         else:
+            size = sum(meta.files.values()) + sum(meta.copies.values())
             self._row |= {"write_s": time.monotonic() - began, "bytes": size}
             ending.set_result(folder)
 
+    def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
+        """Write this rank's files; once all are on the disk publish them by one rename a disk, and
+        delete all checkpoints but the last. The folder. Collective in the thread's group."""
+        first = self.topology.rank == 0
+        for host, found in self._on_all(_write_files, writing, parts, self.topology.rank):
+            for name, (size, checksum) in found.items():
+                of = meta.copies if name.startswith("copies") else meta.files
+                of[name] = size
+                meta.checksums[name] = checksum
+                if self.plan.own_disks:
+                    meta.hosts[name] = host
+        # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
+        if self.plan.own_disks:
+            self._on_all(_publish if self._leads and not first else None, writing, meta)
+        self._on_all(_publish if first else None, writing, meta)
+        self._on_all(_remove_others if self._leads else None, writing, meta, self.plan)
+        return _final(writing, meta)
 
-def _leads(plan: Plan, topology: Topology) -> bool:
-    """Whether this process makes and removes folders, on its node's disk or for all nodes."""
-    return topology.local_rank == 0 if plan.own_disks else topology.rank == 0
-
-
-def _make_folder(plan: Plan, topology: Topology, step: int) -> Path:
-    """The folder to write a checkpoint into, on every disk that has its own. Collective."""
-    parent = plan.run_dir / resume.CHECKPOINTS
-    writing = parent / f".writing-{step:08d}"
-    if _leads(plan, topology):
-        for unfinished in parent.glob(".writing-*"):
-            shutil.rmtree(unfinished)
-        writing.mkdir(parents=True)
-    dist.barrier()
-    return writing
-
-
-def _parts_to_write(engine: Engine, plan: Plan, topology: Topology) -> list[Part]:
-    """What this rank writes of the state; what only its node needs once more has `writes` False.
-    Collective."""
-    parts = (*engine.state_parts(), *own_parts(engine, topology), *_random_numbers(topology))
-    held = [part for part in parts if all(part.size)]
-    copies = disks.copies_here(held, topology) if plan.own_disks else []
-    return [part for part in held if part.writes] + copies
-
-
-def _describe(engine: Engine, plan: Plan, step: int, data_fingerprint: str) -> resume.Meta:
-    """What a checkpoint says about itself, but for its files."""
-    return resume.Meta(
-        step=step, work=plan.work, spread=plan.spread, data_fingerprint=data_fingerprint,
-        counters=engine.counters(), files={}, checksums={},
-    )  # fmt: skip
+    def _on_all(self, do: Callable[..., Any] | None, *arguments: Any) -> list[Any]:
+        """What it gives on each rank, None where there is nothing to do; the first error, most
+        often of a full disk, is raised on all. Collective in the thread's group."""
+        found = failure = None
+        try:
+            if do is not None:
+                found = do(*arguments)
+        except OSError as error:
+            failure = (error.errno, str(error.strerror or error))
+        ranks = gather((found, failure), self._group)
+        for _, failed in ranks:
+            if failed:
+                raise OSError(*failed)
+        return [each for each, _ in ranks]
 
 
 def _has_room(num_bytes: int, plan: Plan) -> bool:
@@ -180,40 +208,17 @@ def _has_room(num_bytes: int, plan: Plan) -> bool:
     return ROOM * num_bytes * plan.processes_here < available_ram_bytes()
 
 
-def _write(
-    parts: list[Part],
-    writing: Path,
-    meta: resume.Meta,
-    plan: Plan,
-    topology: Topology,
-    group: dist.ProcessGroup | None,
-) -> tuple[Path, int]:
-    """Write this rank's files; once all are on the disk publish them by one rename a disk, and
-    delete all checkpoints but the last. (Folder, bytes of all files.) Collective in `group`."""
-    written = _or_error(_write_files, writing, parts, topology.rank)
-    ranks = _agree((socket.gethostname(), written), group)
-    for host, found in ranks:
-        for name, (size, checksum) in found.items():
-            of = meta.copies if name.startswith("copies") else meta.files
-            of[name] = size
-            meta.checksums[name] = checksum
-            if plan.own_disks:
-                meta.hosts[name] = host
-    leads = _leads(plan, topology)
-    first = topology.rank == 0
-    # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
-    for turn in (leads and not first, first) if plan.own_disks else (first,):
-        _agree(("", _or_error(_publish, writing, meta) if turn else None), group)
-    _agree(("", _or_error(_remove_others, writing, meta, plan) if leads else None), group)
-    return _final(writing, meta), sum(meta.files.values()) + sum(meta.copies.values())
-
-
-def _write_files(writing: Path, parts: list[Part], rank: int) -> dict[str, tuple[int, int]]:
-    """Of each file that this rank has written: its bytes and CRC-32."""
+def _write_files(
+    writing: Path, parts: list[Part], rank: int
+) -> tuple[str, dict[str, tuple[int, int]]]:
+    """This host, and of each file that this rank has written its bytes and CRC-32."""
     own = [part for part in parts if part.writes]
     copies = [replace(part, writes=True) for part in parts if not part.writes]
-    files = zip(resume.files_of(rank), (own, copies), strict=True)
-    return {name: write_parts(writing / name, each) for name, each in files if each or each is own}
+    name, name_of_copies = resume.files_of(rank)
+    files = {name: write_parts(writing / name, own)}
+    if copies:
+        files[name_of_copies] = write_parts(writing / name_of_copies, copies)
+    return socket.gethostname(), files
 
 
 def _final(writing: Path, meta: resume.Meta) -> Path:
@@ -237,25 +242,6 @@ def _remove_others(writing: Path, meta: resume.Meta, plan: Plan) -> None:
     kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
     for other in set(found).difference(kept):
         shutil.rmtree(other)
-
-
-def _or_error(do: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns or, most often on a full disk, the error that it raised."""
-    try:
-        return do(*arguments)
-    except OSError as error:
-        return error
-
-
-def _agree(mine: tuple[str, Any], group: dist.ProcessGroup | None) -> list[tuple[str, Any]]:
-    """Every rank's; raises the first error among them on all ranks. Collective in `group`."""
-    host, found = mine
-    failure = [found.errno, str(found.strerror or found)] if isinstance(found, OSError) else None
-    ranks = gather((host, None if failure else found, failure), group)
-    for _, _, failure in ranks:
-        if failure:
-            raise OSError(*failure)
-    return [(host, found) for host, found, _ in ranks]
 
 
 def load_checkpoint(
