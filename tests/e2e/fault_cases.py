@@ -117,6 +117,7 @@ def with_full_disk(job: dict[str, Any]) -> int:
 def with_disks_of_their_own(job: dict[str, Any]) -> int:
     """Rank 1 has another disk at `folder`, as on another machine."""
     disks.SHARED_WITHIN_S = 1.0
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if os.environ["RANK"] == "1":
         libc, folder = ctypes.CDLL(None, use_errno=True), job["folder"].encode()
         private, new_mounts = 1 << 18 | 1 << 14, 0x20000  # MS_PRIVATE | MS_REC, CLONE_NEWNS

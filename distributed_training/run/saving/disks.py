@@ -27,7 +27,7 @@ def check_disks(plan: Plan, process: Process) -> None:
     UserError on every rank where that is not so. Collective.
     """
     if not plan.own_disks:
-        check_shared_disk(plan.run_dir)
+        _on_each_node(process, partial(_see_folder, plan, process))
         return
     mark = plan.run_dir / from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
@@ -39,21 +39,6 @@ def check_disks(plan: Plan, process: Process) -> None:
         mine = _with_hosts(plan.checkpoint).model_dump() if process.rank == 0 else None
         meta = resume.Meta(**from_rank_0(mine))
         _on_each_node(process, partial(_check_files, plan, plan.checkpoint, meta, process))
-
-
-def check_shared_disk(run_dir: Path) -> None:
-    """Checkpoints of several machines lie in one folder, which rank 0 has made, with the plan in
-    it. Raises UserError on every rank where some do not see that file. Collective.
-    """
-    end = time.monotonic() + SHARED_WITHIN_S
-    while not (seen := (run_dir / PLAN_FILE).is_file()) and time.monotonic() < end:
-        time.sleep(0.2)
-    ranks = gather((socket.gethostname(), seen))
-    blind = [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]
-    if blind:
-        what = f"{blind[0]} does not see {run_dir}, which rank 0 on {ranks[0][0]} has made"
-        fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
-        raise UserError(what, "a run is saved into one folder", fix)
 
 
 def _on_each_node(process: Process, do: Callable[[], None]) -> None:
@@ -68,6 +53,18 @@ def _on_each_node(process: Process, do: Callable[[], None]) -> None:
     for found in gather(problem):
         if found:
             raise UserError(found)
+
+
+def _see_folder(plan: Plan, process: Process) -> None:
+    """Checkpoints of all nodes lie in one folder, which rank 0 has made, with the plan in it."""
+    fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
+    end = time.monotonic() + SHARED_WITHIN_S
+    while not (plan.run_dir / PLAN_FILE).is_file():
+        if time.monotonic() > end:
+            who = f"rank {process.rank} on {socket.gethostname()}"
+            what = f"{who} does not see {plan.run_dir}, which rank 0 has made"
+            raise UserError(what, "a run is saved into one folder", fix)
+        time.sleep(0.2)
 
 
 def _make_folder(plan: Plan, process: Process, mark: Path) -> None:
