@@ -96,24 +96,18 @@ def current_agent(environment: Mapping[str, str]) -> str | None:
 def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, str]:
     """The store at MASTER_ADDR, and this host's address on the way there."""
     host = os.environ["MASTER_ADDR"]
-    listener = None
+    server = dict[str, Any]()
     # torchrun's agent has started a server; under other launchers rank 0 does.
     if process.rank == 0 and not _agent_serves():
         listener = _listen(host, int(os.environ["MASTER_PORT"]), process)
         os.environ["MASTER_PORT"] = str(listener.getsockname()[1])  # of a process alone it was 0
-    port = int(os.environ["MASTER_PORT"])
-    server = dict[str, Any]()
-    if listener is not None:
         # By itself a store would listen on every interface.
         server = {"is_master": True, "master_listen_fd": listener.detach()}
-
-    def open_store() -> dist.TCPStore:
-        limit = timedelta(seconds=max(1.0, end - time.monotonic()))
-        return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
-
-    served = open_store() if server else None
+    port = int(os.environ["MASTER_PORT"])
     own, other = _addresses(host, port, process, end, limit_s)
-    store = of_this_attempt(served or open_store())
+    limit = timedelta(seconds=max(1.0, end - time.monotonic()))
+    opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
+    store = of_this_attempt(opened)
     if not _is_loopback(other):
         store.set(_AS_RANK_0_IS_SEEN, other)
     return store, own
@@ -128,7 +122,9 @@ def _listen(host: str, port: int, process: Process) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         own = str(address[0])
         if not _on_one_machine(process) and (_is_loopback(own) or not _interface(own)):
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(("", port), family=family, dualstack_ipv6=both)
         return socket.create_server((own, port), family=family)
     except OSError as error:
         what = f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}"
