@@ -86,7 +86,7 @@ def make_trainer(engine=None, **config):
     config = build_config({"batch_size": 1, "learning_rate": 0.1, **config})
     return Trainer(
         engine=engine or CountingEngine(),
-        plan=SimpleNamespace(config=config, run_dir=Path("x")),
+        plan=SimpleNamespace(config=config, run_dir=Path("x"), own_disks=False),
         topology=Topology(
             world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
         ),
