@@ -7,16 +7,11 @@ import re
 import sys
 from dataclasses import dataclass
 
-from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
-from distributed_training.predict.stages import with_orders
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu
-from distributed_training.settings.strategies import Strategy
 
 _FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
@@ -35,6 +30,11 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return self.num_processes // self.processes_a_node
+
+    @property
+    def places(self) -> tuple[Machine, int, int]:
+        """What a layout depends on: machine, processes, and those of a node."""
+        return self.machine, self.num_processes, self.processes_a_node
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
@@ -107,15 +107,6 @@ def this_machine(
         rates=machine_rates(machine, processes_here, gpu),
         name=name,
     )
-
-
-def lay_out_on(
-    cluster: Cluster, config: RunConfig, strategy: Strategy, mesh: dict[str, int] | None = None
-) -> Plan:
-    """A draft for the cluster's processes (`lay_out`)."""
-    here = cluster.processes_a_node
-    plan = lay_out(config, strategy, cluster.machine, cluster.num_processes, here, mesh)
-    return with_orders(plan, cluster.rates, here)
 
 
 def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:

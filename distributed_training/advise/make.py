@@ -10,17 +10,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed_training.advise.checks import run_checks
-from distributed_training.advise.cluster import Cluster, lay_out_on, this_machine
+from distributed_training.advise.cluster import Cluster, this_machine
 from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import fit_to_data
+from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.sources import find_sources
 from distributed_training.predict.predict import predict
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.strategies import load_strategy
 
 
 def decide_plan(
@@ -59,5 +59,4 @@ def _draft(config: RunConfig, cluster: Cluster) -> Plan:
     notes: list[str] = []
     decided = choose_model(config, cluster.machine, notes)
     decided = choose_spread(decided, cluster, notes)
-    plan = lay_out_on(cluster, decided, load_strategy(decided))
-    return replace(plan, requested=config, notes=[*notes, *plan.notes])
+    return lay_out(decided, *cluster.places, requested=config, notes=notes)

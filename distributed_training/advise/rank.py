@@ -11,11 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.advise.cluster import Cluster, lay_out_on
+from distributed_training.advise.cluster import Cluster
+from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.mesh import all_meshes, fill_mesh, show_settings, why_indivisible
+from distributed_training.plan.draft import lay_out
+from distributed_training.plan.mesh import all_meshes, show_settings, why_indivisible
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.plan.schedules import SCHEDULES, schedule_of
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, fits, fits_gpu, predict
 from distributed_training.settings.config import AUTO, RunConfig
@@ -85,7 +87,9 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
     batch where CONFIG leaves those open.
     """
     strategy = load_strategy(config)
+    places = cluster.places
     config = choose_model(config, cluster.machine, [])
+    model = find_model(config.model)
     asked = {axis: getattr(config, axis) for axis in MESH_AXES}
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(size not in (None, -1, mesh[axis]) for axis, size in asked.items()):
@@ -96,15 +100,15 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         for schedule in schedules:
             own = with_values(config, pipeline_schedule=schedule)
-            if any(why_indivisible(strategy, own, mesh)):
+            if any(why_indivisible(model, schedule_of(own, strategy, mesh["pp"]), mesh)):
                 continue
             with contextlib.suppress(UserError):
-                first = lay_out_on(cluster, own, strategy, mesh)
+                first = lay_out(own, *places, mesh=mesh)
                 yield first
                 for count in _other_counts(first):
                     more = with_values(own, num_microbatches=count)
                     with contextlib.suppress(UserError):
-                        yield lay_out_on(cluster, more, strategy, mesh)
+                        yield lay_out(more, *places, mesh=mesh)
 
 
 def _other_counts(first: Plan) -> list[int]:
@@ -257,7 +261,7 @@ def _none_found(
     elif config.tp not in (None, 1) or config.pp not in (None, 1):
         plainest = "3d"
     tried = build(plainest)
-    lay_out_on(cluster, tried, load_strategy(tried))
+    lay_out(tried, *cluster.places)
     batch = f"batch_size={tried.batch_size}"
     what = f"strategy='auto' finds none that fits {config.model} with {batch}"
     return UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
@@ -266,12 +270,10 @@ def _none_found(
 def _busy_batch(config: RunConfig, cluster: Cluster) -> int:
     """The smallest power of two within BUSY of the best predicted tokens/s of those that fit."""
     speeds: dict[int, float] = {}
-    strategy = load_strategy(config)
     most_bytes = config.below_bytes or sys.maxsize
-    mesh = fill_mesh(strategy, cluster.num_processes, config)
     for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
-            plan = lay_out_on(cluster, with_values(config, batch_size=size), strategy, mesh)
+            plan = lay_out(with_values(config, batch_size=size), *cluster.places)
             prediction = predict(plan, cluster.rates, cluster.processes_a_node)
             if prediction.fits and prediction.memory.needed_bytes < most_bytes:
                 speeds[size] = prediction.tokens_per_s or size

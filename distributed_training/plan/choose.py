@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from distributed_training.models import ModelSize, find_model
+from distributed_training.models import ModelSize
 from distributed_training.plan.machine import Machine
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -36,6 +36,7 @@ def choose_settings(
     config: RunConfig,
     machine: Machine,
     strategy: Strategy,
+    size: ModelSize,
     mesh: Mapping[str, int],
     notes: list[str],
 ) -> RunConfig:
@@ -43,7 +44,6 @@ def choose_settings(
 
     Raises UserError where an explicit value is impossible here.
     """
-    size = find_model(config.model).size
     positions = size.num_positions
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"

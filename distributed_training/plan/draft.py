@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_settings
 from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import schedule_of
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
-from distributed_training.settings.strategies import Strategy
+from distributed_training.settings.strategies import load_strategy
 
 
 def lay_out(
-    requested: RunConfig,
-    strategy: Strategy,
+    given: RunConfig,
     machine: Machine,
     num_processes: int,
     processes_here: int,
+    *,
     mesh: dict[str, int] | None = None,
+    requested: RunConfig | None = None,
+    notes: Sequence[str] = (),
 ) -> Plan:
     """A draft for a CONFIG whose model, strategy and batch size are known; `mesh`: another than
-    the strategy's own.
+    the strategy's own; `requested`, `notes`: CONFIG before these were decided, and what was said.
 
     Raises UserError where the processes make no such mesh, or a setting does not go with it.
     """
+    notes = list(notes)
+    strategy = load_strategy(given)
+    model = find_model(given.model)
     if mesh is None:
-        mesh = fill_mesh(strategy, num_processes, requested)
-    notes: list[str] = []
-    config = choose_settings(requested, machine, strategy, mesh, notes)
-    layout = build_layout(config, strategy, mesh)
-    batch = cut_batch(config, strategy, mesh)
+        mesh = fill_mesh(strategy, num_processes, given)
+    config = choose_settings(given, machine, strategy, model.size, mesh, notes)
+    schedule = schedule_of(config, strategy, mesh["pp"])
+    layout = build_layout(config, strategy, model.size, schedule, mesh)
+    batch = cut_batch(config, schedule, mesh)
     tp = mesh["tp"]
     if processes_here % tp:
         note = f"tp={tp} reaches across machines, so every layer waits for the network four times: "
         notes.append(f"{note}give tp a divisor of {processes_here} and the rest to another axis")
     output_dir = user_path("output_dir", config.output_dir)
-    label = find_model(config.model).label
-    run_dir = new_run_dir(output_dir, strategy.name, label, num_processes)
-    offload_dir = None
-    if strategy.swaps_to_disk:
-        offload_dir = output_dir / ".offload"
-        if config.offload_dir is not None:
-            offload_dir = user_path("offload_dir", config.offload_dir)
-        offload_dir = offload_dir.absolute() / run_dir.name
+    offload_dir = output_dir / ".offload"
+    if config.offload_dir is not None:
+        offload_dir = user_path("offload_dir", config.offload_dir)
+    run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
     plan = Plan(
-        requested=requested,
+        requested=requested or given,
         config=with_values(
             config, micro_batch_size=batch.micro_batch_size, num_microbatches=batch.num_microbatches
         ),
@@ -67,7 +71,7 @@ def lay_out(
         uses_fsdp=averages and not only_copies,
         output_dir=output_dir,
         run_dir=run_dir,
-        offload_dir=offload_dir,
+        offload_dir=offload_dir.absolute() / run_dir.name if strategy.swaps_to_disk else None,
         notes=notes,
     )
     _check_tokens(plan)

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from distributed_training.models import ModelSize, find_model
-from distributed_training.plan.schedules import Schedule, schedule_of
+from distributed_training.models import ModelSize
+from distributed_training.plan.schedules import Schedule
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -39,14 +39,18 @@ class Layout:
         return tuple(range(end - count, end) for end, count in pairs)
 
 
-def build_layout(config: RunConfig, strategy: Strategy, mesh: Mapping[str, int]) -> Layout:
+def build_layout(
+    config: RunConfig,
+    strategy: Strategy,
+    size: ModelSize,
+    schedule: Schedule,
+    mesh: Mapping[str, int],
+) -> Layout:
     """Cut the model for a mesh that its heads and blocks can be divided over (`fill_mesh`).
 
     Raises UserError where a setting of CONFIG does not go with the mesh.
     """
     pp = mesh["pp"]
-    size = find_model(config.model).size
-    schedule = schedule_of(config, strategy, pp)
     _check_settings(config, strategy, schedule, mesh)
     ranks = schedule.ranks(pp)
     counts = _cut(config, size, ranks) if pp > 1 else [size.num_layers]
@@ -136,14 +140,13 @@ def _cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int
     return counts
 
 
-def cut_batch(config: RunConfig, strategy: Strategy, mesh: Mapping[str, int]) -> Batch:
+def cut_batch(config: RunConfig, schedule: Schedule, mesh: Mapping[str, int]) -> Batch:
     """The batch of one step, cut as CONFIG says or, where CONFIG says "auto", by one rule.
 
     The rule: the fewest micro-batches that the schedule takes, of which there are at least 2 x pp,
     and whose activations need no more memory than `batch_size` sequences do under dp. Where the
     batch does not allow both, memory counts first.
     """
-    schedule = schedule_of(config, strategy, mesh["pp"])
     num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
     global_batch_size = int(config.batch_size) * config.grad_accum_steps * math.prod(mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded

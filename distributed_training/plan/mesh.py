@@ -14,11 +14,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed_training.models import find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.plan.layouts import build_layout, cut_batch
-from distributed_training.plan.schedules import divisors, schedule_of
+from distributed_training.plan.schedules import Schedule, divisors, schedule_of
 from distributed_training.plan.topology import show_axes
-from distributed_training.settings.config import AUTO, RunConfig, replace
+from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
@@ -53,7 +53,8 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
         number = f"a multiple of {fixed}" if open_axis else fixed
         why = f"that of {os.path.relpath(strategy.source)} needs {number}"
     else:
-        what, why = why_indivisible(strategy, config, axes)
+        schedule = schedule_of(config, strategy, axes["pp"])
+        what, why = why_indivisible(find_model(config.model), schedule, axes)
     if not what:
         return axes
     found = nearest_layouts(strategy, world_size, config)[:3]
@@ -65,18 +66,18 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
 
 
 def why_indivisible(
-    strategy: Strategy, config: RunConfig, axes: Mapping[str, int]
+    model: ModelSpec, schedule: Schedule, axes: Mapping[str, int]
 ) -> tuple[str, str]:
-    """What of CONFIG's model cannot be divided over the axes, and why; empty where all can."""
-    size = find_model(config.model).size
+    """What of a model cannot be divided over the axes, and why; empty where all can."""
+    size = model.size
     pp = axes["pp"]
     tp = axes["tp"]
     if size.num_heads % tp:
-        what = f"tp={tp} does not divide num_heads={size.num_heads} of {config.model}"
+        what = f"tp={tp} does not divide num_heads={size.num_heads} of {model.label}"
         return what, "attention is split by heads"
-    each = schedule_of(config, strategy, pp).stages_per_rank
+    each = schedule.stages_per_rank
     if pp * each > size.num_layers:
-        what = f"pp={pp} needs {pp * each} stages but {config.model} has {size.num_layers} blocks"
+        what = f"pp={pp} needs {pp * each} stages but {model.label} has {size.num_layers} blocks"
         return what, f"its pipeline schedule has {each} a process"
     return "", ""
 
@@ -89,9 +90,10 @@ def nearest_layouts(strategy: Strategy, world_size: int, config: RunConfig) -> l
     asked = {**strategy.mesh, **({open_axis: max(1, world_size // fixed)} if open_axis else {})}
     # An open data-parallel axis takes what is left without being told.
     told = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
+    model = find_model(config.model)
     found = []
     for axes in all_meshes(strategy, world_size):
-        needed = _needed_settings(strategy, config, axes)
+        needed = _needed_settings(strategy, config, model, axes)
         if needed is not None:
             settings = {axis: axes[axis] for axis in told if axes[axis] != asked[axis]} | needed
             distance = sum(abs(math.log(axes[axis] / asked[axis])) for axis in told)
@@ -134,12 +136,13 @@ def _changes(config: RunConfig, wanted: Settings) -> Settings:
 
 
 def _needed_settings(
-    strategy: Strategy, config: RunConfig, axes: Mapping[str, int]
+    strategy: Strategy, config: RunConfig, model: ModelSpec, axes: Mapping[str, int]
 ) -> Settings | None:
     """Fewest settings besides the axes that this layout would be refused without; None where
     the model cannot be divided so.
     """
-    if any(why_indivisible(strategy, config, axes)):
+    schedule = schedule_of(config, strategy, axes["pp"])
+    if any(why_indivisible(model, schedule, axes)):
         return None
     changes = _changes(config, HARMLESS)
     if config.pipeline_schedule in strategy.traits.schedules:
@@ -148,8 +151,9 @@ def _needed_settings(
         for keys in itertools.combinations(changes, count):
             settings = {key: changes[key] for key in keys}
             with contextlib.suppress(UserError):
-                tried = replace(config, **settings) if settings else config
-                build_layout(tried, strategy, axes)
-                cut_batch(tried, strategy, axes)
+                tried = config.model_copy(update=settings)
+                schedule = schedule_of(tried, strategy, axes["pp"])
+                build_layout(tried, strategy, model.size, schedule, axes)
+                cut_batch(tried, schedule, axes)
                 return settings
     return None

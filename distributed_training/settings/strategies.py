@@ -10,6 +10,7 @@ that does not follow. No torch import.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,6 +213,7 @@ def _folder_number(path: Path) -> tuple[int, str]:
     return (int(number), rest) if number.isdecimal() else (10**6, path.parent.name)
 
 
+@functools.cache
 def _read_folder(path: Path) -> _Folder:
     what = f"{path} is not a strategy"
     folder = parse_as(_Folder, load_json(path, "strategy"), what, _FORM)

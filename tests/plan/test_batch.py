@@ -15,9 +15,6 @@ from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES
 from tests.plan.helpers import NAMES, lay_out
-from tests.support import named_strategy, refused
-
-STRATEGY_3D = named_strategy("3d")
 
 SMALL = st.integers(1, 4)
 MESHES = st.tuples(SMALL, SMALL, SMALL, SMALL).map(lambda sizes: dict(zip(MESH_AXES, sizes)))  # noqa: B905
@@ -34,7 +31,7 @@ def cut(mesh, name="1f1b", **config):
     """(Batch, the schedule it is cut for)"""
     schedule = SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
     built = build_config({"strategy": "3d", "pipeline_schedule": name, **config})
-    return cut_batch(built, STRATEGY_3D, mesh), schedule
+    return cut_batch(built, schedule, mesh), schedule
 
 
 def sequences_at_once(count, sequences, mesh, schedule, config):
@@ -154,29 +151,6 @@ def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
             assert count in ("auto", batch.num_microbatches)
             assert schedule.takes(pp, batch.num_microbatches)
     assert refusals
-
-
-@pytest.mark.parametrize(
-    ("name", "asked", "words"),
-    [
-        ("1f1b", {"num_microbatches": 3}, ("16 sequences", "batch_size 8", "must be that number")),
-        ("1f1b", {"micro_batch_size": 16}, ("1f1b over pp=2", "set micro_batch_size=")),
-        (
-            "interleaved",
-            {"num_microbatches": 5, "batch_size": 5},
-            ("interleaved over pp=2", "num_microbatches=5"),
-        ),
-    ],
-)
-def test_a_refusal_says_why(name, asked, words):
-    with refused(next(iter(asked)), *words):
-        cut(MESH_221, name, **{"batch_size": 8, **asked})
-
-
-def test_a_large_batch_is_cut_at_once():
-    """Divisors are found in the square root of the number."""
-    batch, _ = cut(MESH_221, batch_size=2**20, grad_accum_steps=2**16)
-    assert batch.micro_batch_size * batch.num_microbatches == 2**37
 
 
 def test_in_words():
