@@ -76,7 +76,7 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     for title, members in by_group(keys).items():
         group = parser.add_argument_group(title)
         for key in members:
-            text = _about(key, f"default {key.default!r}").replace("%", "%%")
+            text = about_key(key, f"default {key.default!r}").replace("%", "%%")
             for option in (key.name, *key.aliases):
                 group.add_argument(
                     f"--{option}", action="append", dest="overrides", type=f"{option}=".__add__,
@@ -85,7 +85,7 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     return parser
 
 
-def _about(key: Key, *more: str) -> str:
+def about_key(key: Key, *more: str) -> str:
     """A key's help, then in brackets the words of which it takes one, and `more`."""
     words = list(more)
     if key.name == "strategy":  # the strategies are folders
@@ -93,24 +93,6 @@ def _about(key: Key, *more: str) -> str:
     elif any("enum" in form for form in key.forms):
         words.insert(0, key.accepts())
     return f"{key.help} ({'; '.join(words)})" if words else key.help
-
-
-def config_reference() -> str:
-    """Markdown lists of every key with its default, by need, and of those that are the work."""
-    lines = []
-    for title, keys in by_group(KEYS.values()).items():
-        lines.append(f"### {title}\n")
-        for key in keys:
-            also = ", ".join(f"`{alias}`" for alias in key.aliases)
-            text = _about(key, *([f"also {also}"] if also else []))
-            lines.append(f"- `{key.name}={key.default!r}`: {text}")
-        lines.append("")
-    names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
-    lines.append("### The work\n")
-    lines.append(
-        f"Runs are compared, and resumed, where these and the global batch agree: {names}.\n"
-    )
-    return "\n".join(lines)
 
 
 def parse(

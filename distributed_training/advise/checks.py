@@ -19,7 +19,7 @@ import psutil
 from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.memory import MemoryEstimate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy
 
@@ -30,17 +30,17 @@ STALE_LOCK_S = 60.0
 Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does not fit its GPUs
 
 
-def run_checks(plan: Plan, suggest: Suggest) -> None:
+def run_checks(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
     """Run every check, cheapest first."""
-    check_hub(plan)
     check_packages(plan)
     check_skipping(plan)
     check_gpus(plan)
     check_swapping(plan)
-    check_memory(plan, suggest)
+    check_memory(plan, memory, suggest)
     check_shared_memory(plan)
     check_disk(plan)
     check_extensions(plan)
+    check_hub(plan)
 
 
 def check_packages(plan: Plan) -> None:
@@ -81,10 +81,9 @@ def check_gpus(plan: Plan) -> None:
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
-def check_memory(plan: Plan, suggest: Suggest) -> None:
+def check_memory(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
     """GPU and host have what a step is predicted to need; `--force` tries a GPU all the same."""
     machine = plan.machine
-    memory = estimate_memory(plan)
     needed = memory.needed_bytes
     if machine.num_gpus and needed > machine.gpu_memory_bytes and not plan.config.force:
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
+from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
+from distributed_training.predict.stages import with_orders
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu
@@ -30,11 +35,6 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return self.num_processes // self.processes_a_node
-
-    @property
-    def places(self) -> tuple[Machine, int, int]:
-        """What a layout depends on: machine, processes, and those of a node."""
-        return self.machine, self.num_processes, self.processes_a_node
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
@@ -107,6 +107,28 @@ def this_machine(
         rates=machine_rates(machine, processes_here, gpu),
         name=name,
     )
+
+
+def lay_out_on(
+    cluster: Cluster,
+    config: RunConfig,
+    *,
+    mesh: dict[str, int] | None = None,
+    requested: RunConfig | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """A draft for the cluster's processes (`lay_out`), with the orders that a search finds."""
+    here = cluster.processes_a_node
+    plan = lay_out(
+        config,
+        cluster.machine,
+        cluster.num_processes,
+        here,
+        mesh=mesh,
+        requested=requested,
+        notes=notes,
+    )
+    return with_orders(plan, cluster.rates, here)
 
 
 def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:

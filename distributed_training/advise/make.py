@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed_training.advise.checks import run_checks
-from distributed_training.advise.cluster import Cluster, this_machine
+from distributed_training.advise.cluster import Cluster, lay_out_on, this_machine
 from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import fit_to_data
-from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.sources import find_sources
@@ -36,7 +35,8 @@ def decide_plan(
     """
     cluster = this_machine(machine, num_processes, processes_here)
     plan = _draft(config, cluster)
-    run_checks(plan, functools.partial(what_fits, cluster=cluster))
+    prediction = predict(plan, cluster.rates)
+    run_checks(plan, prediction.memory, functools.partial(what_fits, cluster=cluster))
     plan = find_sources(plan)
     if plan.weights_dir is not None:
         plan.model.check_weights(plan.weights_dir)
@@ -44,7 +44,8 @@ def decide_plan(
     data = cut(plan)
     if data is not None:
         plan = fit_to_data(plan, data)
-    prediction = predict(plan, cluster.rates, tokenised=plan.cache in known)
+    if plan.cache in known:
+        prediction = predict(plan, cluster.rates, tokenised=True)
     return replace(plan, prediction=prediction.as_record())
 
 
@@ -59,4 +60,4 @@ def _draft(config: RunConfig, cluster: Cluster) -> Plan:
     notes: list[str] = []
     decided = choose_model(config, cluster.machine, notes)
     decided = choose_spread(decided, cluster, notes)
-    return lay_out(decided, *cluster.places, requested=config, notes=notes)
+    return lay_out_on(cluster, decided, requested=config, notes=notes)

@@ -11,15 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.advise.cluster import Cluster
+from distributed_training.advise.cluster import Cluster, lay_out_on
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.draft import lay_out
 from distributed_training.plan.mesh import all_meshes, show_settings, why_indivisible
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES, schedule_of
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, fits, fits_gpu, predict
+from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
@@ -87,7 +87,6 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
     batch where CONFIG leaves those open.
     """
     strategy = load_strategy(config)
-    places = cluster.places
     config = choose_model(config, cluster.machine, [])
     model = find_model(config.model)
     asked = {axis: getattr(config, axis) for axis in MESH_AXES}
@@ -103,12 +102,12 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             if any(why_indivisible(model, schedule_of(own, strategy, mesh["pp"]), mesh)):
                 continue
             with contextlib.suppress(UserError):
-                first = lay_out(own, *places, mesh=mesh)
+                first = lay_out_on(cluster, own, mesh=mesh)
                 yield first
                 for count in _other_counts(first):
                     more = with_values(own, num_microbatches=count)
                     with contextlib.suppress(UserError):
-                        yield lay_out(more, *places, mesh=mesh)
+                        yield lay_out_on(cluster, more, mesh=mesh)
 
 
 def _other_counts(first: Plan) -> list[int]:
@@ -187,6 +186,7 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     for count in _more_microbatches(plan):
         cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
         smaller = replace(plan, batch=plan.batch.model_copy(update=cut), orders=None)
+        smaller = with_orders(smaller, cluster.rates, cluster.processes_a_node)
         if fits(plan, estimate_memory(smaller)):
             suggestions.append(f"set num_microbatches={count}")
             break
@@ -261,7 +261,7 @@ def _none_found(
     elif config.tp not in (None, 1) or config.pp not in (None, 1):
         plainest = "3d"
     tried = build(plainest)
-    lay_out(tried, *cluster.places)
+    lay_out_on(cluster, tried)
     batch = f"batch_size={tried.batch_size}"
     what = f"strategy='auto' finds none that fits {config.model} with {batch}"
     return UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
@@ -273,7 +273,7 @@ def _busy_batch(config: RunConfig, cluster: Cluster) -> int:
     most_bytes = config.below_bytes or sys.maxsize
     for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
-            plan = lay_out(with_values(config, batch_size=size), *cluster.places)
+            plan = lay_out_on(cluster, with_values(config, batch_size=size))
             prediction = predict(plan, cluster.rates, cluster.processes_a_node)
             if prediction.fits and prediction.memory.needed_bytes < most_bytes:
                 speeds[size] = prediction.tokens_per_s or size

@@ -19,7 +19,6 @@ from tabulate import tabulate
 
 from distributed_training.advise.cluster import Cluster, parse_cluster
 from distributed_training.advise.rank import Choice, choose_spread, rank_layouts, with_progress
-from distributed_training.models import find_model
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -104,25 +103,9 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     return parse_cluster(found[1], gpu), seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speed:
-    """The quickest layout of one model on a cluster, as predicted."""
-
-    model: str
-    choice: Choice
-
-    @property
-    def parameters(self) -> int:
-        return find_model(self.model).size.num_parameters
-
-    @property
-    def tokens_per_s(self) -> float:
-        return float(self.choice.prediction.tokens_per_s or 0.0)
-
-    @property
-    def flops_per_s(self) -> float:
-        """By the count of the law, 6 N a token."""
-        return 6 * self.parameters * self.tokens_per_s
+def flops_per_s(choice: Choice) -> float:
+    """By the count of the law, 6 N a token."""
+    return 6 * choice.plan.size.num_parameters * (choice.prediction.tokens_per_s or 0.0)
 
 
 def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
@@ -149,9 +132,9 @@ def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig])
 
 def speeds(
     build: Callable[[str | None], RunConfig], cluster: Cluster, *, open_batch: bool
-) -> list[Speed]:
-    """Of each model that fits, smallest first; with the smallest batch that keeps a GPU busy where
-    it is open."""
+) -> list[Choice]:
+    """The quickest layout of each model that fits, smallest first; with the smallest batch that
+    keeps a GPU busy where it is open."""
     if cluster.rates is None:
         what = f"how fast {cluster.name} is, is not known"
         raise UserError(what, fix="describe it with --gpu")
@@ -165,33 +148,34 @@ def speeds(
             own = {"model": model, "batch_size": config.batch_size}
             choices = rank_layouts(lambda name, own=own: replace(build(name), **own), cluster)  # type: ignore[misc]
             if choices and choices[0].prediction.fits:
-                found.append(Speed(model=model, choice=choices[0]))
+                found.append(choices[0])
     if not found:
         fix = "set a smaller batch_size or activation_checkpointing=full"
         raise UserError(f"none of {', '.join(MODELS)} fits on {cluster.name}", fix=fix)
     return found
 
 
-def nearest_speed(found: Sequence[Speed], fit: Fit, seconds: float) -> Speed:
-    """That of the model whose size is nearest to what its own FLOPs in that time are best for."""
+def nearest(found: Sequence[Choice], fit: Fit, flops: Callable[[Choice], float]) -> Choice:
+    """The model whose size is nearest to what its FLOPs are best spent on."""
 
-    def distance(speed: Speed) -> float:
-        best, _ = fit.optimum(speed.flops_per_s * seconds)
-        return max(best / speed.parameters, speed.parameters / best)
+    def distance(choice: Choice) -> float:
+        best, _ = fit.optimum(flops(choice))
+        return abs(math.log(best / choice.plan.size.num_parameters))
 
     return min(found, key=distance)
 
 
-def describe_budget(found: Sequence[Speed], cluster: Cluster, seconds: float) -> str:
+def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -> str:
     """What the time is best spent on, and what it means for each model that is there."""
-    at = nearest_speed(found, FITS[-1], seconds)
-    flops = at.flops_per_s * seconds
-    mfu, config = at.choice.prediction.mfu, at.choice.plan.config
+    at = nearest(found, FITS[-1], lambda choice: flops_per_s(choice) * seconds)
+    flops = flops_per_s(at) * seconds
+    mfu = at.prediction.mfu
+    config = at.plan.config
     said = (
         f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
-        f"{at.flops_per_s / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU"
+        f"{flops_per_s(at) / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU"
         + (f" (MFU {100 * mfu:.0f}%)" if mfu else "")
-        + f" that {at.model} is predicted to reach with {config.batch_size} x "
+        + f" that {config.model} is predicted to reach with {config.batch_size} x "
         f"{config.max_length} tokens on each"
     )
     lines = [
@@ -205,27 +189,29 @@ def describe_budget(found: Sequence[Speed], cluster: Cluster, seconds: float) ->
         "",
     ]
     rows = []
-    for speed in found:
-        tokens = speed.tokens_per_s * seconds
-        best = " / ".join(count(fit.tokens_for(speed.parameters)) for fit in FITS)
-        loss = " / ".join(f"{fit.loss(speed.parameters, tokens):.3f}" for fit in FITS)
-        rows.append([speed.model, count(speed.tokens_per_s), count(tokens), best, loss])
+    for choice in found:
+        parameters = choice.plan.size.num_parameters
+        tokens_per_s = choice.prediction.tokens_per_s or 0.0
+        tokens = tokens_per_s * seconds
+        best = " / ".join(count(fit.tokens_for(parameters)) for fit in FITS)
+        loss = " / ".join(f"{fit.loss(parameters, tokens):.3f}" for fit in FITS)
+        rows.append([choice.plan.config.model, count(tokens_per_s), count(tokens), best, loss])
     headers = ["model", "tokens/s", "sees", "is best at", "loss"]
     lines += [tabulate(rows, headers, disable_numparse=True), "", sources()]
     return "\n".join(lines)
 
 
-def describe_target(loss: float, found: Sequence[Speed], cluster: Cluster | None) -> str:
+def describe_target(loss: float, found: Sequence[Choice], cluster: Cluster | None) -> str:
     """The least that reaches a loss, and how long it would take."""
     needed = [(fit, fit.flops_for(loss)) for fit in FITS]
     lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
     lines += [_optima(needed)]
     if cluster is not None:
         for fit, flops in needed:
-            best, _ = fit.optimum(flops)
-            at = min(found, key=lambda s: max(best / s.parameters, s.parameters / best))
-            time = duration(flops / at.flops_per_s)
-            lines.append(f"by {fit.name} {time} on {cluster.name}, at {at.model}'s predicted speed")
+            at = nearest(found, fit, lambda _, flops=flops: flops)  # type: ignore[misc]
+            time = duration(flops / flops_per_s(at))
+            model = at.plan.config.model
+            lines.append(f"by {fit.name} {time} on {cluster.name}, at {model}'s predicted speed")
     return "\n".join([*lines, "", sources()])
 
 

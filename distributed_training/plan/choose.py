@@ -137,7 +137,7 @@ def _choose_compile(
 ) -> bool | str:
     obstacle = ""
     # Where compiled blocks would be wrong or fail.
-    if strategy.offload_device("param") != "none":
+    if strategy.fetches_parameters:
         obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
     elif mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
         obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"

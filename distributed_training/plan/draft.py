@@ -38,7 +38,7 @@ def lay_out(
     strategy = load_strategy(given)
     model = find_model(given.model)
     if mesh is None:
-        mesh = fill_mesh(strategy, num_processes, given)
+        mesh = fill_mesh(strategy, num_processes, given, model)
     config = choose_settings(given, machine, strategy, model.size, mesh, notes)
     schedule = schedule_of(config, strategy, mesh["pp"])
     layout = build_layout(config, strategy, model.size, schedule, mesh)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed_training.models import ModelSpec, find_model
+from distributed_training.models import ModelSpec
 from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.schedules import Schedule, divisors, schedule_of
 from distributed_training.plan.topology import show_axes
@@ -36,10 +36,12 @@ HARMLESS: Settings = {
 FSDP: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
-def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[str, int]:
+def fill_mesh(
+    strategy: Strategy, world_size: int, config: RunConfig, model: ModelSpec
+) -> dict[str, int]:
     """The strategy's mesh with the axis that is -1 filled in, for `world_size` processes.
 
-    Raises UserError when the product is not `world_size`, or CONFIG's model cannot be divided so.
+    Raises UserError when the product is not `world_size`, or the model cannot be divided so.
     """
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
@@ -54,10 +56,10 @@ def fill_mesh(strategy: Strategy, world_size: int, config: RunConfig) -> dict[st
         why = f"that of {os.path.relpath(strategy.source)} needs {number}"
     else:
         schedule = schedule_of(config, strategy, axes["pp"])
-        what, why = why_indivisible(find_model(config.model), schedule, axes)
+        what, why = why_indivisible(model, schedule, axes)
     if not what:
         return axes
-    found = nearest_layouts(strategy, world_size, config)[:3]
+    found = nearest_layouts(strategy, world_size, config, model)[:3]
     fix = "set " + "; or ".join(map(show_settings, found))
     if not found:
         given = show_settings(_changes(config, FSDP))
@@ -82,7 +84,9 @@ def why_indivisible(
     return "", ""
 
 
-def nearest_layouts(strategy: Strategy, world_size: int, config: RunConfig) -> list[Settings]:
+def nearest_layouts(
+    strategy: Strategy, world_size: int, config: RunConfig, model: ModelSpec
+) -> list[Settings]:
     """Settings each of which makes a layout of `world_size` processes under `strategy`, those
     nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms.
     """
@@ -90,7 +94,6 @@ def nearest_layouts(strategy: Strategy, world_size: int, config: RunConfig) -> l
     asked = {**strategy.mesh, **({open_axis: max(1, world_size // fixed)} if open_axis else {})}
     # An open data-parallel axis takes what is left without being told.
     told = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
-    model = find_model(config.model)
     found = []
     for axes in all_meshes(strategy, world_size):
         needed = _needed_settings(strategy, config, model, axes)

@@ -111,6 +111,11 @@ class Strategy:
         return self.offload_device("optimizer") != "none"
 
     @property
+    def fetches_parameters(self) -> bool:
+        """Whether parameters are elsewhere than on the device and come when a block runs."""
+        return self.offload_device("param") != "none"
+
+    @property
     def swaps_to_disk(self) -> bool:
         """Whether state moves to files, through DeepSpeed's libaio extension."""
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))

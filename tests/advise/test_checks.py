@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +43,14 @@ def suggest(plan):
     return what_fits(plan, this_machine(plan.machine, plan.num_processes, plan.processes_here))
 
 
+def check_fit(plan):
+    check_memory(plan, estimate_memory(plan), suggest)
+
+
+def run_all(plan):
+    run_checks(plan, estimate_memory(plan), suggest)
+
+
 def with_gpus(**changes):
     return dataclasses.replace(GPU_MACHINE, **changes)
 
@@ -57,14 +64,14 @@ def hide_package(monkeypatch, name):
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "fsdp"])
 def test_a_rehearsal_on_this_machine_passes(strategy, tmp_path):
-    run_checks(draft(tmp_path, strategy), suggest)
+    run_all(draft(tmp_path, strategy))
 
 
 def test_a_rehearsal_of_infinity_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "has_libaio", lambda: True)
-    run_checks(draft(tmp_path, "infinity"), suggest)
+    run_all(draft(tmp_path, "infinity"))
     with refused("strategy='infinity' with model='gpt2' needs a GPU"):
-        run_checks(draft(tmp_path, "infinity", model="gpt2"), suggest)
+        run_all(draft(tmp_path, "infinity", model="gpt2"))
 
 
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
@@ -115,12 +122,12 @@ def test_what_is_predicted_must_fit_the_gpu(tmp_path):
     small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
     xl = {"model": "gpt2-xl", "precision": "bf16", "machine": small, "num_processes": 4}
     with refused("gpt2-xl under dp needs", "Small has 16.0 GiB", "set strategy=", "--force"):
-        check_memory(draft(tmp_path, "dp", **xl), suggest)
+        check_fit(draft(tmp_path, "dp", **xl))
     for strategy in ("zero3", "offload"):
-        check_memory(draft(tmp_path, strategy, **xl), suggest)
+        check_fit(draft(tmp_path, strategy, **xl))
     refusal = draft(tmp_path, "dp", **xl)
     forced = refusal.config.model_copy(update={"force": True})
-    check_memory(dataclasses.replace(refusal, config=forced), suggest)
+    check_fit(dataclasses.replace(refusal, config=forced))
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp", "pp"])
@@ -137,15 +144,15 @@ def test_what_a_refusal_suggests_fits(strategy, tmp_path):
         other = settings.pop("strategy", strategy)
         cut = {} if "num_microbatches" in settings or other != strategy else uncut
         numbers = {key: int(v) if v.isdecimal() else v for key, v in settings.items()}
-        check_memory(draft(tmp_path, other, **words, **cut, **numbers), suggest)
+        check_fit(draft(tmp_path, other, **words, **cut, **numbers))
 
 
 def test_gpu_memory_boundary_is_the_prediction(tmp_path):
     needed = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2")).needed_bytes
-    check_memory(draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=needed), model="gpt2"), suggest)
+    check_fit(draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=needed), model="gpt2"))
     with refused("GiB a GPU"):
         here = with_gpus(gpu_memory_bytes=needed - 1)
-        check_memory(draft(tmp_path, "dp", here, model="gpt2"), suggest)
+        check_fit(draft(tmp_path, "dp", here, model="gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -163,10 +170,10 @@ def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter
     needed = 2 * (roomy.host_bytes - roomy.copy_bytes)  # a checkpoint's copy is left out first
     assert needed > 2 * per_parameter * SIZES["gpt2"].num_parameters
     machine = dataclasses.replace(machine, ram_bytes=needed)
-    check_memory(draft(tmp_path, strategy, machine, model="gpt2"), suggest)
+    check_fit(draft(tmp_path, strategy, machine, model="gpt2"))
     machine = dataclasses.replace(machine, ram_bytes=needed - 1)
     with refused("2 processes need about", "GiB of RAM", "fewer processes"):
-        check_memory(draft(tmp_path, strategy, machine, model="gpt2"), suggest)
+        check_fit(draft(tmp_path, strategy, machine, model="gpt2"))
 
 
 def free_disk(monkeypatch, num_bytes):
@@ -202,25 +209,10 @@ def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
             check_disk(draft(tmp_path, model="gpt2", **config))
 
 
-def test_infinitys_files_need_room(tmp_path, monkeypatch):
-    count = SIZES["gpt2"].num_parameters
-    config = {"model": "gpt2", "checkpoint_every": 0, "export": False}
-    free_disk(monkeypatch, 20 * count - 1)
-    check_disk(draft(tmp_path, "offload", **config))
-    with refused("offload_dir"):
-        check_disk(draft(tmp_path, "infinity", **config))
-
-
 def test_a_file_in_the_way_of_output_dir(tmp_path):
     (tmp_path / "file").write_text("")
     with refused(f"{tmp_path / 'file'} is not a folder that can be written to"):
         check_disk(draft(tmp_path, output_dir=str(tmp_path / "file" / "runs")))
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda folder, mode: False)
-    with refused(f"{tmp_path} is not a folder that can be written to", "output_dir"):
-        check_disk(draft(tmp_path))
 
 
 def test_every_check_is_run(tmp_path, monkeypatch):
@@ -232,7 +224,7 @@ def test_every_check_is_run(tmp_path, monkeypatch):
     run = []
     for name in here:
         monkeypatch.setattr(checks, name, lambda plan, *_, name=name: run.append(name))
-    run_checks(draft(tmp_path), suggest)
+    run_all(draft(tmp_path))
     assert sorted(run) == sorted(here)
 
 
@@ -261,20 +253,3 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
         check_disk(here)
     free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)
     check_disk(here)
-
-
-def test_each_disk_is_asked_for_its_own(tmp_path, monkeypatch):
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("no second file system here")
-    asked = free_disk(monkeypatch, 20 * SIZES["gpt2"].num_parameters)
-    on_other = {"offload_dir": str(other), "checkpoint_every": 0}
-    check_disk(draft(tmp_path, "infinity", model="gpt2", **on_other))
-    assert asked == [tmp_path, other]
-
-
-def test_what_is_in_the_way_is_named_by_its_key(tmp_path):
-    (tmp_path / "file").write_text("")
-    here = draft(tmp_path, "infinity", offload_dir=str(tmp_path / "file" / "x"))
-    with refused(f"{tmp_path / 'file'} is not a folder", "set offload_dir elsewhere"):
-        check_disk(here)

@@ -38,19 +38,7 @@ def test_a_table_three_commands_and_a_reason(monkeypatch, capsys):
     assert plan(monkeypatch, "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl") == 0
     title, _, header, *rest = capsys.readouterr().out.splitlines()
     assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens a step")
-    assert header.split() == [
-        "layout",
-        "fits",
-        "GiB",
-        "state",
-        "acts",
-        "other",
-        "s/step",
-        "tok/s",
-        "MFU",
-        "bound",
-        "by",
-    ]
+    assert header.split() == HEADER
     commands = [line for line in rest if line.startswith("  torchrun --nnodes=2 ")]
     assert len(commands) == 3
     assert all("--model gpt2-xl --strategy " in line for line in commands)

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from distributed_training.advise import checks
 from distributed_training.advise.checks import (
     built_extensions,
     check_extensions,
@@ -105,11 +104,6 @@ def test_a_private_copy_of_libaio_counts(tmp_path, monkeypatch):
     check_extensions(draft(tmp_path, "infinity"))
 
 
-def test_no_c_compiler_is_no_libaio(monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert not has_libaio()
-
-
 def make_lock(folder, age_s):
     folder.mkdir(parents=True)
     lock = folder / "lock"
@@ -137,24 +131,6 @@ def test_a_stale_lock_is_found_in_torchs_cache(tmp_path, monkeypatch):
     lock = make_lock(cache / f"py{version}_cpu" / "cpu_adam", age_s=600)
     with refused(str(lock)):
         check_extensions(draft(tmp_path, "offload"))
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "offload", "infinity"])
-def test_a_stale_lock_of_deepspeeds_own_extension(strategy, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "has_libaio", lambda: True)
-    lock = make_lock(tmp_path / "extensions" / "deepspeed_shm_comm", age_s=600)
-    with refused(str(lock), f"rm {lock}"):
-        check_extensions(draft(tmp_path, strategy))
-    check_extensions(draft(tmp_path, strategy, GPU_MACHINE))
-    check_extensions(draft(tmp_path, "fsdp"))
-
-
-def test_a_fresh_lock_is_somebodys(tmp_path):
-    lock = make_lock(tmp_path / "extensions" / "cpu_adam", age_s=5)
-    refuse_stale_lock("cpu_adam")
-    os.utime(lock, (time.time() - 65,) * 2)
-    with refused("1 minutes old"):
-        refuse_stale_lock("cpu_adam")
 
 
 def test_an_old_lock_of_a_build_that_runs_is_left_alone(tmp_path):

@@ -12,7 +12,6 @@ from distributed_training.advise import checks
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import PLAN_AS_JSON, Plan, load_plan
-from distributed_training.predict.state import estimate_state
 from distributed_training.records.record import start_record
 from distributed_training.run.prepare import make_plan, reserve_run_dir
 from distributed_training.run.saving.resume import CHECKPOINTS, FORMAT
@@ -71,39 +70,6 @@ def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_pat
         assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
 
 
-def test_every_strategy_plans_on_gpus_and_is_found_again(tmp_path):
-    for name in NAMES:
-        plan = plan_for(
-            tmp_path, GPU_MACHINE, 4, strategy=name, model="gpt2", batch_size=3, max_grad_norm=None
-        )
-        assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
-        assert (plan.schedule.minimum(2), plan.mesh["pp"] > 1) in [(1, False), (2, True)]
-        assert 0 < plan.prediction["peak_bytes"] < 24 * GIB
-        assert estimate_state(plan).on_device > 0 or name == "infinity"
-
-
-@pytest.mark.parametrize("name", UNSPLIT)
-def test_a_plan_holds_what_follows_from_config(name, tmp_path):
-    plan = plan_for(
-        tmp_path, num_processes=4, strategy=name, batch_size=3, grad_accum_steps=5, seed=9
-    )
-    assert plan.work["global_batch_size"] == 3 * 5 * 4
-    assert (plan.batch.micro_batch_size, plan.batch.num_microbatches) == (3, 5)
-    assert plan.work["seed"] == 9
-    mesh = "dp_replicate 4" if name == "dp" else "dp_shard 4"
-    layout = {"num_processes": 4, "mesh": mesh, "stages": [[0, 2]], "sequence_parallel": False}
-    assert plan.spread == {"strategy": name, **layout, "device": "cpu"}
-    assert plan.size == SIZES["gpt2-tiny"]
-    assert plan.run_dir.parent == tmp_path / "runs"
-    assert plan.run_dir.name.endswith(f"-{name}-gpt2-tiny-x4")
-    assert not plan.run_dir.exists()
-    assert plan.checkpoint is None
-    assert (plan.deepspeed_json is None) == (name in ("dp", "fsdp"))
-    assert plan.requested.precision == "auto"
-    assert plan.config.precision == "fp32"
-    assert (plan.offload_dir is None) == (name != "infinity")
-
-
 @pytest.mark.parametrize(
     ("output_dir", "offload_dir", "expected"),
     [
@@ -125,13 +91,6 @@ def test_infinitys_files_lie_where_config_says(
     zero = plan.deepspeed_json["zero_optimization"]
     paths = {zero[part]["nvme_path"] for part in ("offload_param", "offload_optimizer")}
     assert paths == {str(plan.offload_dir)}
-
-
-def test_splits_of_one_global_batch_are_the_same_work(tmp_path):
-    one = plan_for(tmp_path, batch_size=4, grad_accum_steps=2, num_processes=1)
-    two = plan_for(tmp_path, batch_size=2, grad_accum_steps=2, num_processes=2)
-    other = plan_for(tmp_path, batch_size=4, grad_accum_steps=2, num_processes=2)
-    assert one.work == two.work != other.work
 
 
 def test_resuming_goes_on_in_the_old_folder(tmp_path):
@@ -176,19 +135,6 @@ def test_weights_of_another_size_are_refused_before_anything_starts(tmp_path):
     (tmp_path / "hf" / "model.safetensors").write_text("")
     with refused("vocab_size=50257 but the model has 2048"):
         plan_for(tmp_path, weights=str(tmp_path / "hf"))
-
-
-def test_more_processes_than_gpus(tmp_path):
-    with refused("5 processes", "4 GPUs"):
-        plan_for(tmp_path, GPU_MACHINE, num_processes=5)
-
-
-def test_data_of_a_plan_is_cached_below_output_dir(scratch, tmp_path):
-    plan = plan_for(tmp_path, dataset=str(scratch / "text.txt"), num_samples=-1, max_length=16)
-    data, tokenizer = load_plan_data(plan)
-    assert (tokenizer.num_tokens, data.train.seq_len) == (2048, 16)
-    cache_dir = tmp_path / "runs" / ".cache" / "tokens"
-    assert len([path for path in cache_dir.iterdir() if path.is_dir()]) == 1
 
 
 machines = st.one_of(

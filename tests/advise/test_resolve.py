@@ -195,26 +195,6 @@ def test_where_the_model_cannot_be_compiled_as_a_whole(values, words):
     assert decide(gpu(), strategy="fsdp", compile="whole")[0].config.compile == "whole"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"strategy": "pp", "pipeline_schedule": "interleaved"},
-        {"strategy": "tp", "dropout": 0.1},
-        {"strategy": "tp", "sequence_parallel": False},
-        {"strategy": "hybrid"},
-    ],
-)
-def test_layouts_that_are_compiled(values):
-    assert decide(gpu(), world_size=2, **values)[0].config.compile is True
-
-
-@pytest.mark.parametrize("every", [None, 0, 7])
-@pytest.mark.parametrize("strategy", ["dp", "zero3", "infinity", "fsdp"])
-def test_every_strategy_saves_as_it_is_told(strategy, every):
-    sources, _ = decide(strategy=strategy, checkpoint_every=every)
-    assert sources.config.checkpoint_every == every
-
-
 @pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2-xl"])
 def test_max_length_beyond_the_model(model):
     assert decide(model=model, max_length=1024)[0].config.max_length == 1024
@@ -240,11 +220,6 @@ def test_a_tokenizer_that_is_not_there(tmp_path):
         decide(tokenizer=str(tmp_path))
 
 
-def test_weights_below_home(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert decide(model="gpt2", weights="~/hf")[0].weights_dir == tmp_path / "hf"
-
-
 @pytest.mark.parametrize(("here", "said"), [(4, False), (8, False), (2, True), (6, True)])
 def test_tensor_parallelism_across_machines_is_pointed_out(here, said, tmp_path):
     plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
@@ -266,11 +241,6 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
         )
 
 
-def test_an_unknown_model_is_refused_with_the_nearest_name():
-    with refused("model='gpt2-medum'", "did you mean 'gpt2-medium'?"):
-        decide(model="gpt2-medum")
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -289,26 +259,6 @@ def test_steps_that_are_no_cuda_graph(values, words):
     with refused(f"cuda_graphs=True does not work with {words}", "auto or False"):
         decide(gpu(), cuda_graphs=True, **values)
     assert not any("CUDA graph" in note for note in decide(gpu(), cuda_graphs=False, **values)[1])
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"strategy": "dp", "dropout": 0.1},
-        {"strategy": "fsdp", "activation_checkpointing": "selective"},
-        {"strategy": "tp"},
-        {"strategy": "pp"},
-        {"strategy": "pp", "pipeline_schedule": "zb-h1"},
-        {"strategy": "pp", "pipeline_schedule": "zb-v", "model": "gpt2"},
-    ],
-)
-def test_steps_that_are_one_cuda_graph(values):
-    resolved, notes = decide(gpu(), world_size=2, **values)
-    assert resolved.config.cuda_graphs is resolved.config.compile is True
-    assert not any("CUDA graph" in note for note in notes)
-    assert decide(CPU_MACHINE, world_size=2, **values)[0].config.cuda_graphs is False
-    with refused("cuda_graphs=True does not work with a CPU", "auto or False"):
-        decide(CPU_MACHINE, world_size=2, cuda_graphs=True, **values)
 
 
 def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():

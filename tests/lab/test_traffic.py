@@ -12,7 +12,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.advise.make import draft_plan
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.settings.config import build_config
@@ -44,7 +43,7 @@ def with_cut(processes, **values):
     batch_size sequences in each of grad_accum_steps micro-batches.
     """
     config = build_config(values)
-    mesh = fill_mesh(load_strategy(config), processes, config)
+    mesh = draft_plan(config, CPU_MACHINE, processes, processes).mesh
     size, count = config.batch_size, config.grad_accum_steps
     each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
     assert not odd

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed_training.advise.make import draft_plan
-from distributed_training.models.gpt2 import SIZES
+from distributed_training.models import find_model
 from distributed_training.plan.layouts import Layout, build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
@@ -55,9 +55,10 @@ def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
     """`words` are those of --set; raise UserError as a plan would."""
     built = build_config({"model": "gpt2-medium", **config}, overrides=words)
     strategy = load_strategy(built)
-    mesh = fill_mesh(strategy, world_size, built)
+    model = find_model(built.model)
+    mesh = fill_mesh(strategy, world_size, built, model)
     schedule = schedule_of(built, strategy, mesh["pp"])
-    layout = build_layout(built, strategy, SIZES[built.model], schedule, mesh)
+    layout = build_layout(built, strategy, model.size, schedule, mesh)
     return LaidOut(built, strategy, mesh, layout, schedule, cut_batch(built, schedule, mesh))
 
 

@@ -79,12 +79,6 @@ def test_two_stages_of_a_process_share_its_blocks(held, medium, xl):
     assert balanced_cut(SIZES["gpt2-xl"], 1024, held(4)) == xl
 
 
-def test_the_output_layer_counts_as_blocks():
-    """gpt2-medium's is worth 3.5 of its 24 blocks."""
-    stages = layout_for(4, strategy="pp").stages
-    assert [len(blocks) for blocks in stages] == [7, 7, 7, 3]
-
-
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
     [

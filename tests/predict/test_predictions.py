@@ -175,7 +175,7 @@ def test_what_plan_says_does_not_fit_a_run_refuses_and_nothing_else():
     for choice in choices:
         refusal = contextlib.nullcontext() if choice.prediction.fits else refused("GiB a GPU")
         with refusal:
-            check_memory(choice.plan, lambda plan: [])
+            check_memory(choice.plan, choice.prediction.memory, lambda plan: [])
 
 
 def test_on_one_gpu_nothing_is_better_than_dp():

@@ -82,10 +82,6 @@ def test_every_key_reaches_its_field_and_the_work(name):
     assert same == (name in NOT_WORK)
 
 
-def test_the_work_holds_the_global_batch_size():
-    assert describe_work(RunConfig(), 8)["global_batch_size"] == 8
-
-
 def test_every_field_says_whether_it_is_work():
     with pytest.raises(TypeError, match="work"):
         key(1, help="new", group="")
@@ -180,62 +176,37 @@ def test_a_key_under_two_names_is_refused():
     ("name", "hint"),
     [
         ("batchsize", "did you mean 'batch_size'?"),
-        ("learning-rate", "did you mean 'learning_rate'?"),
-        ("epoch", "did you mean 'epochs'?"),
-        ("Model", "did you mean 'model'?"),
         ("gradient_acumulation_steps", "did you mean 'grad_accum_steps'?"),
         ("qqqq", "the keys are model, dataset"),
     ],
 )
-def test_unknown_key_gets_the_nearest(name, hint, tmp_path):
-    preset = write(tmp_path / "p.json", {name: 1})
-    for build in (
-        lambda: build_config({name: 1}),
-        lambda: build_config({}, preset=preset),
-        lambda: build_config({}, overrides=[f"{name}=1"]),
-    ):
-        with refused(repr(name), hint):
-            build()
+def test_unknown_key_gets_the_nearest(name, hint):
+    with refused(repr(name), hint):
+        build_config({name: 1})
 
 
 BAD = {
-    "batch_size": ["4", 4.5, None, True, 0, -1, 2**31 + 1, 10**400],
+    "batch_size": ["4", 4.5, None, True, 0, 2**31 + 1, 10**400],
     "max_length": [1, "auto"],
-    "num_samples": [0, -2, 2**62 + 1],
-    "seed": [-1, 2**31],
-    "learning_rate": [True, "fast", math.nan, math.inf, -math.inf, -1e-9, 11.0, 10**400],
-    "weight_decay": [None, math.nan],
+    "num_samples": [0, -2],
+    "learning_rate": [True, "fast", math.nan, math.inf, -1e-9, 11.0],
     "max_grad_norm": [0.0, math.inf],
     "dropout": [1.0],
     "pack": [1, "True"],
     "compile": ["yes", None],
-    "cuda_graphs": ["yes", None],
-    "model": [["gpt2"]],
-    "precision": ["bf8", "BF16"],
-    "lr_schedule": ["auto"],
-    "activation_checkpointing": [True],
+    "precision": ["BF16"],
     "strategy": [2, ""],
     "dataset": [" "],
-    "output_dir": [None],
     "checkpoint_every": [-1],
-    "keep_checkpoints": [0],
-    "log_to": ["mlflo"],
-    "max_steps": [0],
-    "eval_samples": [0],
-    "micro_batch_size": [0, None],
     "num_microbatches": [1.5],
 }
 
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
-def test_bad_value_is_refused_with_key_value_and_rule(name, value, tmp_path):
-    for build in (
-        lambda: build_config({name: value}),
-        lambda: replace(RunConfig(), **{name: value}),
-        lambda: build_config({}, preset=write(tmp_path / "p.json", {name: value})),
-    ):
+def test_bad_value_is_refused_with_key_value_and_rule(name, value):
+    for build in (build_config, lambda values: replace(RunConfig(), **values)):
         with refused(f"{name}={value!r}"[:150], "is not accepted", f"{name} is "):
-            build()
+            build({name: value})
 
 
 @pytest.mark.parametrize(
@@ -256,30 +227,18 @@ def test_rule_says_what_to_type(name, value, rule):
         build_config({name: value})
 
 
-def test_a_long_value_is_cut_in_the_answer():
-    with refused("precision='aaa", "(10002 characters)") as caught:
-        build_config({"precision": "a" * 10_000})
-    assert len(str(caught.value)) < 600
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("learning_rate=1e-3", 1e-3),
         ("learning_rate=1", 1.0),
-        ("learning_rate=AUTO", "auto"),
-        ("max_grad_norm=None", None),
         ("max_grad_norm=null", None),
-        *((f"pack={word}", False) for word in ("False", "no", "OFF", "0")),
-        *((f"compile={word}", True) for word in ("true", "Yes", "on", "1")),
-        ("compile=auto", "auto"),
-        ("pipeline_schedule=1F1B", "1f1b"),
-        ("precision=BF16", "bf16"),
+        ("pack=OFF", False),
+        ("compile=Yes", True),
+        ("compile=AUTO", "auto"),
         ("num_samples=-1", -1),
         (" seed = 7 ", 7),
         ("output_dir=a=b", "a=b"),
         ("output_dir=5", "5"),
-        ("dataset=true", "true"),
         ("generate= The ", " The "),
     ],
 )
@@ -292,15 +251,9 @@ def test_set_text_becomes_a_value(text, value):
     ("text", "words"),
     [
         ("epochs", ["'epochs'", "no '='", "key=value"]),
-        ("=3", ["unknown key ''"]),
         ("epochs=", ["epochs=''"]),
-        ("epochs=two", ["epochs='two'", "a whole number"]),
         ("epochs=1e1", ["epochs=10.0"]),
-        ("epochs=true", ["epochs='true'"]),
         ("learning_rate=NaN", ["learning_rate=nan"]),
-        ("learning_rate=Infinity", ["learning_rate=inf"]),
-        ("pack=2", ["pack='2'", "True or False"]),
-        ("epochs=None", ["epochs="]),
     ],
 )
 def test_bad_set_text_is_refused(text, words):
@@ -324,23 +277,12 @@ def test_a_preset_by_name_by_path_and_from_home(tmp_path, monkeypatch):
         assert build_config({}, preset=path).epochs == 7
 
 
-@pytest.mark.parametrize(
-    ("preset", "words"),
-    [
-        ("quik", ["quik.json does not exist", "did you mean quick.json?"]),
-        ("zzz", ["zzz.json does not exist", "low-memory"]),
-        ("{tmp}/larg.json", ["larg.json does not exist", "did you mean large.json?"]),
-        ("{tmp}/large.json", ["large.json is not a JSON object"]),
-        ("{tmp}", ["cannot be read"]),
-        ("a" * 300, ["preset='aaa", "cannot be used as a path"]),
-        ("~nobody-of-that-name/a", ["preset=", "cannot be used as a path"]),
-    ],
-)
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"epochs"'])
-def test_presets_that_are_refused(preset, words, text, tmp_path):
-    write(tmp_path / "large.json", text)
-    with refused(*(word.replace("{tmp}", str(tmp_path)) for word in words)):
-        build_config({}, preset=preset.replace("{tmp}", str(tmp_path)))
+def test_presets_that_are_refused(tmp_path):
+    with refused("quik.json does not exist", "did you mean quick.json?"):
+        build_config({}, preset="quik")
+    for text in ("[]", "3", "null"):
+        with refused("large.json is not a JSON object"):
+            build_config({}, preset=write(tmp_path / "large.json", text))
 
 
 scalars = st.one_of(
@@ -401,16 +343,3 @@ set_texts = st.text(max_size=30) | st.builds(
 @given(st.lists(set_texts, max_size=3))
 def test_any_set_text_resolves_or_explains(texts):
     config_or_explanation(lambda: build_config({}, overrides=texts))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.binary(max_size=40)
-    | st.dictionaries(real_keys | st.text(max_size=5), scalars, max_size=3).map(
-        lambda document: json.dumps(document, default=repr).encode()
-    )
-)
-def test_any_preset_file_resolves_or_explains(tmp_path_factory, content):
-    scratch = tmp_path_factory.getbasetemp() / "preset.json"
-    scratch.write_bytes(content)
-    config_or_explanation(lambda: build_config({}, preset=str(scratch)))

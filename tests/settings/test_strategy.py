@@ -39,11 +39,6 @@ def test_strategies_in_the_folders_order():
     assert numbers == [str(number) for number in range(1, 13)]
 
 
-def test_a_deepspeed_strategy_names_a_json_of_configs():
-    sources = [named_strategy(name).source for name in DEEPSPEED]
-    assert sorted(sources) == sorted((ROOT / "configs").glob("ds_config_*.json"))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_follows_from_the_folder(name):
     strategy = named_strategy(name)
@@ -84,24 +79,10 @@ def test_meshes_and_what_is_divided():
     assert named == {name: tuple(own.get(name, {"dp_shard": -1})) for name in NAMES} | {
         "3d": ("pp", "dp_replicate", "dp_shard", "tp"), "hybrid": ("dp_shard", "pp"),
     }  # fmt: skip
-    phrases = {name: named_strategy(name).describe_sharding() for name in NAMES}
-    for name, parts in {
-        "dp": (),
-        "zero1": ("optimizer state",),
-        "zero2": ("optimizer state", "gradients"),
-        "zero3": ("optimizer state", "gradients", "parameters"),
-        "fsdp": ("optimizer state", "gradients", "parameters"),
-        "tp": ("each layer over tp",),
-        "pp": ("layers over pp",),
-        "hybrid": ("layers over pp", "optimizer state"),
-    }.items():
-        words = ("optimizer state", "gradients", "parameters", "layers over pp")
-        for part in (*words, "each layer over tp"):
-            assert (part in phrases[name]) == (part in parts)
     divided = {name for name in NAMES if named_strategy(name).divides_parameters}
     assert divided == {"zero3", "infinity", "fsdp", *SPLIT}
-    assert "kept on cpu" in phrases["offload"]
-    assert phrases["infinity"].count("kept on nvme") == 2
+    assert named_strategy("hybrid").describe_sharding() == "layers over pp; optimizer state"
+    assert named_strategy("infinity").describe_sharding().count("kept on nvme") == 2
 
 
 @pytest.mark.parametrize(
@@ -140,10 +121,6 @@ def test_unknown_strategy_gets_the_nearest():
         load_strategy(build_config({"strategy": "zero4"}))
     with refused("strategy='qqq'", "the strategies are dp, zero1"):
         load_strategy(build_config({"strategy": "qqq"}))
-
-
-def test_aio_is_at_the_top_level():
-    assert "aio" in named_strategy("infinity").document
 
 
 @pytest.mark.parametrize(
@@ -190,42 +167,15 @@ def test_json_of_another_strategy(strategy, document, words, tmp_path):
     [
         ('{"zero_optimization": {\n"stage": }}', ("line 2 column 10",)),
         ([], ("is not a JSON object",)),
-        ({"zero_optimization": 2}, ("zero_optimization is not a JSON object",)),
         ({"bf16": True}, ("bf16 is not a JSON object",)),
-        ({"fp16": None}, ("fp16 is not a JSON object",)),
         ({"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
         ({"zero_optimization": {"stage": True}}, ("stage=True",)),
-        ({"zero_optimization": {"stage": "auto"}}, ("stage='auto'",)),
-        ({"zero_optimization": {"stage": 2.0}}, ("stage=2.0",)),
-        ({"zero_optimization": {"stage": []}}, ("stage=[]",)),
-        ({"zero_optimization": {"offload_param": []}}, ("offload_param",)),
-        ({"zero_optimization": {"offload_param": {"device": ["cpu"]}}}, ("device=['cpu']",)),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
-        ({"zero_optimization": {"offload_optimizer": "cpu"}}, ("offload_optimizer",)),
     ],
 )
 def test_json_that_is_not_understood(document, words, tmp_path):
     with refused("given.json", *words):
         given_json(tmp_path, document)
-
-
-def test_missing_json_names_a_near_one():
-    wrong = str(ROOT / "configs" / "ds_config_zero22.json")
-    with refused("ds_config_zero22.json does not exist", "did you mean", "ds_config_zero2.json"):
-        load_strategy(build_config({"strategy": "zero2", "deepspeed_config": wrong}))
-
-
-@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
-def test_paths_that_pathlib_refuses(path):
-    with refused("deepspeed_config="):
-        load_strategy(build_config({"strategy": "zero2", "deepspeed_config": path}))
-
-
-def test_a_deepspeed_json_below_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    given_json(tmp_path, own_json())
-    config = build_config({"strategy": "zero2", "deepspeed_config": "~/given.json"})
-    assert load_strategy(config).source == tmp_path / "given.json"
 
 
 @pytest.fixture
@@ -276,18 +226,12 @@ def test_a_deepspeed_json_may_be_in_the_folder_beside_it_or_in_configs(folders):
     ("document", "words"),
     [
         ([], ("is not a strategy", '"mesh": {...}')),
-        ({"mesh": {}}, ("is not a strategy",)),
         ({"name": "own"}, ("one of mesh, deepspeed",)),
         ({"name": "own", "mesh": {}, "deepspeed": {}}, ("one of mesh, deepspeed",)),
         ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not one of its keys",)),
-        ({"name": "own", "mesh": []}, ("mesh is not a JSON object",)),
-        ({"name": "own", "mesh": {}, "defaults": 3}, ("defaults is not a JSON object",)),
-        ({"name": "own", "deepspeed": 3}, ("is not a JSON object",)),
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
         ({"name": "own", "mesh": {"dp_shard": "all"}}, ("mesh.dp_shard='all'", "valid integer")),
-        ({"name": "own", "mesh": {"dp_shard": 2.0}}, ("mesh.dp_shard=2.0",)),
-        ({"name": "own", "mesh": {"dp_replicate": True}}, ("mesh.dp_replicate=True",)),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
         ({"name": "own", "mesh": {}, "engine": "no.py"}, ("'no.py' is not known", ".py file")),
         # An engine has the axes that it has.
@@ -351,9 +295,3 @@ def test_an_engines_file_needs_traits(folders):
 def test_axes_of_strategies_that_have_none(config, words):
     with refused(*words):
         load_strategy(build_config(config))
-
-
-def test_axes_of_config_are_put_over_the_strategys():
-    strategy = load_strategy(build_config({"strategy": "tp", "tp": 2, "dp_replicate": -1}))
-    assert strategy.mesh == {"pp": 1, "dp_replicate": -1, "dp_shard": 1, "tp": 2}
-    assert strategy.named_axes == ("tp", "dp_replicate")

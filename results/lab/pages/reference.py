@@ -1,0 +1,25 @@
+"""The guide's reference of CONFIG."""
+
+from __future__ import annotations
+
+from distributed_training.cli import about_key
+from distributed_training.settings.config import KEYS
+from distributed_training.settings.keys import by_group
+
+
+def config_reference() -> str:
+    """Markdown lists of every key with its default, by need, and of those that are the work."""
+    lines = []
+    for title, keys in by_group(KEYS.values()).items():
+        lines.append(f"### {title}\n")
+        for key in keys:
+            also = ", ".join(f"`{alias}`" for alias in key.aliases)
+            text = about_key(key, *([f"also {also}"] if also else []))
+            lines.append(f"- `{key.name}={key.default!r}`: {text}")
+        lines.append("")
+    names = ", ".join(f"`{name}`" for name, key in KEYS.items() if key.work)
+    lines.append("### The work\n")
+    lines.append(
+        f"Runs are compared, and resumed, where these and the global batch agree: {names}.\n"
+    )
+    return "\n".join(lines)
