@@ -50,9 +50,9 @@ def make_plan(
 
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    resume = plan.config.resume
-    ranks = plan.ranks_beside(0)
-    found = find_resume(resume, plan.output_dir, plan.work, plan.spread, ranks)
+    found = find_resume(
+        plan.config.resume, plan.output_dir, plan.work, plan.spread, plan.ranks_beside(0)
+    )
     if found is None:
         return plan
     plan = replace(plan, run_dir=found[0], checkpoint=found[1])
@@ -86,9 +86,8 @@ def _reserve(plan: Plan) -> Plan:
             plan.run_dir.mkdir(parents=True)
             break
         except FileExistsError:
-            label = plan.model.label
-            count = plan.num_processes
-            run_dir = new_run_dir(plan.output_dir, plan.strategy.name, label, count)
+            names = (plan.strategy.name, plan.model.label, plan.num_processes)
+            run_dir = new_run_dir(plan.output_dir, *names)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
     claims.claim(plan.run_dir, identity(plan.work, plan.spread))

@@ -28,9 +28,9 @@ def steps_to_trace(plan: Plan, done: int) -> range:
     that is shorter than warm-up and trace; never its first, nor one that is captured."""
     config = plan.config
     left = (plan.num_steps or 0) - done
-    warm_up = MAX_WARMUP_STEPS
     if not config.profile:
         return range(0)
+    warm_up = MAX_WARMUP_STEPS
     if config.cuda_graphs:  # the profiler's own warm-up follows the capture, too
         warm_up = NUM_EAGER_STEPS + 2
         if left < warm_up + config.profile:
