@@ -59,7 +59,8 @@ def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentPars
     )
     # Overrides are kept as key=value texts, in the order of the command line.
     parser.set_defaults(overrides=[])
-    add, hidden = parser.add_argument, argparse.SUPPRESS
+    add = parser.add_argument
+    hidden = argparse.SUPPRESS
     add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="several keys at once")  # fmt: skip
@@ -112,7 +113,8 @@ def parse(
     more(parser)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        word, is_option = unknown[0].lstrip("-").partition("=")[0], unknown[0].startswith("--")
+        word = unknown[0].lstrip("-").partition("=")[0]
+        is_option = unknown[0].startswith("--")
         hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
         fix = f"did you mean --{hint}?" if hint else "see --help"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
@@ -177,7 +179,8 @@ def train(argv: Sequence[str], program: Program) -> int:
     if arguments.run_dir is not None:
         return start_planned(arguments.run_dir)
     config = configure(arguments, program)
-    asked, given = arguments.num_gpus, arguments.cluster
+    asked = arguments.num_gpus
+    given = arguments.cluster
     own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
     typed = [text for text in argv if text not in own]
     cluster = given and parse_cluster(given)
@@ -280,7 +283,8 @@ COMMANDS: dict[str, Command] = {
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
     """Run the command that the command line names; `about` is the script's docstring."""
     program = Program(config=config, script=Path(script).resolve(), about=about.splitlines()[0])
-    name, argv = "train", sys.argv[1:]
+    name = "train"
+    argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
     try:

@@ -176,6 +176,15 @@ def test_a_refusal_is_said_by_rank_0_only(run, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_ctrl_c_before_training(run, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "start", interrupt)
+    assert run() == 130
+    assert capsys.readouterr().err == "interrupted before training began\n"
+
+
 def test_a_process_of_a_launcher_works(run):
     kind, config, process = run("--lr", "0.5", process=rank(1))
     assert (kind, process, config.learning_rate) == ("launched", rank(1), 0.5)

@@ -23,7 +23,8 @@ from distributed_training.predict.memory import MemoryEstimate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")
 REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp
 STALE_LOCK_S = 60.0
@@ -45,7 +46,8 @@ def run_checks(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
 
 def check_packages(plan: Plan) -> None:
     """The packages that this strategy and this CONFIG import are installed."""
-    tracker, strategy = plan.config.log_to, f"strategy={plan.strategy.name!r}"
+    tracker = plan.config.log_to
+    strategy = f"strategy={plan.strategy.name!r}"
     needed = {
         "torch": ("every strategy", "-r requirements.txt"),
         plan.strategy.traits.package: (strategy, "-r requirements.txt"),
@@ -75,9 +77,11 @@ def check_skipping(plan: Plan) -> None:
 
 def check_gpus(plan: Plan) -> None:
     """No more processes on this machine than it has GPUs (any number on a machine without)."""
-    gpus, here = plan.machine.num_gpus, plan.processes_here
+    gpus = plan.machine.num_gpus
+    here = plan.processes_here
     if gpus and here > gpus:
-        what = f"{here} processes are asked for but this machine has {gpus} GPU{'s' * (gpus > 1)}"
+        what = f"{here} processes are asked for but this machine has {gpus} GPU"
+        what += "s" if gpus > 1 else ""
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
@@ -101,7 +105,8 @@ def check_shared_memory(plan: Plan) -> None:
     """Without GPUs DeepSpeed's processes reduce through files in memory; Docker gives 64 MiB."""
     if not plan.strategy.traits.takes_deepspeed_json or plan.machine.num_gpus:
         return
-    needed, free = REDUCE_BUFFER_BYTES * plan.processes_here, shutil.disk_usage(SHARED_MEMORY).free
+    needed = REDUCE_BUFFER_BYTES * plan.processes_here
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
         what = f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free and DeepSpeed without GPUs needs "
         what += f"{needed / MIB:.0f} MiB there"
@@ -110,9 +115,15 @@ def check_shared_memory(plan: Plan) -> None:
 
 def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
-    config, count = plan.config, plan.size.num_parameters
-    checkpoints = (config.keep_checkpoints + 1) * (config.checkpoint_every != 0)
-    output = 12 * count * checkpoints + 4 * count * (config.export + config.keep_best)
+    config = plan.config
+    count = plan.size.num_parameters
+    output = 0
+    if config.checkpoint_every != 0:
+        output += 12 * count * (config.keep_checkpoints + 1)
+    if config.export:
+        output += 4 * count
+    if config.keep_best:
+        output += 4 * count
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
         written["offload_dir"] = (plan.offload_dir, 20 * count)
@@ -125,7 +136,8 @@ def check_disk(plan: Plan) -> None:
         sizes = by_disk.setdefault(folder.stat().st_dev, {})
         sizes[folder] = sizes.get(folder, 0) + size
     for sizes in by_disk.values():
-        needed, free = sum(sizes.values()), shutil.disk_usage(next(iter(sizes))).free
+        needed = sum(sizes.values())
+        free = shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
             what = f"the disk of {' and '.join(map(str, sizes))} has {free / GIB:.1f} GiB free and "
             what += f"the run may write {needed / GIB:.1f} GiB"
@@ -136,7 +148,8 @@ def check_disk(plan: Plan) -> None:
 def check_extensions(plan: Plan) -> None:
     """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
     extensions = built_extensions(plan.strategy, plan.machine)
-    compiler, asked = os.environ.get("CXX", "c++"), f"strategy={plan.strategy.name!r}"
+    compiler = os.environ.get("CXX", "c++")
+    asked = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
         what = f"{asked} builds a C++ extension and there is no {compiler}"
         raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
@@ -149,16 +162,24 @@ def check_extensions(plan: Plan) -> None:
 
 def needed_extensions(strategy: Strategy) -> list[str]:
     """Names of the DeepSpeed extensions that a worker builds before the run."""
-    return ["cpu_adam"] * strategy.steps_on_host + ["async_io"] * strategy.swaps_to_disk
+    names = []
+    if strategy.steps_on_host:
+        names.append("cpu_adam")
+    if strategy.swaps_to_disk:
+        names.append("async_io")
+    return names
 
 
 def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
     """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
     page-locked memory for async_io, and shared memory between processes that have no GPU.
     """
-    shared = strategy.traits.takes_deepspeed_json and not machine.num_gpus
-    own = ["pin_memory"] * strategy.swaps_to_disk + ["deepspeed_shm_comm"] * shared
-    return needed_extensions(strategy) + own
+    names = needed_extensions(strategy)
+    if strategy.swaps_to_disk:
+        names.append("pin_memory")
+    if strategy.traits.takes_deepspeed_json and not machine.num_gpus:
+        names.append("deepspeed_shm_comm")
+    return names
 
 
 def has_libaio() -> bool:
@@ -192,7 +213,8 @@ def check_swapping(plan: Plan) -> None:
     """On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
     gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
     """
-    swaps, model = plan.strategy.offload_device("param") == "nvme", plan.config.model
+    swaps = plan.strategy.offload_device("param") == "nvme"
+    model = plan.config.model
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
     if swaps and not plan.machine.num_gpus and largest >= 2**20:

@@ -33,8 +33,10 @@ from distributed_training.settings.strategies import (
 )
 
 # Difference in time below which the simpler layout is taken: about what predictions are off by.
-ALIKE, ALIKE_ON_CPU = 0.03, 0.2
-BUSY, MOST_BATCH = 0.95, 8  # share of the best tokens/s that is enough; power of two
+ALIKE = 0.03
+ALIKE_ON_CPU = 0.2
+BUSY = 0.95  # share of the best tokens/s that is enough
+MOST_BATCH = 8  # the largest batch that is looked at, a power of two
 MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline schedule
 
 

@@ -110,7 +110,9 @@ def flops_per_s(choice: Choice) -> float:
 
 def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
     """`plan --budget` and `plan --target_loss`; `build` gives CONFIG under a strategy."""
-    loss, cluster, seconds = arguments.target_loss, None, 0.0
+    loss = arguments.target_loss
+    cluster = None
+    seconds = 0.0
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None or loss is not None:
             what = "--budget says which GPUs and for how long"

@@ -54,7 +54,9 @@ def table(choices: Sequence[Choice]) -> str:
 
 def _row(choice: Choice, away: bool) -> list[str]:
     prediction = choice.prediction
-    memory, parts, step = prediction.memory, prediction.memory.fullest, prediction.step
+    memory = prediction.memory
+    parts = prediction.memory.fullest
+    step = prediction.step
     sizes = [
         memory.needed_bytes,
         sum(parts[name] for name in STATE),
@@ -109,7 +111,8 @@ def as_json(choices: Sequence[Choice]) -> str:
 
 
 def _as_dict(choice: Choice) -> dict[str, Any]:
-    plan, prediction = choice.plan, choice.prediction
+    plan = choice.plan
+    prediction = choice.prediction
     places = prediction.memory.by_place
     each = plan.num_processes // len(places)
     return {
@@ -129,7 +132,8 @@ def _as_dict(choice: Choice) -> dict[str, Any]:
 
 def why_first(best: Choice, others: Sequence[Choice]) -> str:
     """One sentence on the first choice, against the quickest of another strategy."""
-    name, step = layout_name(best.plan), best.prediction.step
+    name = layout_name(best.plan)
+    step = best.prediction.step
     if step is None:
         return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
     reason = f"its step of {step.seconds:.3f} s is mostly {step.bound_by}"

@@ -21,7 +21,8 @@ QUICKLY_CUT = 4_000_000  # bytes
 
 def peek_data(plan: Plan) -> Data | None:
     """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
-    config, tokenizer = plan.config, Tokenizer(plan.tokenizer_dir)
+    config = plan.config
+    tokenizer = Tokenizer(plan.tokenizer_dir)
     named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
@@ -43,10 +44,12 @@ def cut_data(plan: Plan) -> Data:
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
     """The samples, from the part of the cache that was filled when the run was planned. Where there
     is none, as on a machine with a disk of its own, read and tokenise what the plan names."""
-    config, tokenizer = plan.config, Tokenizer(plan.tokenizer_dir)
+    config = plan.config
+    tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"
     if plan.cache and is_whole(cache_dir / plan.cache):
-        folder, padding_id = cache_dir / plan.cache, tokenizer.eos_id
+        folder = cache_dir / plan.cache
+        padding_id = tokenizer.eos_id
         return cut_samples(folder, config.dataset, padding_id, config), tokenizer
     corpus = read_corpus(config.dataset, config.validation_dataset)
     return prepare_data(corpus, tokenizer, config, cache_dir), tokenizer

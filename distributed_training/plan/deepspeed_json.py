@@ -19,7 +19,8 @@ def fill_deepspeed_json(
 
     Raises UserError naming both sides where the JSON holds another value than CONFIG.
     """
-    document, source = copy.deepcopy(dict(strategy.document)), strategy.source
+    document = copy.deepcopy(dict(strategy.document))
+    source = strategy.source
     decided = {
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),

@@ -115,7 +115,8 @@ def _check_settings(
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
         return
-    name, mode = config.pipeline_schedule, config.activation_checkpointing
+    name = config.pipeline_schedule
+    mode = config.activation_checkpointing
     if name not in (*known, AUTO):
         what = f"pipeline_schedule={name!r} cannot be set with strategy={strategy.name!r}"
         fix = f"set it to {known[0]}, or strategy to pp or 3d"
@@ -150,7 +151,8 @@ def cut_batch(config: RunConfig, schedule: Schedule, mesh: Mapping[str, int]) ->
     num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
     global_batch_size = int(config.batch_size) * config.grad_accum_steps * math.prod(mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
-    size, count = config.micro_batch_size, config.num_microbatches
+    size = config.micro_batch_size
+    count = config.num_microbatches
     if size == count == AUTO:
         count = _choose_count(config, mesh, schedule, sequences)
     elif count == AUTO:
@@ -199,7 +201,7 @@ def _refusal(config: RunConfig, schedule: Schedule, pp: int, sequences: int) -> 
     if pp > 1:
         why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
     processes = sequences // (int(config.batch_size) * config.grad_accum_steps)
-    its = f"its {processes} process" + "es" * (processes > 1)
+    its = "its 1 process" if processes == 1 else f"its {processes} processes"
     return UserError(
         f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
         f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "

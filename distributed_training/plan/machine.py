@@ -80,7 +80,8 @@ def available_ram_bytes() -> int:
     """Bytes that can be allocated before the kernel or the cgroup starts killing."""
     available = psutil.virtual_memory().available
     # This process's cgroup (version 2) and all above it: a job's limit may be on any of them.
-    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    root = Path("/sys/fs/cgroup")
+    own = Path("/proc/self/cgroup")
     lines = own.read_text().splitlines() if own.exists() else []
     path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), "")
     for group in (root / path, *(root / path).parents):

@@ -100,7 +100,8 @@ def schedule_of(config: RunConfig, strategy: Strategy, pp: int) -> Schedule:
     """The schedule that CONFIG asks for, the engine's own where it asks for another's, and none
     where there is no pipeline.
     """
-    name, known = config.pipeline_schedule, strategy.traits.schedules or ("1f1b",)
+    name = config.pipeline_schedule
+    known = strategy.traits.schedules or ("1f1b",)
     return SCHEDULES[name if name in known else known[0]] if pp > 1 else NO_PIPELINE
 
 

@@ -80,7 +80,8 @@ def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
     file = folder / engine
     if not (engine.endswith(".py") and file.is_file()):
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
-        what, fix = f"{folder}: engine={engine!r} is not known", did_you_mean(engine, ENGINES)
+        what = f"{folder}: engine={engine!r} is not known"
+        fix = did_you_mean(engine, ENGINES)
         raise UserError(what, why, fix)
     module = load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)

@@ -117,7 +117,8 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
         return model(**values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-    key, value = keys[name], values[name]
+    key = keys[name]
+    value = values[name]
     fix = did_you_mean(value, key.choices) if isinstance(value, str) else ""
     raise UserError(f"{name}={shown(value)} is not accepted", f"{name} is {key.accepts()}", fix)
 

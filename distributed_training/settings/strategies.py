@@ -131,12 +131,16 @@ class Strategy:
 
     def describe_sharding(self) -> str:
         """One phrase for the header: what is divided over processes."""
-        parts = ["layers over pp"] * self.pipelined
-        parts += ["each layer over tp"] * (self.mesh["tp"] != 1)
+        parts = []
+        if self.pipelined:
+            parts.append("layers over pp")
+        if self.mesh["tp"] != 1:
+            parts.append("each layer over tp")
         if self.zero_stage:
-            parts += [", ".join(["optimizer state", "gradients", "parameters"][: self.zero_stage])]
+            divided = ["optimizer state", "gradients", "parameters"][: self.zero_stage]
+            parts.append(", ".join(divided))
         elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
-            parts += ["parameters, gradients, optimizer state over dp_shard"]
+            parts.append("parameters, gradients, optimizer state over dp_shard")
         parts = parts or ["nothing (replicas)"]
         devices = {label: self.offload_device(what) for what, label in _OFFLOADED.items()}
         parts += [f"{label} kept on {on}" for label, on in devices.items() if on != "none"]
@@ -182,7 +186,8 @@ def load_strategy(config: RunConfig) -> Strategy:
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
-    source, mesh = path, folder.mesh or {}
+    source = path
+    mesh = folder.mesh or {}
     document: dict[str, Any] = {}
     if traits.takes_deepspeed_json:
         source, document, mesh = _read_deepspeed(folder.deepspeed, path)
@@ -209,7 +214,8 @@ def _find(name: str) -> tuple[Path, _Folder]:
     known = list_strategies()
     if name in known:
         return known[name], _read_folder(known[name])
-    what, why = f"strategy={name!r} is not known", f"the strategies are {', '.join(known)}"
+    what = f"strategy={name!r} is not known"
+    why = f"the strategies are {', '.join(known)}"
     raise UserError(what, why, did_you_mean(name, known))
 
 
@@ -229,13 +235,15 @@ def _read_folder(path: Path) -> _Folder:
 
 def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[str, int]]:
     """(file, document, mesh) of the DeepSpeed JSON that config.json at `path` holds or names."""
-    source, document = path, given
+    source = path
+    document = given
     if isinstance(given, str):
         places = [path.parent / given, ROOT / given]
         source = next((place for place in places if place.is_file()), places[-1])
         document = load_json(source, "DeepSpeed JSON")
     parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
-    stage, stages = parsed.zero_optimization.stage, parsed.pipeline.stages
+    stage = parsed.zero_optimization.stage
+    stages = parsed.pipeline.stages
     if stages != 1 and stage > 1:
         what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
         why = "a pipeline needs its gradients whole until its last micro-batch"
@@ -252,7 +260,8 @@ def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
     path = user_path("deepspeed_config", given)
     source, document, mesh = _read_deepspeed(str(path), path)
     theirs = replace(own, source=source, document=document, mesh={**own.mesh, "pp": 1, **mesh})
-    found, wanted = theirs.describe_sharding(), own.describe_sharding()
+    found = theirs.describe_sharding()
+    wanted = own.describe_sharding()
     if found != wanted:
         what = f"{path} means {found!r} but strategy={own.name!r} means {wanted!r}"
         raise UserError(what, fix="change one of them")
@@ -261,7 +270,8 @@ def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
 
 def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
     """The strategy with CONFIG's sizes of axes in place of its own."""
-    can, why = strategy.traits.axes, f"it has the axes {', '.join(strategy.traits.axes)}"
+    can = strategy.traits.axes
+    why = f"it has the axes {', '.join(strategy.traits.axes)}"
     if strategy.traits.takes_deepspeed_json:
         can = ("pp",) if strategy.pipelined else ()
         why = "DeepSpeed divides over all processes"

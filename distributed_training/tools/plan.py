@@ -88,7 +88,8 @@ def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
     if arguments.cluster is not None:
         raise UserError("--calibrate measures this machine", fix="leave out --cluster")
     cluster = _cluster(arguments)
-    count, machine = cluster.num_processes, cluster.machine
+    count = cluster.num_processes
+    machine = cluster.machine
     file = calibration_file(machine.gpu_name or f"cpu-x{count}")
     if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
         raise UserError("measuring this machine failed", fix="see what is printed above")
@@ -147,7 +148,8 @@ def _estimated(cluster: Cluster) -> bool:
 def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
     """The layout that needs least, and the machine that would have it."""
     if roomy := [c for c in choices if fits_gpu(c.plan, c.prediction.memory)]:
-        count, ram = cluster.processes_a_node, cluster.machine.ram_bytes / GIB
+        count = cluster.processes_a_node
+        ram = cluster.machine.ram_bytes / GIB
         least_ram = min(choice.prediction.memory.host_bytes for choice in roomy) * count / GIB
         what = f"{count} processes need about {least_ram:.1f} GiB of RAM"
         why = f"{ram:.1f} GiB are available; the kernel would kill them"

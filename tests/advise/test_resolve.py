@@ -279,3 +279,19 @@ def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
         decide(CPU_MACHINE, async_tp=True, **values)
     with refused("async_tp=True does not work with tp=2 over machines of 1 GPUs", "auto"):
         decide(gpu(num_gpus=1), async_tp=True, **values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "dp", "dropout": 0.1},
+        {"strategy": "fsdp", "activation_checkpointing": "selective"},
+        {"strategy": "pp", "pipeline_schedule": "zb-v", "model": "gpt2"},
+    ],
+)
+def test_steps_that_are_one_cuda_graph(values):
+    resolved, notes = decide(gpu(), world_size=2, **values)
+    assert resolved.config.cuda_graphs is resolved.config.compile is True
+    assert not any("CUDA graph" in note for note in notes)
+    with refused("cuda_graphs=True does not work with a CPU", "auto or False"):
+        decide(CPU_MACHINE, world_size=2, cuda_graphs=True, **values)
