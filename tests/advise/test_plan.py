@@ -110,25 +110,6 @@ def test_resuming_goes_on_in_the_old_folder(tmp_path):
         plan_for(tmp_path, resume=str(first.run_dir), seed=7)
 
 
-def test_another_layout_of_the_same_work_goes_on_and_says_so(tmp_path):
-    zero2 = {"strategy": "zero2", "batch_size": 4, "num_processes": 2}
-    first = plan_for(tmp_path, **zero2)
-    checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
-    checkpoint.mkdir(parents=True)
-    start_record(first.run_dir).update(status="interrupted")
-    meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
-    meta |= {"counters": {}, "files": {}, "checksums": {}}
-    (checkpoint / "meta.json").write_text(json.dumps(meta))
-    other = {"strategy": "fsdp", "batch_size": 2, "num_processes": 4}
-    again = plan_for(tmp_path, resume="auto", **other)
-    assert again.checkpoint == checkpoint
-    assert "saved zero2 x 2 -> resuming fsdp x 4: resharding" in again.notes
-    same = plan_for(tmp_path, resume="auto", **zero2)
-    assert not any("resharding" in note for note in same.notes)
-    infinity = plan_for(tmp_path, strategy="infinity", batch_size=4, num_processes=2, resume="auto")
-    assert infinity.checkpoint == checkpoint
-
-
 def test_weights_of_another_size_are_refused_before_anything_starts(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
@@ -295,34 +276,6 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
         assert '"auto"' not in json.dumps(plan.deepspeed_json)
         assert plan.deepspeed_json["zero_optimization"]["stage"] in (1, 2, 3)
     assert not plan.run_dir.exists()
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.fixed_dictionaries(
-        {
-            "max_length": st.integers(2, 1024),
-            "num_samples": OPTIONS["num_samples"],
-            "eval_samples": OPTIONS["eval_samples"],
-            "pack": st.booleans(),
-        }
-    )
-)
-def test_any_amount_of_data_is_cut_or_explained(scratch, config):
-    config = {**config, "dataset": "text.txt", "strategy": "dp"}
-    plan = plan_or_explanation(scratch, config, CPU_MACHINE, 1)
-    try:
-        data, _ = load_plan_data(plan)
-    except UserError as error:
-        data, text = None, str(error)
-    if data is None:
-        assert "num_samples=" in text or "is too short" in text
-        return
-    assert len(data.train) >= 1
-    if config["num_samples"] != -1:
-        assert len(data.train) == config["num_samples"]
-    if config["eval_samples"] != -1:
-        assert 1 <= len(data.validation) <= config["eval_samples"]
 
 
 @pytest.mark.parametrize("key", PATHS)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from distributed_training.plan.layouts import cut_batch
 from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
-from distributed_training.records.record import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES
-from tests.plan.helpers import NAMES, lay_out
+from tests.plan.helpers import lay_out
 
 SMALL = st.integers(1, 4)
 MESHES = st.tuples(SMALL, SMALL, SMALL, SMALL).map(lambda sizes: dict(zip(MESH_AXES, sizes)))  # noqa: B905
@@ -66,19 +65,6 @@ def test_the_rule(mesh, name, config):
     many = [n for n in fit if mesh["pp"] == 1 or n >= 2 * mesh["pp"]]
     # The fewest that fit and fill the pipeline; memory before the pipeline; at the worst, singly.
     assert batch.num_microbatches == (min(many) if many else max(fit or possible))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("processes", [1, 2, 4, 8])
-@pytest.mark.parametrize(("batch_size", "steps"), [(4, 1), (3, 5), (1, 1)])
-def test_a_step_sees_as_many_sequences_under_every_strategy(name, processes, batch_size, steps):
-    axes = {"pp": processes} if name == "hybrid" and processes == 1 else {}
-    if name == "3d" and processes < 4:
-        axes = {"pp": processes, "tp": 1}
-    batch = lay_out(
-        processes, strategy=name, batch_size=batch_size, grad_accum_steps=steps, **axes
-    ).batch
-    assert batch.global_batch_size == batch_size * steps * processes
 
 
 @pytest.mark.parametrize(
@@ -151,10 +137,3 @@ def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
             assert count in ("auto", batch.num_microbatches)
             assert schedule.takes(pp, batch.num_microbatches)
     assert refusals
-
-
-def test_in_words():
-    batch = Batch(global_batch_size=32, num_replicas=1, num_microbatches=8, micro_batch_size=4)
-    assert batch.describe() == "global 32 = 1 replica x 8 micro-batches x 4"
-    batch = Batch(global_batch_size=8, num_replicas=2, num_microbatches=1, micro_batch_size=4)
-    assert batch.describe() == "global 8 = 2 replicas x 1 micro-batch x 4"
