@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from distributed_training.plan import machine
-from distributed_training.plan.plan import load_plan
 from distributed_training.run import launch, worker
 from distributed_training.run import prepare as make
 from distributed_training.run.prepare import reserve_run_dir
@@ -62,19 +60,6 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(start, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_on_several_machines_counts_the_processes_of_each(start, capsys):
-    process = rank(0, world_size=8, local_world_size=4)
-    assert start(dry_run=True, machine=GPU_MACHINE, process=process) == 0
-    assert "= 8 replicas x" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("process", [None, rank(0)])
-def test_a_dry_run_refuses_what_the_run_would(start, process):
-    for key, value, why in [("max_length", 1025, "1025"), ("dataset", "/none.txt", "not exist")]:
-        with refused(key, why):
-            start(dry_run=True, process=process, **{key: value})
-
-
 def test_a_process_of_a_launcher_plans_with_the_others(start, tmp_path):
     config, process = start(process=rank(1))
     assert isinstance(config, RunConfig)
@@ -83,32 +68,6 @@ def test_a_process_of_a_launcher_plans_with_the_others(start, tmp_path):
     with refused("--num_gpus 3", "started 2"):
         start(process=rank(1), num_gpus="3")
     assert not (tmp_path / "runs").exists()  # rank 0 makes it
-
-
-@pytest.mark.parametrize(
-    ("machine", "said"),
-    [(CPU_MACHINE, ""), (GPU_MACHINE, "using 1 of 4 GPUs; --num_gpus all uses all\n")],
-)
-def test_one_process_runs_here_and_says_what_lies_idle(machine, said, start, capsys):
-    plan, process = start(machine=machine)
-    assert process == rank(0, 1, 1)
-    assert capsys.readouterr().out == said
-    assert load_plan(plan.run_dir) == plan
-
-
-def test_several_processes_are_given_the_folder_of_the_plan(start, monkeypatch):
-    spawned = []
-    monkeypatch.setattr(launch, "spawn", lambda *arguments: spawned.append(arguments) or 7)
-    assert start(num_gpus="2") == 7
-    ((plan, script, max_restarts),) = spawned
-    assert (plan.num_processes, script, max_restarts) == (2, str(SCRIPT), 0)
-    assert load_plan(plan.run_dir) == plan
-
-
-def test_too_little_data_starts_no_process(start, monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", lambda *_: pytest.fail("started a process"))
-    with refused("num_samples=99999999"):
-        start(num_gpus="2", num_samples=99999999)
 
 
 def run_without_planning(run_dir):
