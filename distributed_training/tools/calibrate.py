@@ -3,8 +3,8 @@
     python real_model_example.py calibrate FILE.json
     torchrun --nproc_per_node=4 real_model_example.py calibrate FILE.json
 
-Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, and every
-collective over each group size: what predict/rates.py reads. Means of several calls. GPUs are
+Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, and
+collectives over all processes: what predict/rates.py reads. Means of several calls. GPUs are
 measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
 """
 
@@ -181,28 +181,19 @@ def _parts_of_a_step(clock: Clock, plan: Plan) -> dict[str, float]:
     return seconds
 
 
-def over_groups(clock: Clock, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """COLLECTIVES over the first 2, 4, 8 ... processes; the others take part in counting."""
-    found: list[dict[str, Any]] = []
-    members = 2
-    while members <= world_size:
-        group = None
-        for first in range(0, world_size // members * members, members):
-            ranks = list(range(first, first + members))
-            made = dist.new_group(ranks)
-            group = made if rank in ranks else group
-        if world_size % members == 0:
-            sizes = BYTES if clock.device.type == "cuda" else BYTES[:5]
-            found += time_group(clock, group, members, sizes, COLLECTIVES)
-        members *= 2
-    return found
+def collectives(clock: Clock, world_size: int) -> list[dict[str, Any]]:
+    """COLLECTIVES over all processes, by size; none of a process alone."""
+    if world_size == 1:
+        return []
+    sizes = BYTES if clock.device.type == "cuda" else BYTES[:5]
+    return time_group(clock, dist.group.WORLD, world_size, sizes, COLLECTIVES)
 
 
 def calibrate(device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
-    """All figures of one process, and those of the groups that it is in. Collective."""
+    """All figures of one process, and those of the group. Collective."""
     on_gpu = device.type == "cuda"
     clock = Clock(device, crowded=not on_gpu and world_size > 1)
-    between = over_groups(clock, rank, world_size)
+    between = collectives(clock, world_size)
     if on_gpu and rank > 0:  # the others wait, so that rank 0 is measured alone
         dist.barrier()
         return {}
