@@ -37,20 +37,17 @@ def estimate_step(plan: Plan, rates: Rates, *, node_size: int | None = None) -> 
     return _Step(plan, rates, node_size or plan.processes_here).estimate()
 
 
-class _Step:
+class _Step(Work):
     def __init__(self, plan: Plan, rates: Rates, node_size: int) -> None:
-        self.plan = plan
-        self.rates = rates
-        self.work = Work(plan, rates, node_size)
-        self.pp = self.work.pp
+        super().__init__(plan, rates, node_size)
         self.processes = formulas_by_place(plan)
         self.graph = plan.config.cuda_graphs is True  # one launch a step
 
     def estimate(self) -> StepTime:
-        costs = self.work.operations()
+        costs = self.operations()
         orders, ranks = find_orders(self.plan), self.plan.layout.ranks
         seconds = {key: cost.total for key, cost in costs.items()}
-        message = self.work.message() if self.pp > 1 else 0.0
+        message = self.message() if self.pp > 1 else 0.0
         on_gpu, busy = simulate(orders, seconds, ranks, message)
         phase = on_gpu
         if self.rates.on_host:  # while a stage waits, others have its share of a core
@@ -74,16 +71,16 @@ class _Step:
 
     def _add_up(self, total: Cost, place: int, on_gpu: float, phase: float) -> StepTime:
         data = self._data_parallel(place, total.total)
-        update = self.work.update(self.processes[place])
+        update = self.update(self.processes[place])
         step_host, waits = self._host_step(place)
         launching = 0.0
         if not self.graph:
             blocks = max(process.num_blocks for process in self.processes)
-            launching = self._host_block() * blocks * self.work.micro_batches + step_host
+            launching = self._host_block() * blocks * self.micro_batches + step_host
         gpu = phase + data + update
         if self.rates.on_host:
             if self.pp > 1:
-                launching += 2 * self.work.micro_batches * self.rates.host.operation
+                launching += 2 * self.micro_batches * self.rates.host.operation
             seconds = gpu + launching + waits
         else:
             seconds = max(gpu, launching) + waits
@@ -109,8 +106,6 @@ class _Step:
     def _data_parallel(self, place: int, computing: float) -> float:
         """What exchanges of gradients and gathers of parameters add to computing beside them."""
         process = self.processes[place]
-        deepspeed = self.plan.strategy.traits.takes_deepspeed_json
-        found = process.zero() if deepspeed else process.data()
         every = process.steps_between_exchanges
         # After the pipeline's phase, or the update; else beside each micro-batch's passes.
         apart = self.pp > 1 or bool(every)
@@ -118,11 +113,11 @@ class _Step:
         if every:  # all at once
             times = 1 / every
         elif self.pp == 1:
-            times *= self.work.micro_batches
+            times *= self.micro_batches
         seconds = sum(
-            self.work.collective(axis, kind, size, times)
-            for (axis, kind), size in found.items()
-            if self.plan.mesh[axis] > 1
+            self.collective(axis, kind, size, times)
+            for (axis, kind), size in process.data().items()
+            if self.mesh[axis] > 1
         )
         if apart:
             return seconds
@@ -131,12 +126,12 @@ class _Step:
 
     def _away(self) -> tuple[float, float]:
         """Seconds of an optimizer on the host, and of files."""
-        strategy, share = self.plan.strategy, self.plan.layout.num_parameters / self.work.shards
+        strategy, share = self.strategy, self.plan.layout.num_parameters / self.shards
         if strategy.swaps_to_disk:
-            together = share * min(self.work.node_size, self.plan.num_processes)  # one disk a node
+            together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
             return 0.0, FITTED.swapped_bytes * together / self.rates.disk_bytes
         if strategy.steps_on_host:
-            together = share * min(self.work.node_size, self.work.shards)
+            together = share * min(self.node_size, self.shards)
             return self.rates.host_adam_s * together, 0.0
         return 0.0, 0.0
 
@@ -147,11 +142,11 @@ class _Step:
         if not config.compile:
             split = self.plan.schedule.splits_backward
             cost = host.split_block if split else host.eager_block
-        if self.work.tp > 1:
+        if self.tp > 1:
             cost += host.tensor_parallel
-        if self.plan.strategy.zero_stage == 3:
+        if self.strategy.zero_stage == 3:
             cost += host.zero3_block
-            if self.work.shards > 1:
+            if self.shards > 1:
                 cost += host.zero3_gather
         elif self.plan.uses_fsdp:
             cost += host.fsdp_unit
@@ -159,23 +154,23 @@ class _Step:
 
     def _host_step(self, place: int) -> tuple[float, float]:
         """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
-        host, strategy = self.rates.host, self.plan.strategy
+        host, strategy = self.rates.host, self.strategy
         process = self.processes[place]
         blocks = process.num_blocks
         tensors = TENSORS * blocks
-        if not self.plan.strategy.traits.takes_deepspeed_json:
+        if not self.strategy.traits.takes_deepspeed_json:
             each = 0.0
             if self.plan.uses_ddp:
                 each += host.ddp_tensor
-            if self.plan.uses_fsdp or self.work.tp > 1:
+            if self.plan.uses_fsdp or self.tp > 1:
                 each += host.dtensor
             if self.pp > 1 and not self.plan.uses_fsdp:
                 each += host.stage_tensor
             return host.step + each * tensors, 0.0
         if strategy.zero_stage == 3:
-            wait = host.zero3_shared_wait if self.work.shards > 1 else host.zero3_wait
+            wait = host.zero3_shared_wait if self.shards > 1 else host.zero3_wait
             if strategy.swaps_to_disk:
                 wait += host.swapped_block
             return host.step, wait * blocks
-        wait = host.zero_wait * blocks + host.zero_update * tensors / self.work.shards
+        wait = host.zero_wait * blocks + host.zero_update * tensors / self.shards
         return host.step + host.zero_tensor * tensors, wait

@@ -113,12 +113,12 @@ class Formulas(Shapes):
 
     def total(self) -> Bytes:
         """Everything but numbers of at most 8 bytes."""
-        if self.strategy.traits.takes_deepspeed_json:
-            return self.pipeline() + self.zero()
         return self.pipeline() + self.tensor() + self.data()
 
     def data(self) -> Bytes:
-        """dp and fsdp, alone or inside tp and pp."""
+        """dp and fsdp, alone or inside tp and pp; DeepSpeed's stages."""
+        if self.strategy.traits.takes_deepspeed_json:
+            return self.zero()
         if self.plan.only_copies:  # DDP: once a step; or less often
             if self.config.gradient_compression != "none":
                 return self.compressed()
