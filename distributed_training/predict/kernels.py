@@ -56,7 +56,8 @@ class Work(Shapes):
     def operations(self) -> dict[tuple[str, int], Cost]:
         """Of each kind of operation of each stage, for one micro-batch."""
         forward, inputs, weights = self.block()
-        blocks, found = self.plan.layout.blocks_per_stage, {}
+        blocks = self.plan.layout.blocks_per_stage
+        found = {}
         for stage, number in enumerate(blocks):
             found["F", stage] = forward.times(number)
             found["I", stage] = inputs.times(number)
@@ -70,9 +71,13 @@ class Work(Shapes):
 
     def block(self) -> tuple[Cost, Cost, Cost]:
         """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
-        d, tp, tokens = self.size.hidden_size, self.tp, self.tokens
+        d = self.size.hidden_size
+        tp = self.tp
+        tokens = self.tokens
         mlp = self.mlp_ratio * d
-        forward, inputs, weights = Cost(), Cost(), Cost()
+        forward = Cost()
+        inputs = Cost()
+        weights = Cost()
         for k, n in [(d, 3 * d / tp), (d / tp, d), (d, mlp / tp), (mlp / tp, d)]:
             forward += self._gemm(tokens, k, n)
             inputs += self._gemm(tokens, n, k)
@@ -92,7 +97,8 @@ class Work(Shapes):
 
     def head(self) -> tuple[Cost, Cost, Cost]:
         """As `block`, of output layer and loss."""
-        d, vocabulary = self.size.hidden_size, self.size.padded_vocab_size / self.tp
+        d = self.size.hidden_size
+        vocabulary = self.size.padded_vocab_size / self.tp
         rate = self.rates.head_memory_bytes or self.rates.memory_bytes
         each = FITTED.logit_traffic.compiled if self.config.compile else FITTED.logit_traffic.eager
         if self.tp > 1:  # the split loss is kernels like any others, torch's own is one
@@ -111,7 +117,8 @@ class Work(Shapes):
         """Clipping and optimizer of a process."""
         if self.strategy.steps_on_host:
             return 0.0
-        rounded, shard = self.strategy.traits.rounded_weights, float(process.parameters)
+        rounded = self.strategy.traits.rounded_weights
+        shard = float(process.parameters)
         if not rounded or self.strategy.zero_stage > 0:
             shard /= self.shards
         moved = FITTED.update_bytes.rounded if rounded else FITTED.update_bytes.plain
@@ -119,9 +126,11 @@ class Work(Shapes):
 
     def message(self) -> float:
         """Seconds until what one stage made is on the next."""
-        rate, latency = self.rates.link_bytes, self.rates.link_latency_s
+        rate = self.rates.link_bytes
+        latency = self.rates.link_latency_s
         if self.plan.num_processes // self.pp >= self.node_size:  # on another node
-            rate, latency = self.rates.network_bytes, 2 * latency
+            rate = self.rates.network_bytes
+            latency = 2 * latency
         rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
         return latency + self.hidden * self.between / rate
 
@@ -133,7 +142,8 @@ class Work(Shapes):
         faster = ["tp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
         together = min(members, max(1, self.node_size // stride))
-        rate, latency = self.rates.link_bytes, self.rates.link_latency_s
+        rate = self.rates.link_bytes
+        latency = self.rates.link_latency_s
         if together < members:
             rate = min(rate, self.rates.network_bytes * together)
             latency *= 2
@@ -162,7 +172,8 @@ class Work(Shapes):
 
     def _gradient_bytes(self) -> float:
         """Read and written of a block's gradients and rounded weights in one micro-batch."""
-        whole, split = self.size.block_parameters, self.size.block_parameters_split
+        whole = self.size.block_parameters
+        split = self.size.block_parameters_split
         each = 0
         if self.micro_batches > 1 or self.pp > 1:
             each += FITTED.gradient_bytes.added

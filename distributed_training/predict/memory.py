@@ -152,7 +152,8 @@ class _Process(Formulas):
 
     def _state(self) -> dict[str, float]:
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
-        plan, held = self.plan, self.parameters
+        plan = self.plan
+        held = self.parameters
         scale = held / plan.layout.num_parameters  # of the fullest place, without padding
         state = estimate_state(plan)
         parts = {
@@ -222,7 +223,8 @@ class _Process(Formulas):
 
     def block_bytes(self) -> float:
         """What one block keeps of one micro-batch for its backward pass."""
-        split, between = 1 / self.tp, self.between
+        split = 1 / self.tp
+        between = self.between
         if self.config.activation_checkpointing == "full":
             return self.hidden * between
         values = 2 * between + (4 + 2 * self.mlp_ratio) * split
@@ -235,7 +237,8 @@ class _Process(Formulas):
 
     def _logits(self) -> tuple[float, float, float]:
         """Bytes (kept from forward to backward pass, at the worst moment, until a W to come)."""
-        rows, chunk = self.size.padded_vocab_size, self.config.loss_chunk_tokens
+        rows = self.size.padded_vocab_size
+        chunk = self.config.loss_chunk_tokens
         kind = "compiled" if self.config.compile else "eager"
         if self.tp > 1:
             kind = "split"
@@ -260,7 +263,8 @@ class _Process(Formulas):
         # records of when autograd cut the pass: so much more than those.
         compiled = bool(self.config.compile)
         if compiled:
-            pending, waiting = 2 * (1 - self.between) * self.hidden, 0.0
+            pending = 2 * (1 - self.between) * self.hidden
+            waiting = 0.0
         else:
             pending = FITTED.split_values * self.hidden
         backward = FITTED.backward_values * self.hidden / self.tp

@@ -44,7 +44,8 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> list[Operation]:
     local = 2 if schedule == "interleaved" else 1
     a_round = m // max(1, m // p)
     ahead = min((local - 1) * a_round + local * (p - 1 - rank), m * local)
-    count, split = m * local, schedule == "zb-h1"
+    count = m * local
+    split = schedule == "zb-h1"
     done = {kind: [0] * local for kind in "FBW"}
     order: list[Operation] = []
     weights: list[int] = []  # local stages whose W is still to come
@@ -77,7 +78,8 @@ def _zb_v(p: int, m: int, rank: int) -> list[Operation]:
     def add(words: str) -> None:
         """Such as "F0 I1 W1": kind and half of the V."""
         for word in words.split():
-            kind, half = word[0], word[1]
+            kind = word[0]
+            half = word[1]
             place = (kind, int(half))
             order.append((kind, rank if half == "0" else 2 * p - 1 - rank, done[place]))
             done[place] += 1
@@ -118,7 +120,8 @@ def timeline(
     """
     hosts = [0.0] * len(orders)
     spans: dict[Operation, tuple[float, float]] = {}
-    clock, place = [0.0] * len(orders), [0] * len(orders)
+    clock = [0.0] * len(orders)
+    place = [0] * len(orders)
     remaining = sum(map(len, orders))
     while remaining:
         before = remaining

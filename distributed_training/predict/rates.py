@@ -163,7 +163,9 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
     for product in products:
         if product["tokens"] < largest:
             continue
-        m, k, n = product["tokens"], product["in"], product["out"]
+        m = product["tokens"]
+        k = product["in"]
+        n = product["out"]
         shapes = {"forward": (m, k, n), "inputs": (m, n, k), "weights": (n, m, k)}
         for name, shape in shapes.items():
             rate = product["flops_per_s"][name]

@@ -78,7 +78,8 @@ class _Search:
     def find(self) -> tuple[str, ...]:
         """The shortest that was found; that of `zb-v` at worst."""
         draw = random.Random(0).random
-        orders, best = list(self.start), list(self.start)
+        orders = list(self.start)
+        best = list(self.start)
         now = shortest = self.length(orders, math.inf) or math.inf
         tuned = FITTED.search
         heat = tuned.heat * sum(self.seconds.values()) / len(self.seconds)
@@ -104,25 +105,34 @@ class _Search:
                 continue
             now = length
             if now < shortest:
-                shortest, best = now, list(orders)
+                shortest = now
+                best = list(orders)
         return tuple(map(self._written, best))
 
     def length(self, orders: Sequence[Words], most: float) -> float | None:
         """Seconds until all is done; None where that is more than `most`, or a deadlock."""
-        p, seconds, gives = self.p, self.seconds, self.gives
+        p = self.p
+        seconds = self.seconds
+        gives = self.gives
         idle = [most - busy for busy in self.busy]  # seconds that are left to wait
         # When each micro-batch's input, or the gradient of its output, is there.
         ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
         taken = dict.fromkeys(ready, 0)
-        clock, at, waiting = [0.0] * p, [0] * p, list(range(p))
+        clock = [0.0] * p
+        at = [0] * p
+        waiting = list(range(p))
         while waiting:
-            before, still = sum(at), []
+            before = sum(at)
+            still = []
             for rank in waiting:
-                words, now, place = orders[rank], clock[rank], at[rank]
+                words = orders[rank]
+                now = clock[rank]
+                place = at[rank]
                 while place < len(words):
                     step = words[place]
                     if step in ready:
-                        there, number = ready[step], taken[step]
+                        there = ready[step]
+                        number = taken[step]
                         if number == len(there):
                             break
                         if there[number] > now:
@@ -136,7 +146,8 @@ class _Search:
                         to, message_s = gives[step]
                         ready[to].append(now + message_s)
                     place += 1
-                clock[rank], at[rank] = now, place
+                clock[rank] = now
+                at[rank] = place
                 if place < len(words):
                     still.append(rank)
             if sum(at) == before:

@@ -45,7 +45,8 @@ class _Step(Work):
 
     def estimate(self) -> StepTime:
         costs = self.operations()
-        orders, ranks = find_orders(self.plan), self.plan.layout.ranks
+        orders = find_orders(self.plan)
+        ranks = self.plan.layout.ranks
         seconds = {key: cost.total for key, cost in costs.items()}
         message = self.message() if self.pp > 1 else 0.0
         on_gpu, busy = simulate(orders, seconds, ranks, message)
@@ -126,7 +127,8 @@ class _Step(Work):
 
     def _away(self) -> tuple[float, float]:
         """Seconds of an optimizer on the host, and of files."""
-        strategy, share = self.strategy, self.plan.layout.num_parameters / self.shards
+        strategy = self.strategy
+        share = self.plan.layout.num_parameters / self.shards
         if strategy.swaps_to_disk:
             together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
             return 0.0, FITTED.swapped_bytes * together / self.rates.disk_bytes
@@ -137,7 +139,8 @@ class _Step(Work):
 
     def _host_block(self) -> float:
         """Seconds to launch one block, forward and backward."""
-        host, config = self.rates.host, self.plan.config
+        host = self.rates.host
+        config = self.plan.config
         cost = host.block
         if not config.compile:
             split = self.plan.schedule.splits_backward
@@ -154,7 +157,8 @@ class _Step(Work):
 
     def _host_step(self, place: int) -> tuple[float, float]:
         """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
-        host, strategy = self.rates.host, self.strategy
+        host = self.rates.host
+        strategy = self.strategy
         process = self.processes[place]
         blocks = process.num_blocks
         tensors = TENSORS * blocks

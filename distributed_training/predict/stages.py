@@ -22,7 +22,8 @@ def with_orders(plan: Plan, rates: Rates | None, node_size: int) -> Plan:
     if not plan.schedule.searched:
         return plan
     work = Work(plan, rates or rates_of(known_gpu("H200")), node_size)
-    costs, blocks = work.operations(), plan.layout.blocks_per_stage
+    costs = work.operations()
+    blocks = plan.layout.blocks_per_stage
     seconds = tuple(
         (costs["F", stage].total, costs["I", stage].total, costs["W", stage].total)
         for stage in range(len(blocks))
@@ -36,7 +37,8 @@ def with_orders(plan: Plan, rates: Rates | None, node_size: int) -> Plan:
 def find_orders(plan: Plan) -> tuple[Order, ...]:
     """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
     if not plan.schedule.searched:
-        name, pp = plan.config.pipeline_schedule, plan.mesh["pp"]
+        name = plan.config.pipeline_schedule
+        pp = plan.mesh["pp"]
         return build_orders(name, pp, plan.batch.num_microbatches)
     assert plan.orders is not None, "with_orders comes first"
     return tuple(map(read_order, plan.orders.by_place))

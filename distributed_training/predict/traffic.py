@@ -79,7 +79,8 @@ class Formulas(Shapes):
 
     def _count_parameters(self) -> None:
         """Before dp_shard divides them: in blocks, and in what lies around them."""
-        size, tp = self.size, self.tp
+        size = self.size
+        tp = self.tp
         self.first = self.ranks[0] == self.place
         self.last = self.ranks[-1] == self.place
         stages = zip(self.ranks, self.plan.layout.blocks_per_stage, strict=True)
@@ -128,9 +129,11 @@ class Formulas(Shapes):
         shards = self.shards
         if shards > 1:
             # FSDP: shards every micro-batch, a block before its forward and its backward pass.
-            times, gathers = self.micro_batches, 2
+            times = self.micro_batches
+            gathers = 2
             if self.pp > 1:
-                times, gathers = 1, 1
+                times = 1
+                gathers = 1
             gathered = self.width * (gathers * self.in_blocks + self.around)
             found["dp_shard", "all_gather"] = times * gathered
             found["dp_shard", "reduce_scatter"] = times * 4 * self.parameters
@@ -141,8 +144,10 @@ class Formulas(Shapes):
     def compressed(self) -> Bytes:
         """Gradients as DDP's hooks send them (parallel/compression.py), of one bucket; each more
         rounds once more."""
-        config, size = self.config, self.size
-        axis, members = "dp_replicate", self.mesh["dp_replicate"]
+        config = self.config
+        size = self.size
+        axis = "dp_replicate"
+        members = self.mesh["dp_replicate"]
         if config.gradient_compression == "topk-int8" and config.compression_k < 1:
             part = -(-self.parameters // members)
             message = members * (8 * num_exact(part, config.compression_k) + 4 + part)
@@ -167,7 +172,8 @@ class Formulas(Shapes):
         """
         if self.tp == 1:
             return Counter()
-        count, size = self.micro_batches, self.size
+        count = self.micro_batches
+        size = self.size
         exchanged = count * 4 * self.num_blocks * self.hidden
         loss = 0
         if self.last:

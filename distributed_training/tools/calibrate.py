@@ -40,7 +40,8 @@ from distributed_training.tools.clock import Clock
 from distributed_training.tools.links import time_group
 
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
-MODELS, TOKENS = ("gpt2-medium", "gpt2-xl"), (2048, 16384)
+MODELS = ("gpt2-medium", "gpt2-xl")
+TOKENS = (2048, 16384)
 NO_GPU = Machine(
     num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0), ram_bytes=0,
     num_cpus=1,
@@ -51,7 +52,8 @@ BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 1
 
 def matrix_products(clock: Clock) -> list[dict[str, Any]]:
     """FLOP/s of the forward products and of those for inputs' and weights' gradients."""
-    found, on_gpu = [], clock.device.type == "cuda"
+    found = []
+    on_gpu = clock.device.type == "cuda"
     for model in MODELS if on_gpu else ("gpt2-tiny",):
         size = find_model(model).size
         d = size.hidden_size

@@ -38,7 +38,8 @@ def explain(
     messages take none); of messages and waiting (what is idle between operations beyond that); of
     gaps within operations. `orders`: of each rank; `stage_ranks`: the rank of each stage."""
     schedule = pipeline["schedule"]
-    between, formula = idle["between_operations"], pipeline["ideal_bubble"] or 0.0
+    between = idle["between_operations"]
+    formula = pipeline["ideal_bubble"] or 0.0
     seconds = {}
     for name, took in between["operations_s"].items():
         kind, stage = name.split()

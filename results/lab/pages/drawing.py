@@ -17,7 +17,8 @@ from results.lab.pages.laws import GIB, plan_of
 NUM_PROCESSES = 4
 WIDTH = 8  # characters of a bar
 MODEL = "gpt2-xl-20-heads"  # whose heads tp can divide
-FIRST, COLUMN = "{:<34}", "{:<10}"
+FIRST = "{:<34}"
+COLUMN = "{:<10}"
 
 
 def drawing(strategy: str) -> str:
@@ -46,7 +47,8 @@ def _line(first: str, cells: list[str]) -> str:
 
 def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
     """(label, bytes of the fullest process, whether dp_shard divides it), by where it lies."""
-    strategy, state = plan.strategy, estimate_state(plan)
+    strategy = plan.strategy
+    state = estimate_state(plan)
     undivided = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
     away: dict[str, list[str]] = {"host": [], "disk": []}
     places = {"cpu": "host", "nvme": "disk"}
@@ -71,7 +73,8 @@ def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
 
 def _held(plan: Plan) -> list[int]:
     """Parameters of each place along pp, before tp and dp_shard divide them."""
-    cut, held = plan.layout.blocks_per_stage, [0] * plan.mesh["pp"]
+    cut = plan.layout.blocks_per_stage
+    held = [0] * plan.mesh["pp"]
     for stage, place in enumerate(plan.layout.ranks):
         held[place] += stage_parameters(plan.size, cut, stage)
     return held
@@ -84,9 +87,12 @@ def _range(plan: Plan, size: int) -> str:
 
 
 def _bar(plan: Plan, topology: Topology, divided: bool) -> str:
-    held, place = _held(plan), topology.pp_rank
-    begin, end = sum(held[:place]) / sum(held), sum(held[: place + 1]) / sum(held)
-    parts, part = topology.tp, topology.tp_rank
+    held = _held(plan)
+    place = topology.pp_rank
+    begin = sum(held[:place]) / sum(held)
+    end = sum(held[: place + 1]) / sum(held)
+    parts = topology.tp
+    part = topology.tp_rank
     if divided:
         parts, part = (
             parts * topology.dp_shard,
@@ -98,6 +104,7 @@ def _bar(plan: Plan, topology: Topology, divided: bool) -> str:
 
 
 def _blocks(plan: Plan, topology: Topology) -> str:
-    cut, ranks = plan.layout.blocks_per_stage, plan.layout.ranks
+    cut = plan.layout.blocks_per_stage
+    ranks = plan.layout.ranks
     own = sum(cut[stage] for stage, place in enumerate(ranks) if place == topology.pp_rank)
     return f"{own}" if topology.tp == 1 else f"{own}/{topology.tp}"

@@ -139,7 +139,8 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
     found = []
     for run in document["runs"]:
-        count, seconds = run["processes"], None
+        count = run["processes"]
+        seconds = None
         built = build_config(run["config"], options=strategy_options)
         plan = draft_plan(built, machine, count, count)
         if run["step_time_s"] is not None:
@@ -181,7 +182,8 @@ def first_choices(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
     quickest."""
     sets = defaultdict(list)
     for row in rows:
-        config, batch = row.record.config, row.record.batch.global_batch_size
+        config = row.record.config
+        batch = row.record.batch.global_batch_size
         work = f"{config['model']}, {batch} x {config['max_length']}, {config['precision']}"
         sets[f"{row.page}: {work}"].append(row)
     return {
@@ -204,7 +206,8 @@ def distribution() -> str:
         ("step time, calibrated", calibrated_errors()),
     ):
         shares = [f"{share_within(errors, limit):.0%}" for limit in (0.02, 0.05, 0.10, 0.25)]
-        low, high = min(errors), max(errors)
+        low = min(errors)
+        high = max(errors)
         found.append([what, str(len(errors)), *shares, f"{low:+.0%}", f"{high:+.0%}"])
     return _table(
         found, ["", "runs", "within 2%", "5%", "10%", "25%", "most too low", "most too high"]
@@ -220,7 +223,8 @@ def calibrated_errors() -> list[float]:
 
 def choices() -> str:
     """How often the first choice among runs of the same work is the quickest, and where not."""
-    found, sets = [], first_choices(gpu_rows())
+    found = []
+    sets = first_choices(gpu_rows())
     for name, (first, best) in sets.items():
         behind = first.measured_s / best.measured_s - 1
         if behind:
