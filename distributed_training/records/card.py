@@ -12,7 +12,7 @@ from distributed_training.data.corpus import WIKITEXT
 from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.models import find_model
 from distributed_training.records.display import last_part
-from distributed_training.records.record import BEST, Record
+from distributed_training.records.record import BEST, Record, plural
 from distributed_training.records.tables import COLUMNS, MARKDOWN
 from distributed_training.settings.config import KEYS
 
@@ -72,12 +72,15 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
 
 def build_card(folder: Path, r: Record, repo_id: str | None = None) -> str:
     """The text: YAML for the Hub, then what was trained on what, how, with which losses."""
-    config, is_best = r.config, folder.name == BEST and r.best is not None
+    config = r.config
+    is_best = folder.name == BEST and r.best is not None
     local = Path("runs", folder.parent.name, folder.name)  # others' paths are nobody's business
     place = repo_id or local
     steps = r.best["step"] if is_best and r.best else r.step
     seen = [entry for entry in r.evaluations if entry["step"] in (0, steps)]
-    kind = f"The weights after step {steps}" + ", of the lowest validation loss" * is_best
+    kind = f"The weights after step {steps}"
+    if is_best:
+        kind += ", of the lowest validation loss"
     return _TEXT.format(
         front=_front_matter(r),
         model=config["model"],
@@ -95,7 +98,7 @@ def build_card(folder: Path, r: Record, repo_id: str | None = None) -> str:
         planned=r.num_steps,
         sequences=r.batch.global_batch_size,
         strategy=COLUMNS["strategy"](r),
-        processes=f"{r.world_size} process" + "es" * (r.world_size > 1),
+        processes=plural(r.world_size, "process"),
         device=r.machine["gpu_name"] or "CPU",
         settings=tabulate(
             [[name, str(config[name])] for name in _HYPER_PARAMETERS if name in config],
@@ -123,7 +126,7 @@ def _front_matter(r: Record) -> str:
 def _command(r: Record) -> str:
     """What starts the same run: each key that is not at its default."""
     asked = r.config_requested or r.config
-    words = [f"--num_gpus={r.world_size}"] * (r.world_size > 1)
+    words = [f"--num_gpus={r.world_size}"] if r.world_size > 1 else []
     for name, value in asked.items():
         if name not in KEYS or (value != KEYS[name].default and name not in _OWN_BUSINESS):
             is_path = isinstance(value, str) and Path(value).is_absolute()

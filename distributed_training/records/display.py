@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.records.record import MEMORY_FILE, TRACE_FILE, Record
+from distributed_training.records.record import MEMORY_FILE, TRACE_FILE, Record, plural
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
@@ -121,7 +121,8 @@ def gib(num_bytes: float | None) -> str:
 
 
 def _cut_of_pipeline(pipeline: dict[str, Any]) -> str:
-    blocks, bubble = ", ".join(map(str, pipeline["blocks_per_stage"])), pipeline["ideal_bubble"]
+    blocks = ", ".join(map(str, pipeline["blocks_per_stage"]))
+    bubble = pipeline["ideal_bubble"]
     idle = "" if bubble is None else f"; idle {100 * bubble:.0f}% if stages were equal"
     micro = f"{pipeline['num_microbatches']} micro-batches a step"
     return f"{pipeline['schedule']}, {micro}, blocks a stage {blocks}{idle}"
@@ -143,14 +144,19 @@ def _precision(dtypes: dict[str, str], config: dict[str, Any]) -> str:
     kinds = {dtypes.get(what) for what in ("arithmetic", "parameters", "gradients", "reduction")}
     text = "{arithmetic} arithmetic; parameters {parameters}; gradients {gradients}"
     text = "fp32" if kinds == {"fp32"} else text.format(**dtypes)
-    text += "; compiled (the first step takes a while)" * bool(config["compile"])
-    return text + "; one CUDA graph a step" * config.get("cuda_graphs", False)
+    if config["compile"]:
+        text += "; compiled (the first step takes a while)"
+    if config.get("cuda_graphs"):
+        text += "; one CUDA graph a step"
+    return text
 
 
 def header_rows(r: Record) -> list[tuple[str, str]]:
     """The header of a run, from the record it starts with."""
-    config, data = r.config, r.data
-    length, tokens = config["max_length"], r.batch.global_batch_size * config["max_length"]
+    config = r.config
+    data = r.data
+    length = config["max_length"]
+    tokens = r.batch.global_batch_size * config["max_length"]
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
     split = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
@@ -187,7 +193,8 @@ def _options(r: Record) -> str:
     """What an algorithm or compression does to the exchange between processes."""
     kind = r.config.get("gradient_compression", "none")
     keys = {"powersgd": ["compression_rank"], "topk-int8": ["compression_k"]}.get(kind, [])
-    words = [f"{kind} gradients"] * (kind != "none") + [f"{key} {r.config[key]}" for key in keys]
+    words = [] if kind == "none" else [f"{kind} gradients"]
+    words += [f"{key} {r.config[key]}" for key in keys]
     words += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
     if words and sent is not None:
@@ -197,14 +204,15 @@ def _options(r: Record) -> str:
 
 def _profile(r: Record) -> str:
     """Which files `profile` will write or has written, and what opens them."""
-    count, wrote = r.config.get("profile", 0), r.profile
+    count = r.config.get("profile", 0)
+    wrote = r.profile
     if not count or (r.status != "running" and wrote is None):
         return ""
     if wrote is None:
-        which = f"{count} step{'s' * (count > 1)} after a warm-up"
+        which = f"{plural(count, 'step')} after a warm-up"
     else:
         steps = sorted({wrote["first_step"], wrote["last_step"]})
-        which = f"step{'s' * (len(steps) > 1)} {' to '.join(map(str, steps))}"
+        which = f"step{'s' if len(steps) > 1 else ''} {' to '.join(map(str, steps))}"
     text = f"{which} in {TRACE_FILE.format('*')} of the run's folder, for ui.perfetto.dev"
     if r.machine["gpu_name"]:
         text += f", and {MEMORY_FILE.format('*')}, for pytorch.org/memory_viz"
@@ -220,7 +228,8 @@ def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None
     """Memory, time of a step and of all of them, and what most of it is spent on."""
     if prediction is None:
         return ""
-    text, seconds = f"{gib(prediction['peak_bytes'])} a process", prediction["step_time_s"]
+    text = f"{gib(prediction['peak_bytes'])} a process"
+    seconds = prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown, as this GPU is not in the planner's table"
     text += f", {seconds:.3g} s a step"
@@ -249,14 +258,17 @@ def _state(r: Record) -> dict[str, int]:
 
 def summary_rows(r: Record) -> list[tuple[str, str]]:
     """The closing summary of a run, from its record."""
-    speed, memory, rows = r.performance, r.memory, []
+    speed = r.performance
+    memory = r.memory
+    rows = []
     if len(r.evaluations) > 1:
         values = [r.evaluations[place]["perplexity"] for place in (0, -1)]
         first, last = ("nan" if value is None else f"{value:.2f}" for value in values)
         steps = r.evaluations[-1]["step"]
         rows.append(("perplexity", f"{first} before, {last} after {steps} steps"))
     if speed.get("tokens_per_s"):
-        median_ms, timed = 1000 * speed["step_time_s"]["p50"], speed["num_timed_steps"]
+        median_ms = 1000 * speed["step_time_s"]["p50"]
+        timed = speed["num_timed_steps"]
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         step = f"{median_ms:.1f} ms a step (median of {timed})"
         rows.append(("throughput", f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"))
@@ -266,7 +278,8 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
         ram = gib(said["host_bytes"])
         rows.append(("predicted", f"peak {gib(said['peak_bytes'])}, {ram} of RAM{time}"))
     if memory.get("peak_allocated_bytes") is not None:
-        allocated, reserved = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
+        allocated = memory["peak_allocated_bytes"]
+        reserved = memory["peak_reserved_bytes"]
         rows.append(("GPU memory", f"peak {gib(allocated)} allocated, {gib(reserved)} reserved"))
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:

@@ -87,7 +87,8 @@ class PeakMemory:
     """Highest memory while training; evaluation and export are left out."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._cuda = device, device.type == "cuda"
+        self._device = device
+        self._cuda = device.type == "cuda"
         self._peaks = dict[str, int | None](peak_allocated_bytes=None, peak_reserved_bytes=None)
 
     def begin(self) -> None:

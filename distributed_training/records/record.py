@@ -25,9 +25,11 @@ from distributed_training.settings.files import Model, load_json, parse_as
 
 SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
-LAST, BEST = "hf", "best"  # folders of a run's weights in Hugging Face's format
+LAST = "hf"  # a folder of the run's weights in Hugging Face's format
+BEST = "best"  # the same, of the lowest validation loss
 METRICS_FILE = "metrics.jsonl"
-TRACE_FILE, MEMORY_FILE = "trace-rank{}.json.gz", "memory-rank{}.pickle"
+TRACE_FILE = "trace-rank{}.json.gz"
+MEMORY_FILE = "memory-rank{}.pickle"
 FAILURE_FILE = ".failure"
 LOST = "lost another process"
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -35,6 +37,13 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: {**dict.fromkeys(AXES, 1), **mesh})]
 _OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 process", "2 processes"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith(("s", "ch")) else f"{count} {noun}s"
 
 
 class Batch(BaseModel):
@@ -52,8 +61,8 @@ class Batch(BaseModel):
 
     def describe(self) -> str:
         """ "global 32 = 1 replica x 8 micro-batches x 4"."""
-        replicas = f"{self.num_replicas} replica" + "s" * (self.num_replicas != 1)
-        cuts = f"{self.num_microbatches} micro-batch" + "es" * (self.num_microbatches != 1)
+        replicas = plural(self.num_replicas, "replica")
+        cuts = plural(self.num_microbatches, "micro-batch")
         return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
@@ -203,7 +212,8 @@ def claim_failure(run_dir: Path) -> bool:
 
 def wait_until_stopped(run_dir: Path, limit_s: float) -> None:
     """Wait until another process has set the record's terminal status; `limit_s` at most."""
-    file, ends = run_dir / RECORD_FILE, time.monotonic() + limit_s
+    file = run_dir / RECORD_FILE
+    ends = time.monotonic() + limit_s
     while file.is_file() and time.monotonic() < ends:
         with contextlib.suppress(ValueError):  # being written where the disk is full
             if json.loads(file.read_text(encoding="utf-8"))["status"] != "running":
@@ -243,7 +253,8 @@ def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
 
 def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     """Drop rows past `num_steps`, which a resumed run repeats, and lines that a crash broke."""
-    path, kept = run_dir / METRICS_FILE, []
+    path = run_dir / METRICS_FILE
+    kept = []
     if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n")[:-1]:

@@ -58,7 +58,8 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
     add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
     arguments = parser.parse_args(argv)
-    records = find_records(arguments.paths or [output_dir] * output_dir.is_dir())
+    paths = arguments.paths or ([output_dir] if output_dir.is_dir() else [])
+    records = find_records(paths)
     if not records:
         places = ", ".join(map(short_path, arguments.paths or [output_dir]))
         fix = f"train first, or name runs: {COMMAND} FOLDER"

@@ -31,7 +31,13 @@ from distributed_training.plan.machine import detect_machine
 from distributed_training.records import page
 from distributed_training.records.comparison import Comparison, Layout
 from distributed_training.records.display import WIDTH, gib, short_path
-from distributed_training.records.record import METRICS_FILE, RECORD_FILE, Record, write_json
+from distributed_training.records.record import (
+    METRICS_FILE,
+    RECORD_FILE,
+    Record,
+    plural,
+    write_json,
+)
 from distributed_training.records.tables import (
     layout_words,
     measured_peak,
@@ -109,9 +115,10 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
     wanted = plan_runs(arguments, build, script)
     take_finished(wanted)
-    processes = f"{wanted.num_processes} process" + ("es" if wanted.num_processes > 1 else "")
+    processes = plural(wanted.num_processes, "process")
     kept = f"; {wanted.num_finished} are there already" if wanted.num_finished else ""
-    print(f"{len(wanted.runs)} runs with {processes} each, in {short_path(wanted.out)}{kept}")
+    runs = plural(len(wanted.runs), "run")
+    print(f"{runs} with {processes} each, in {short_path(wanted.out)}{kept}")
     if arguments.dry_run:
         print("\n".join(f"  {' '.join(run.texts)}" for run in wanted.left))
         return 0
@@ -395,7 +402,7 @@ def write_page(wanted: Wanted) -> None:
     for number, comparison in enumerate(comparisons, 1):
         suffix = f"-{number}" if len(comparisons) > 1 else ""
         plots.append(save_pngs(comparison, wanted.out, suffix))
-    runs = f"{len(wanted.runs)} runs"
+    runs = plural(len(wanted.runs), "run")
     if wanted.num_finished < len(wanted.runs):
         runs = f"{wanted.num_finished} of {runs}"
     heading = f"{runs}, each in processes of its own, one after the other."

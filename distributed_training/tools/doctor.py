@@ -6,6 +6,7 @@ python real_model_example.py doctor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ from distributed_training.records.display import WIDTH
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import find_gpu
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 PROBE_BYTES = 128 * MIB  # written to see how fast a disk is
 SLOW_DISK = 100 * MIB  # bytes a second, below which checkpoints take long
 EXTENSIONS = ("cpu_adam", "async_io", "pin_memory", "deepspeed_shm_comm")
@@ -67,6 +69,11 @@ def warn(what: str, text: str, fix: str = "") -> Finding:
 
 def fail(what: str, text: str, fix: str) -> Finding:
     return Finding(level="fail", what=what, text=text, fix=fix)
+
+
+def check(good: bool, what: str, text: str, fix: str) -> Finding:
+    """ok, or a warning with what to type."""
+    return ok(what, text) if good else warn(what, text, fix)
 
 
 def answer(*command: str, seconds: float = 10) -> str | None:
@@ -129,39 +136,34 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
         yield ok("bf16", "supported")
 
 
-def memory_and_files(_: Machine) -> Iterator[Finding]:
+def memory_and_files() -> Iterator[Finding]:
     """RAM, shared memory, open files."""
     ram = available_ram_bytes()
     text = f"{ram / GIB:.1f} GiB may be used (the cgroup's limit counts)"
-    yield ok("RAM", text) if ram > 4 * GIB else warn("RAM", text, "end other programs")
+    yield check(ram > 4 * GIB, "RAM", text, "end other programs")
     free = shutil.disk_usage(checks.SHARED_MEMORY).free
     text = f"{checks.SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
     enough = free > 2 * checks.REDUCE_BUFFER_BYTES
-    yield ok("shared", text) if enough else warn("shared", text, "docker run --shm-size=1g ...")
+    yield check(enough, "shared", text, "docker run --shm-size=1g ...")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = f"{files:,} may be open at a time"
-    yield ok("files", text) if files >= 4096 else warn("files", text, "ulimit -n 65536")
+    yield check(files >= 4096, "files", text, "ulimit -n 65536")
 
 
-def disk(output_dir: Path) -> Callable[[Machine], Iterator[Finding]]:
+def disk(output_dir: Path) -> Iterator[Finding]:
     """Room and speed where runs are written."""
-
-    def look(_: Machine) -> Iterator[Finding]:
-        folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
-        free = shutil.disk_usage(folder).free
-        text = f"{folder} has {free / GIB:,.0f} GiB free"
-        if not os.access(folder, os.W_OK):
-            yield fail("disk", f"{folder} cannot be written to", "--output_dir elsewhere")
-            return
-        if free < 4 * PROBE_BYTES:
-            yield fail("disk", text, "--output_dir on a larger disk")
-            return
+    folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"{folder} has {free / GIB:,.0f} GiB free"
+    if not os.access(folder, os.W_OK):
+        yield fail("disk", f"{folder} cannot be written to", "--output_dir elsewhere")
+    elif free < 4 * PROBE_BYTES:
+        yield fail("disk", text, "--output_dir on a larger disk")
+    else:
         speed = _write_speed(folder)
         text += f", writes {speed / MIB:,.0f} MiB/s"
-        low = free < 20 * GIB or speed < SLOW_DISK
-        yield warn("disk", text, "--output_dir on another disk") if low else ok("disk", text)
-
-    return look
+        enough = free >= 20 * GIB and speed >= SLOW_DISK
+        yield check(enough, "disk", text, "--output_dir on another disk")
 
 
 def _write_speed(folder: Path) -> float:
@@ -177,22 +179,17 @@ def _write_speed(folder: Path) -> float:
 
 def building(machine: Machine) -> Iterator[Finding]:
     """What DeepSpeed's extensions are built with."""
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler):
-        yield ok("compiler", f"{shutil.which(compiler)}")
-    else:
-        yield warn("compiler", "none: offload and infinity cannot build", "apt-get install g++")
-    beside = Path(sys.executable).parent / "ninja"
-    if shutil.which("ninja") or beside.exists():
-        yield ok("ninja", "there")
-    else:
-        yield warn("ninja", "missing: extensions cannot be built", "pip install ninja")
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    text = compiler or "none: offload and infinity cannot build"
+    yield check(compiler is not None, "compiler", text, "apt-get install g++")
+    there = has_program("ninja")
+    text = "there" if there else "missing: extensions cannot be built"
+    yield check(there, "ninja", text, "pip install ninja")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         yield warn("toolkit", "no nvcc: infinity's extension needs the CUDA toolkit's headers")
-    if checks.has_libaio():
-        yield ok("libaio", "there")
-    else:
-        yield warn("libaio", "missing: infinity needs it", "apt-get install libaio-dev")
+    there = checks.has_libaio()
+    text = "there" if there else "missing: infinity needs it"
+    yield check(there, "libaio", text, "apt-get install libaio-dev")
     for name in EXTENSIONS:
         try:
             checks.refuse_stale_lock(name)
@@ -201,31 +198,30 @@ def building(machine: Machine) -> Iterator[Finding]:
             yield fail("lock", what.split(";")[0], f"rm {fix}")
 
 
-def launching(_: Machine) -> Iterator[Finding]:
+def has_program(name: str) -> bool:
+    """In PATH, or in this Python's environment."""
+    return shutil.which(name) is not None or (Path(sys.executable).parent / name).exists()
+
+
+def launching() -> Iterator[Finding]:
     """Launcher, port, host name and network."""
-    beside = Path(sys.executable).parent / "torchrun"
-    if shutil.which("torchrun") or beside.exists():
+    if has_program("torchrun"):
         yield ok("launcher", "torchrun")
     else:
         yield fail("launcher", "no torchrun", "pip install -r requirements.txt")
     with socket.socket() as probe:
-        taken = probe.connect_ex(("127.0.0.1", PORT)) == 0
-    if taken:
-        fix = "give --rdzv_endpoint another port"
-        yield warn("port", f"{PORT}, which several nodes meet at, is taken", fix)
-    else:
-        yield ok("port", f"{PORT} is free")
+        free = probe.connect_ex(("127.0.0.1", PORT)) != 0
+    text = f"{PORT} is free" if free else f"{PORT}, which several nodes meet at, is taken"
+    yield check(free, "port", text, "give --rdzv_endpoint another port")
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         yield warn("host", f"the name {name} does not resolve", f"add {name} to /etc/hosts")
         return
-    if address.startswith("127."):
-        text = f"{name} is {address}: other nodes could not reach it"
-        yield warn("host", text, "on several nodes give --rdzv_endpoint an address")
-    else:
-        yield ok("host", f"{name} is {address}")
+    reachable = not address.startswith("127.")
+    text = f"{name} is {address}" + ("" if reachable else ": other nodes could not reach it")
+    yield check(reachable, "host", text, "on several nodes give --rdzv_endpoint an address")
     up = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
     set_to = os.environ.get("NCCL_SOCKET_IFNAME")
     interfaces = ", ".join(sorted(up)) or "none"
@@ -235,7 +231,7 @@ def launching(_: Machine) -> Iterator[Finding]:
     yield ok("listening", f"--num_gpus: on loopback alone; several nodes: {store}")
 
 
-def hub(_: Machine) -> Iterator[Finding]:
+def hub() -> Iterator[Finding]:
     """Whether pretrained weights and data sets can be fetched."""
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     there = f"cache {cache}" + ("" if cache.exists() else " (empty)")
@@ -253,12 +249,12 @@ def hub(_: Machine) -> Iterator[Finding]:
 def examine(output_dir: Path) -> list[Finding]:
     """All findings, in the order of the screen."""
     machine = detect_machine()
-    looks = (
-        gpus, torch_and_driver, memory_and_files, disk(output_dir), building, launching, hub,
-    )  # fmt: skip
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda look: list(look(machine)), looks)
-        return [finding for findings in found for finding in findings]
+    looks: list[Iterator[Finding]] = [
+        gpus(machine), torch_and_driver(machine), memory_and_files(), disk(output_dir),
+        building(machine), launching(), hub(),
+    ]  # fmt: skip
+    with ThreadPoolExecutor() as pool:  # several of them wait
+        return list(itertools.chain(*pool.map(list, looks)))
 
 
 def show(findings: Sequence[Finding]) -> str:

@@ -29,7 +29,7 @@ from distributed_training.plan.topology import Topology, show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import plural, write_json
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
@@ -253,8 +253,7 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
-        processes = f"{world_size} process" + ("es" if world_size != 1 else "")
-        what = f"{show_axes(axes)} does not divide {processes}"
+        what = f"{show_axes(axes)} does not divide {plural(world_size, 'process')}"
         raise UserError(what, "links measures between two or more", "set --num_gpus 2 or more")
     return {**axes, "dp_replicate": world_size // fixed}
 

@@ -24,7 +24,7 @@ from matplotlib.patches import Patch
 from tabulate import tabulate
 
 from distributed_training.records.display import short_path
-from distributed_training.records.record import TRACE_FILE
+from distributed_training.records.record import TRACE_FILE, plural
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.parser import Parser
 
@@ -152,7 +152,8 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
 def _computing(events: Sequence[dict[str, Any]], on_gpu: bool) -> Spans:
     if on_gpu:
         return union(event["span"] for event in events if "nccl" not in event["name"].lower())
-    threads, busy = sorted(events, key=lambda event: str(event["tid"])), []
+    threads = sorted(events, key=lambda event: str(event["tid"]))
+    busy = []
     for _, group in groupby(threads, key=lambda event: str(event["tid"])):
         own = list(group)
         waits = union(e["span"] for e in own if e["name"].startswith(WAITS))
@@ -232,7 +233,7 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
     )
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, (end - start) / 1000)
-    axes.set_xlabel(f"milliseconds; {ranks[0].steps} step{'s' * (ranks[0].steps > 1)}")
+    axes.set_xlabel(f"milliseconds; {plural(ranks[0].steps, 'step')}")
     used = [kind for kind in KINDS if any(kind in rank.by_kind for rank in ranks)]
     patches = [Patch(color="C0", label="computes")]
     patches += [Patch(color=colours[kind], label=kind) for kind in used]

@@ -25,6 +25,7 @@ from distributed_training.records.tables import step_s
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 
+COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
 COUNTS = (2, 4, 1)  # the first leaves the tokens of the text, which takes a process RAM
 FEW_STEPS = 5
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "what": "peak RAM of the fullest process, and seconds of a step where they were measured",
-        **provenance("python results/lab/cpu.py OUT.json" + " --timed" * arguments.timed),
+        **provenance(COMMAND + (" --timed" if arguments.timed else "")),
         "machine": records[0].machine,
         "calibrations": calibrations,
         "runs": [entry(record, arguments.timed) for record in records],

@@ -34,7 +34,8 @@ def fill_blocks(option: str, documents: Sequence[Path]) -> None:
     try:
         Cog().callable_main(["cog", option, "--verbosity=1", *map(str, documents)])
     except CogCheckFailed:
-        what, fix = "documents differ from results/records", f"type: {COMMAND} {names}"
+        what = "documents differ from results/records"
+        fix = f"type: {COMMAND} {names}"
         raise UserError(what, fix=fix) from None
     except CogError as error:
         cause = error.__context__

@@ -32,7 +32,9 @@ CURVE_STEPS = 8  # losses are kept as means of so many steps
 
 def train(run: Run) -> dict[str, Any]:
     """Losses while training, the validation loss at the end, bytes sent. Collective."""
-    steps, sums, targets = PLAN["steps"], [], []
+    steps = PLAN["steps"]
+    sums = []
+    targets = []
     for step in range(steps):
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, steps))
         result = run.engine.train_step(run.batch(step))
@@ -50,7 +52,8 @@ def train(run: Run) -> dict[str, Any]:
 
 def validation_loss(run: Run) -> float:
     """Nats a token over the validation samples. Collective."""
-    samples, total = run.data.validation, torch.zeros((), dtype=torch.float64)
+    samples = run.data.validation
+    total = torch.zeros((), dtype=torch.float64)
     for indices in run.sampler.eval_indices(len(samples)):
         total += run.engine.eval_step(*samples.batch(indices)).double().cpu()
     dist.all_reduce(total)

@@ -45,7 +45,8 @@ from distributed_training.tools.overlap import length, union
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.runs import Measured, Runs, collect, read_plan
 
-NUM_STEPS, NUM_WARMUP = 12, 4  # summarise_performance leaves out as many of so many
+NUM_STEPS = 12
+NUM_WARMUP = 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
@@ -191,9 +192,11 @@ def busy_seconds(trace: dict[str, Any]) -> float:
 
 def measure(run: harness.Run) -> dict[str, Any]:
     """Train a few steps: what was measured on this rank; on rank 0 also what a record says."""
-    config, topology = run.plan.config, run.topology
+    config = run.plan.config
+    topology = run.topology
     spans = Spans(topology.device, pipeline_of(run.engine))
-    timer, memory = StepTimer(topology.device), PeakMemory(topology.device)
+    timer = StepTimer(topology.device)
+    memory = PeakMemory(topology.device)
     memory.begin()
     for step in range(NUM_EAGER_STEPS + 1 if config.cuda_graphs else 0):  # up to the capture
         run.engine.train_step(run.batch(step))
@@ -270,8 +273,10 @@ def leave_out_left_over(
     of its own, that is too much; both amounts stay in the record.
     """
     for rank in memory["by_rank"]:
-        old, new = before[rank["rank"]], after[rank["rank"]]
-        rank["before_bytes"], rank["after_bytes"] = old.reserved, new.reserved
+        old = before[rank["rank"]]
+        new = after[rank["rank"]]
+        rank["before_bytes"] = old.reserved
+        rank["after_bytes"] = new.reserved
         rank["left_over_bytes"] = min(old.reserved, new.reserved)
         rank["left_allocated_bytes"] = min(old.allocated, new.allocated)
     for name, left in (("allocated", "left_allocated_bytes"), ("reserved", "left_over_bytes")):

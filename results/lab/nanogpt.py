@@ -37,14 +37,17 @@ SHAPES = (  # model, sequences, tokens of each
     ("gpt2-medium", 4, 512), ("gpt2-medium", 64, 512), ("gpt2-medium", 32, 1024),
     ("gpt2", 64, 1024), ("gpt2-large", 32, 1024),
 )  # fmt: skip
-WARMUP_STEPS, TIMED_STEPS, ROUNDS = NUM_EAGER_STEPS + 3, 10, 3
+WARMUP_STEPS = NUM_EAGER_STEPS + 3
+TIMED_STEPS = 10
+ROUNDS = 3
 
 
 def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
     """One training step of nanoGPT's model as its train.py composes it: autocast, compile."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
-    size, device = run.plan.size, run.topology.device
+    size = run.plan.size
+    device = run.topology.device
     settings = module.GPTConfig(
         n_layer=size.num_layers,
         n_head=size.num_heads,

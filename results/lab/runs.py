@@ -44,7 +44,9 @@ def collect(
     arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
 ) -> None:
     """Print what came of each run as it ends, and write its record into the folder."""
-    began, left, records = time.monotonic(), list(runs), []
+    began = time.monotonic()
+    left = list(runs)
+    records = []
     for name, values in measured:
         left.remove(name)
         print(f"[{time.monotonic() - began:5.0f} s] {name}", flush=True)

@@ -54,11 +54,13 @@ def cases(sizes: Sequence[str], tokens: Sequence[str]) -> Runs:
 
 def train(run: Run) -> dict[str, Any]:
     """Train to the end of the schedule: parameters, tokens, validation loss, seconds."""
-    steps, began = run.plan.num_steps or 0, time.perf_counter()
+    steps = run.plan.num_steps or 0
+    began = time.perf_counter()
     for step in range(steps):
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, steps))
         run.engine.train_step(run.batch(step))
-    loss, config = validation_loss(run), run.plan.config
+    loss = validation_loss(run)
+    config = run.plan.config
     return {
         "parameters": run.plan.size.num_parameters,
         "tokens": len(run.data.train) * config.epochs * config.max_length,
@@ -88,7 +90,8 @@ def summarise(runs: Runs) -> dict[str, Any] | None:
 
 def describe(summary: dict[str, Any]) -> str:
     """The constants, and a row a size that was left out."""
-    fit, worst = summary["fit"], max(map(abs, summary["residuals"].values()))
+    fit = summary["fit"]
+    worst = max(map(abs, summary["residuals"].values()))
     lines = [
         f"loss = {fit['irreducible']:.3f} + {fit['a']:.4g} / N^{fit['alpha']:.3f} + "
         f"{fit['b']:.4g} / D^{fit['beta']:.3f}; off by at most {100 * worst:.1f}%",

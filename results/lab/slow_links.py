@@ -31,7 +31,9 @@ from distributed_training.tools.harness import Run, every_run, open_group
 from results.lab.exchanges import PLAN
 
 CASES = ("`dp`", "bf16", "PowerSGD, rank 4", "top-k int8, k 0.01", "local SGD, H 8")
-ROUNDS, STEPS_A_ROUND, WARM_UP = 3, 8, 8  # a round of local SGD, H 8, has one exchange
+ROUNDS = 3
+STEPS_A_ROUND = 8  # with one exchange of local SGD, H 8
+WARM_UP = 8
 MOST = 0.5  # of a step, which the link has to take for the step's time to be published
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 SCRIPT = Path(__file__).with_name("slow_link.sh")
@@ -43,7 +45,9 @@ def time_rounds(run: Run) -> dict[str, Any]:
     for step in range(WARM_UP):
         run.engine.train_step(run.batch(step))
     gather(None)
-    seconds, before, step = [], int(COUNTER.read_text()), WARM_UP
+    seconds = []
+    before = int(COUNTER.read_text())
+    step = WARM_UP
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for _ in range(STEPS_A_ROUND):

@@ -41,7 +41,8 @@ CHILD = "import sys; sys.path.insert(0, 'results/lab'); import text; text.prepar
 
 def write_text(file: Path, size: int) -> None:
     """The embedded corpus, mixed anew each time, until there are `size` bytes."""
-    draw, digits = random.Random(0), string.digits.encode()
+    draw = random.Random(0)
+    digits = string.digits.encode()
     lines = "\n".join(read_embedded()).encode().splitlines(keepends=True)
     parts = [b"".join(lines[first : first + LINES]) for first in range(0, len(lines), LINES)]
     with file.open("wb") as out:
@@ -55,8 +56,11 @@ def write_text(file: Path, size: int) -> None:
 def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> None:
     """Print, as JSON, what preparing the text took; or, as each process of a run does, mapping the
     folder of the cache that is `known`."""
-    config, tokenizer, cache = build_config({}), Tokenizer(Path(tokenizer_dir)), Path(cache_dir)
-    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+    config = build_config({})
+    tokenizer = Tokenizer(Path(tokenizer_dir))
+    cache = Path(cache_dir)
+    before = psutil.Process().memory_info().rss
+    start = time.perf_counter()
     if known:
         data = cut_samples(cache / known, file, tokenizer.eos_id, config)
     else:
@@ -98,9 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, default=EMBEDDED_DIR, help="a folder")
     parser.add_argument("--work", type=Path, help="for text and cache (default: one in /tmp)")
     a = parser.parse_args(argv)
-    size, found = int(a.size[:-2]) * UNITS[a.size[-2:]], dict[str, Any]()
+    size = int(a.size[:-2]) * UNITS[a.size[-2:]]
+    found = dict[str, Any]()
     with tempfile.TemporaryDirectory(dir=a.work) as folder:
-        file, cache = Path(folder, "text.txt"), Path(folder, "cache")
+        file = Path(folder, "text.txt")
+        cache = Path(folder, "cache")
         write_text(file, size)
         print(f"wrote {a.size}", flush=True)
         command = [sys.executable, "-c", CHILD, str(file), str(a.tokenizer.resolve()), str(cache)]

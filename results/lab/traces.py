@@ -39,15 +39,18 @@ from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_tra
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included
-NUM_TIMED, NUM_TRACED = 8, 2
+NUM_TIMED = 8
+NUM_TRACED = 2
 FINEST = 3000  # of a step: spans that are closer than a third of a pixel are kept as one
 FAILED = "it ended the processes; what they printed says why"
 
 
 def trace(run: harness.Run) -> dict[str, Any]:
     """Train a few steps: this rank's times; on rank 0 also when it did what. Collective."""
-    topology, train = run.topology, _trainer(run)
-    clock, timer = Clock(topology.device), StepTimer(topology.device)
+    topology = run.topology
+    train = _trainer(run)
+    clock = Clock(topology.device)
+    timer = StepTimer(topology.device)
     for _ in range(NUM_WARMUP):
         train()
     timer.restart()
@@ -79,7 +82,8 @@ def _trainer(run: harness.Run) -> Any:
 def _traced(train: Any, clock: Clock, rank: int) -> Rank:
     os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     activities = [ProfilerActivity.CPU]
-    activities += [ProfilerActivity.CUDA] * (clock.device.type == "cuda")
+    if clock.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         with torch.profiler.profile(
             activities=activities,
@@ -187,7 +191,8 @@ def runs_so_far(file: Path, plan: Any) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, plan, runs = read_plan("Exposed communication of every run of a plan.", argv)
-    file, began = arguments.out / "overlap.json", time.monotonic()
+    file = arguments.out / "overlap.json"
+    began = time.monotonic()
     done = runs_so_far(file, plan)  # before the processes meet: rank 0 has not written since
     with harness.open_group(runs, keep=True) as group:
         first = group.process.rank == 0

@@ -95,7 +95,8 @@ class Traffic(TorchDispatchMode):
         size = _num_bytes(args[place]) * (len(members) if is_part else 1)
         if size <= SMALL_BYTES:
             return
-        key, sent = f"{self._axis(members)} {kind}", sent_bytes(kind, size, len(members))
+        key = f"{self._axis(members)} {kind}"
+        sent = sent_bytes(kind, size, len(members))
         self.counted.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
 
     def _axis(self, members: list[int]) -> str:

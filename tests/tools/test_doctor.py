@@ -94,12 +94,12 @@ def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
     room = SimpleNamespace(free=2**40)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: room)
     monkeypatch.setattr(doctor, "_write_speed", lambda _: 1e9)
-    look = doctor.disk(tmp_path / "runs")
-    assert [f.level for f in look(CPU_MACHINE)] == ["ok"]
+    runs = tmp_path / "runs"
+    assert [f.level for f in doctor.disk(runs)] == ["ok"]
     room.free = 2**20
-    assert [f.level for f in look(CPU_MACHINE)] == ["fail"]
+    assert [f.level for f in doctor.disk(runs)] == ["fail"]
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert [f.text for f in look(CPU_MACHINE)] == [f"{tmp_path} cannot be written to"]
+    assert [f.text for f in doctor.disk(runs)] == [f"{tmp_path} cannot be written to"]
 
 
 def test_the_screen_is_as_wide_as_a_terminal(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,8 @@ from distributed_training.advise.scaling import Fit
 
 Point = tuple[float, float, float]  # parameters, tokens, loss in nats a token
 POWERS = 0.02, 2.0  # between which alpha and beta are looked for
-ROUNDS, SIDE = 14, 13  # each round looks at SIDE x SIDE pairs of powers around the best so far
+ROUNDS = 14
+SIDE = 13  # each round looks at SIDE x SIDE pairs of powers around the best so far
 
 
 def fit_law(points: Sequence[Point], name: str = "ours") -> Fit:
@@ -40,7 +41,8 @@ def fit_law(points: Sequence[Point], name: str = "ours") -> Fit:
         least = int(errors.argmin())
         if errors[least] < found[0]:
             found = errors[least], powers[least], factors[least]
-        centre, reach = found[1], reach / 2
+        centre = found[1]
+        reach = reach / 2
     alpha, beta = np.exp(found[1])
     irreducible, a, b = found[2]
     return Fit(
@@ -59,7 +61,8 @@ def _not_negative(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(sums of squares [G], coefficients >= 0 [G, 3]) of columns [G, points, 3] that should add up
     to 1: the best of the least-squares solutions over all subsets of the columns."""
     count = columns.shape[2]
-    best, factors = np.full(len(columns), np.inf), np.zeros((len(columns), count))
+    best = np.full(len(columns), np.inf)
+    factors = np.zeros((len(columns), count))
     for used in itertools.product((True, False), repeat=count):
         if not any(used):
             continue
@@ -69,7 +72,8 @@ def _not_negative(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             solved[:, list(used)] = np.linalg.solve(r, q.sum(1)[..., None])[..., 0]
         errors = (((columns @ solved[..., None])[..., 0] - 1) ** 2).sum(1)
         better = (solved.min(1) >= 0) & (errors < best)
-        best[better], factors[better] = errors[better], solved[better]
+        best[better] = errors[better]
+        factors[better] = solved[better]
     return best, factors
 
 

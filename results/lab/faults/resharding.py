@@ -34,7 +34,8 @@ EIGHT = {**DEEP, "model": "eight-layers-2050"}
 WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
 NUM_STEPS = 6  # it is saved after half of them
 AT_ONCE = 40  # pairs, about, of which a job takes all that were saved under some layouts
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+LOSS_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
 # Name -> CONFIG and, last in the name, processes.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -107,7 +108,8 @@ def _resume(
     pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
 ) -> dict[Pair, dict[str, float]]:
     """As `reshard`, from the folders that `_save` gave."""
-    expected, found = reference(dict(work), steps=NUM_STEPS), {}
+    expected = reference(dict(work), steps=NUM_STEPS)
+    found = {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
         cases = {
             f"{saved} -> {goes_on}": {**work, **LAYOUTS[goes_on], "resume": runs[saved]}
@@ -160,12 +162,14 @@ def main() -> None:
     pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
     pairs = draw_ring(a.seed) if a.ring else pairs
     pairs = [pair for pair in pairs if any(name.startswith(a.only or "") for name in pair)]
-    rows, began = list[dict[str, Any]](), time.monotonic()
+    rows = list[dict[str, Any]]()
+    began = time.monotonic()
     record = {"model": WIDE["model"], "num_steps": NUM_STEPS, "versions": versions()}
     if not has_libaio():
         record["left_out"] = "infinity: libaio is not installed"
     reference(dict(WIDE), steps=NUM_STEPS)  # once for all jobs
-    own, moments = threading.local(), list[int]()
+    own = threading.local()
+    moments = list[int]()
 
     def work(job: list[Pair]) -> dict[Pair, dict[str, float]]:
         if not hasattr(own, "pool"):

@@ -40,9 +40,12 @@ from tests.parity.support import small_infinity
 from tests.pool import ROOT
 
 WORKER = ROOT / "results/lab/faults/soak_worker.py"
-NUM_STEPS, SAVED_EVERY, HANG_S = 40, 8, 40
+NUM_STEPS = 40
+SAVED_EVERY = 8
+HANG_S = 40
 FAULTS_A_MISSION = 3
-LIMIT_S, RESERVE_S = 200.0, 110.0  # of one start; before the end no fault begins any more
+LIMIT_S = 200.0  # of one start
+RESERVE_S = 110.0  # before the end, from when on no fault begins
 WEEK_S = 7 * 86400.0  # subprocess takes no infinite limit
 TOLERANCE = 1e-4  # of a weight's 2-norm
 TWO_STAGES = {"grad_accum_steps": 2, "batch_size": 2}
@@ -137,7 +140,8 @@ class Mission:
 
     def _meet_faults(self, draw: random.Random) -> str | None:
         for _ in range(self.num_faults):
-            kind, share = draw.choice(self.kinds), draw.random()
+            kind = draw.choice(self.kinds)
+            share = draw.random()
             rank = draw.randrange(STRATEGIES[self.strategy][0])
             if self.time_left() < RESERVE_S:
                 break
@@ -160,9 +164,11 @@ class Mission:
         (self.runs / "filled").unlink(missing_ok=True)
         job = {"folder": str(own), "kind": kind, "rank": rank, "step": step, "cores": self.cores}
         environment = {"SOAK": json.dumps(job | {"disk": str(self.runs)}), "OMP_NUM_THREADS": "1"}
-        began, log = time.time(), own / "log"
+        began = time.time()
+        log = own / "log"
         self._launch(environment, log, own / "processes")
-        ended, said = time.time(), log.read_text(errors="replace")
+        ended = time.time()
+        said = log.read_text(errors="replace")
         struck = own / "struck"
         at = float(struck.read_text()) if struck.exists() else None
         record, written = newest_record(self.runs, began)
@@ -221,7 +227,8 @@ class Mission:
         """Whether the run ended as it must after its fault."""
         if not row["struck"] or self.time_left() <= 0:
             return
-        expected, words = FAULTS[row["kind"]], f"{row['error']}\n{row['said']}"
+        expected = FAULTS[row["kind"]]
+        words = f"{row['error']}\n{row['said']}"
         row["named"] = row["status"] == "ok" or bool(
             re.search(expected.named.format(rank=row["rank"]), words)
         )
@@ -245,8 +252,13 @@ class Soak:
         self, seed: int, num_faults: int, seconds: float, jobs: int,
         strategies: Sequence[str], kinds: Sequence[str], warm: bool, folder: Path,
     ) -> None:  # fmt: skip
-        self.seed, self.num_faults, self.warm, self.folder = seed, num_faults, warm, folder
-        self.strategies, self.kinds, self.jobs = list(strategies), list(kinds), jobs
+        self.seed = seed
+        self.num_faults = num_faults
+        self.warm = warm
+        self.folder = folder
+        self.strategies = list(strategies)
+        self.kinds = list(kinds)
+        self.jobs = jobs
         self.end = time.monotonic() + seconds
         self.lock = threading.RLock()
         self.begun = dict.fromkeys(strategies, 0)
@@ -254,7 +266,8 @@ class Soak:
         self.not_run: dict[str, str] = {}
         self.missions: list[dict[str, Any]] = []
         self.broken: list[dict[str, Any]] = []  # the soak's own errors
-        self.struck, self.extensions = 0, warm or not set(DEEPSPEED) & set(strategies)
+        self.struck = 0
+        self.extensions = warm or not set(DEEPSPEED) & set(strategies)
 
     def time_left(self) -> float:
         return self.end - time.monotonic()
@@ -316,7 +329,8 @@ class Soak:
 
     def one(self, strategy: str, number: int, slot: int = 0) -> dict[str, Any]:
         """Run one mission."""
-        cores, per_job = sorted(os.sched_getaffinity(0)), len(os.sched_getaffinity(0)) // self.jobs
+        cores = sorted(os.sched_getaffinity(0))
+        per_job = len(os.sched_getaffinity(0)) // self.jobs
         own = cores[slot * per_job : (slot + 1) * per_job] if per_job >= 2 else []
         with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:
             return Mission(
@@ -326,7 +340,8 @@ class Soak:
             ).run()  # fmt: skip
 
     def _keep(self, row: dict[str, Any]) -> None:
-        weights, name = row.pop("weights"), row["strategy"]
+        weights = row.pop("weights")
+        name = row["strategy"]
         if row["number"] == 0:
             if row["failures"]:
                 self.not_run[name] = row["failures"][0]

@@ -27,7 +27,8 @@ SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )
 JOB: dict[str, Any] = json.loads(os.environ["SOAK"])
-FOLDER, KIND = Path(JOB["folder"]), JOB["kind"]
+FOLDER = Path(JOB["folder"])
+KIND = JOB["kind"]
 # Kind -> (signal, whether the launcher gets it instead of the rank), in a step.
 SIGNALS = {
     "killed": (signal.SIGKILL, False),
@@ -106,7 +107,8 @@ def arrange(rank: int) -> None:
     from distributed_training.run.loop import Trainer
     from distributed_training.run.saving import checkpoint
 
-    right_update, right_begin = Trainer._update, checkpoint.Saver.begin
+    right_update = Trainer._update
+    right_begin = checkpoint.Saver.begin
 
     def update(self: Trainer) -> None:
         if own and self.step + 1 == JOB["step"]:

@@ -36,7 +36,8 @@ MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step"
 
 def render(draw: Callable[[Path], Figure], records: Path) -> str:
     """A figure as SVG; equal records give equal text."""
-    file, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
     with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
         figure = draw(records)
@@ -141,7 +142,8 @@ def bubbles(records: Path) -> Figure:
 
 def _idle(record: Record) -> tuple[float, float]:
     """Percent idle, measured and by the formula."""
-    bubble, pipeline = record.bubble or {}, record.pipeline or {}
+    bubble = record.bubble or {}
+    pipeline = record.pipeline or {}
     return 100 * bubble["idle_share"], 100 * pipeline["ideal_bubble"]
 
 
@@ -255,7 +257,8 @@ def _fullest(record: Record) -> float:
 
 
 def _divides(record: Record) -> str:
-    mesh, name = record.mesh, record.strategy["name"]
+    mesh = record.mesh
+    name = record.strategy["name"]
     if mesh["pp"] > 1:
         return "layers" if mesh["tp"] == mesh["dp_shard"] == 1 else "layers and more"
     return "each layer" if mesh["tp"] > 1 else "nothing" if name == "dp" else "state"

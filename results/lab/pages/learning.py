@@ -33,7 +33,8 @@ def draw_losses(panels: Mapping[str, Mapping[str, Record]]) -> Figure:
 def draw_scaling_law(record: Mapping[str, Any]) -> Figure:
     """Of the record of scaling_law.py: loss by tokens, a line a size; and by parameters along
     equal FLOPs. Dots are measured, lines the fit. 900 pixels wide."""
-    fit, runs = record["summary"]["fit"], list(record["runs"].values())
+    fit = record["summary"]["fit"]
+    runs = list(record["runs"].values())
 
     def loss(n: Any, d: Any) -> Any:
         return fit["irreducible"] + fit["a"] / n ** fit["alpha"] + fit["b"] / d ** fit["beta"]

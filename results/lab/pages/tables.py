@@ -32,7 +32,8 @@ def published_table(
     """A document's table of results/records/<name>/*.json whose CONFIG has all of `where` and none
     of `without`, by model and strategy. Raises UserError for a word that selects nothing.
     """
-    order, words = list(list_strategies()), columns.split(", ")
+    order = list(list_strategies())
+    words = columns.split(", ")
     records = [load_record(path) for path in sorted((RECORDS_DIR / name).glob("*.json"))]
     if not records:
         raise UserError(f"{RECORDS_DIR / name} holds no records", fix=f"see {RECORDS_DIR}")
@@ -53,7 +54,8 @@ def published_json(file: str, key: str, columns: str) -> str:
     """A document's table of one entry of any published JSON: a row per key, a column per key of its
     value. Raises UserError for words that the file does not have."""
     entries = load_json(RECORDS_DIR / file, "record")
-    words, rows = columns.split(", "), []
+    words = columns.split(", ")
+    rows = []
     _check_words(file, "key", [key], [k for k, entry in entries.items() if isinstance(entry, dict)])
     for row, value in entries[key].items():
         values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
@@ -68,7 +70,8 @@ def published_operations(file: str) -> str:
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
     found: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
-        strategy, most = name.split()[0], dict[str, float]()
+        strategy = name.split()[0]
+        most = dict[str, float]()
         for rank in case["ranks"]:
             sent: dict[str, float] = {}  # over all axes of the mesh
             for key, counts in rank["counted"].items():
@@ -92,7 +95,8 @@ def published_samples(name: str) -> str:
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
-        first, best = r.evaluations[0]["perplexity"], r.best or r.evaluations[-1]
+        first = r.evaluations[0]["perplexity"]
+        best = r.best or r.evaluations[-1]
         began, ended = map(datetime.fromisoformat, (r.started_at, r.finished_at or r.started_at))
         minutes = (ended - began).total_seconds() / 60
         lines += [
@@ -134,5 +138,6 @@ def _figure(value: float | None) -> str:
 
 def _check_words(where: str, what: str, words: Iterable[str], known: Collection[str]) -> None:
     for word in set(words).difference(known):
-        what, why = f"{where}: the {what} {word!r} is not known", f"known are {', '.join(known)}"
+        what = f"{where}: the {what} {word!r} is not known"
+        why = f"known are {', '.join(known)}"
         raise UserError(what, why, did_you_mean(word, known))

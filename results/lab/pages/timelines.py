@@ -12,7 +12,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
-COMPUTES, COMMUNICATES, EXPOSED = "#0072b2", "#e69f00", "#000000"
+COMPUTES = "#0072b2"
+COMMUNICATES = "#e69f00"
+EXPOSED = "#000000"
 INCHES = 900 / 96  # a README's width
 
 
@@ -48,7 +50,8 @@ def _lanes(timeline: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
     for place, (colour, spans) in enumerate(lanes.values()):
-        top, bottom = place + 0.1, place + 0.9
+        top = place + 0.1
+        bottom = place + 0.9
         corners = [
             corner
             for begin, end in spans
