@@ -16,7 +16,7 @@ from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.mesh import all_meshes, show_settings, why_indivisible
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import SCHEDULES, schedule_of
+from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, fits, fits_gpu, predict
 from distributed_training.predict.stages import with_orders
@@ -101,7 +101,8 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         for schedule in schedules:
             own = with_values(config, pipeline_schedule=schedule)
-            if any(why_indivisible(model, schedule_of(own, strategy, mesh["pp"]), mesh)):
+            name = strategy.schedule if schedule == AUTO else schedule
+            if any(why_indivisible(model, SCHEDULES[name], mesh)):
                 continue
             with contextlib.suppress(UserError):
                 first = lay_out_on(cluster, own, mesh=mesh)

@@ -50,7 +50,7 @@ def choose_settings(
         raise UserError(what, fix=f"set max_length to at most {positions}")
     schedule: str = config.pipeline_schedule
     if schedule == AUTO:
-        schedule = strategy.traits.schedules[0] if strategy.traits.schedules else "1f1b"
+        schedule = strategy.schedule
     precision = _choose_precision(config, machine)
     _check_exchanges(config, precision, strategy, mesh, size)
     _check_loss(config, precision, mesh)

@@ -10,7 +10,7 @@ from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import schedule_of
+from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -40,7 +40,7 @@ def lay_out(
     if mesh is None:
         mesh = fill_mesh(strategy, num_processes, given, model)
     config = choose_settings(given, machine, strategy, model.size, mesh, notes)
-    schedule = schedule_of(config, strategy, mesh["pp"])
+    schedule = SCHEDULES[strategy.schedule] if mesh["pp"] > 1 else NO_PIPELINE
     layout = build_layout(config, strategy, model.size, schedule, mesh)
     batch = cut_batch(config, schedule, mesh)
     tp = mesh["tp"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed_training.models import ModelSpec
 from distributed_training.plan.layouts import build_layout, cut_batch
-from distributed_training.plan.schedules import Schedule, divisors, schedule_of
+from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, Schedule, divisors
 from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -55,8 +55,7 @@ def fill_mesh(
         number = f"a multiple of {fixed}" if open_axis else fixed
         why = f"that of {os.path.relpath(strategy.source)} needs {number}"
     else:
-        schedule = schedule_of(config, strategy, axes["pp"])
-        what, why = why_indivisible(model, schedule, axes)
+        what, why = why_indivisible(model, SCHEDULES[strategy.schedule], axes)
     if not what:
         return axes
     found = nearest_layouts(strategy, world_size, config, model)[:3]
@@ -78,7 +77,7 @@ def why_indivisible(
         what = f"tp={tp} does not divide num_heads={size.num_heads} of {model.label}"
         return what, "attention is split by heads"
     each = schedule.stages_per_rank
-    if pp * each > size.num_layers:
+    if pp > 1 and pp * each > size.num_layers:
         what = f"pp={pp} needs {pp * each} stages but {model.label} has {size.num_layers} blocks"
         return what, f"its pipeline schedule has {each} a process"
     return "", ""
@@ -144,9 +143,9 @@ def _needed_settings(
     """Fewest settings besides the axes that this layout would be refused without; None where
     the model cannot be divided so.
     """
-    schedule = schedule_of(config, strategy, axes["pp"])
-    if any(why_indivisible(model, schedule, axes)):
+    if any(why_indivisible(model, SCHEDULES[strategy.schedule], axes)):
         return None
+    schedule = SCHEDULES[strategy.schedule] if axes["pp"] > 1 else NO_PIPELINE
     changes = _changes(config, HARMLESS)
     if config.pipeline_schedule in strategy.traits.schedules:
         changes.pop("pipeline_schedule", None)
@@ -155,7 +154,6 @@ def _needed_settings(
             settings = {key: changes[key] for key in keys}
             with contextlib.suppress(UserError):
                 tried = config.model_copy(update=settings)
-                schedule = schedule_of(tried, strategy, axes["pp"])
                 build_layout(tried, strategy, model.size, schedule, axes)
                 cut_batch(tried, schedule, axes)
                 return settings

@@ -11,9 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distributed_training.settings.config import RunConfig
-from distributed_training.settings.strategies import Strategy
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
@@ -94,15 +91,6 @@ SCHEDULES: dict[str, Schedule] = {
 }
 # Without a pipeline micro-batches follow each other.
 NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
-
-
-def schedule_of(config: RunConfig, strategy: Strategy, pp: int) -> Schedule:
-    """The schedule that CONFIG asks for, the engine's own where it asks for another's, and none
-    where there is no pipeline.
-    """
-    name = config.pipeline_schedule
-    known = strategy.traits.schedules or ("1f1b",)
-    return SCHEDULES[name if name in known else known[0]] if pp > 1 else NO_PIPELINE
 
 
 def divisors(number: int) -> list[int]:

@@ -80,6 +80,7 @@ class Strategy:
     document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values; {} where a mesh says all
     mesh: Mapping[str, int]  # sizes of the axes as asked for; -1: what is left of the world size
     named_axes: tuple[str, ...]  # those it is about; a suggested layout changes no others
+    schedule: str  # the pipeline's: CONFIG's if the engine has it, else the engine's first
     engine: str  # a built-in engine, or a .py file in the strategy's folder
     traits: Traits
 
@@ -196,12 +197,14 @@ def load_strategy(config: RunConfig) -> Strategy:
             why = f"its axes are {', '.join(traits.axes)}"
             fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
             raise UserError(f"{engine} has no axis {axis!r}", why, fix)
+    known = traits.schedules or ("1f1b",)
     own = Strategy(
         name=config.strategy,
         source=source,
         document=document,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
+        schedule=config.pipeline_schedule if config.pipeline_schedule in known else known[0],
         engine=folder.engine,
         traits=traits,
     )

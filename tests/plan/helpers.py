@@ -11,7 +11,7 @@ from distributed_training.plan.layouts import Layout, build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import Schedule, schedule_of
+from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, Schedule
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import RunConfig, build_config
@@ -57,7 +57,7 @@ def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
     strategy = load_strategy(built)
     model = find_model(built.model)
     mesh = fill_mesh(strategy, world_size, built, model)
-    schedule = schedule_of(built, strategy, mesh["pp"])
+    schedule = SCHEDULES[strategy.schedule] if mesh["pp"] > 1 else NO_PIPELINE
     layout = build_layout(built, strategy, model.size, schedule, mesh)
     return LaidOut(built, strategy, mesh, layout, schedule, cut_batch(built, schedule, mesh))
 

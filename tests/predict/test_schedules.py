@@ -8,11 +8,11 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from distributed_training.parallel import pipeline
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, divisors, schedule_of
+from distributed_training.plan.schedules import SCHEDULES, divisors
 from distributed_training.predict.orders import build_orders, simulate
 from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
 from distributed_training.settings.engines import ENGINES
-from tests.support import named_strategy
+from distributed_training.settings.strategies import load_strategy
 
 FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
@@ -24,8 +24,7 @@ def test_every_schedule_of_config_has_rules_and_an_implementation():
         one_stage_only = issubclass(pipeline.SCHEDULES[name], PipelineScheduleSingle)
         assert not (one_stage_only and schedule.stages_per_rank > 1), name
         config = build_config({"strategy": "pp", "pipeline_schedule": name})
-        assert schedule_of(config, named_strategy("pp"), 2) is schedule
-        assert schedule_of(config, named_strategy("pp"), 1) is NO_PIPELINE
+        assert load_strategy(config).schedule == name
 
 
 def test_micro_batches_that_a_schedule_takes():
