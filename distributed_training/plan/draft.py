@@ -49,7 +49,7 @@ def lay_out(
         notes.append(f"{note}give tp a divisor of {processes_here} and the rest to another axis")
     output_dir = user_path("output_dir", config.output_dir)
     offload_dir = output_dir / ".offload"
-    if config.offload_dir is not None:
+    if config.offload_dir is not None and strategy.swaps_to_disk:
         offload_dir = user_path("offload_dir", config.offload_dir)
     run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
     only_copies = mesh["dp_replicate"] == num_processes
