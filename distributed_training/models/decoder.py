@@ -32,8 +32,17 @@ class Linear(nn.Linear):
     """
 
     adds_bias = True  # not where the product is one term of a sum: who sums adds it
+    # A function of (layer, x) in place of what follows. One for all layers: torch.compile shares a
+    # block's graph only among blocks that call the same functions.
+    instead: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.instead is not None:
+            return self.instead(self, x)
+        return self.product(x)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T, and the bias where this layer adds it."""
         return F.linear(x, self.weight.to(x.dtype), self.own_bias(x.dtype))
 
     def own_bias(self, dtype: torch.dtype) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ class WeightGradients:
             linears: list[Any] = [each for each in block.modules() if isinstance(each, Linear)]
             for linear in linears:
                 linear.tap = linear.seen = None
-                linear.forward = functools.partial(_forward_tapped, linear)
+                linear.instead = _product_with_tap
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def take(self) -> Callable[[], None]:
@@ -68,11 +68,11 @@ class WeightGradients:
         return out
 
 
-def _forward_tapped(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """A Linear's forward that notes its input and gives its output's gradient to the tap, if the
+def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """A Linear's product that notes its input and gives its output's gradient to the tap, if the
     Linear has one."""
     if linear.tap is None:
-        return Linear.forward(linear, x)
+        return linear.product(x)
     assert linear.seen is None, "a block calls each of its Linears once"
     linear.seen = local_part(x.detach())
     y = F.linear(x, linear.weight.detach().to(x.dtype), linear.own_bias(x.dtype))

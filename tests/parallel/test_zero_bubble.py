@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distributed_training.models import find_model
+from distributed_training.models import find_model, gpt2
+from distributed_training.parallel.blocks import apply_compile
 from distributed_training.parallel.pipeline import RoundedWeights
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.settings.files import ROOT
@@ -51,6 +53,16 @@ def test_two_parts_give_the_gradients_of_one(name):
     in_two_parts(model, batches)
     for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), key
+
+
+def test_blocks_share_one_compiled_graph(monkeypatch):
+    """Else the ninth would run as it is: torch compiles a function eight times at most."""
+    size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
+    model = gpt2.build(size, dropout=0.0, seed=0)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    apply_compile(model, ends=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        in_two_parts(model, micro_batches(2))
 
 
 def test_gradients_of_rounded_weights_are_added_up_in_fp32():
