@@ -128,7 +128,7 @@ def lay_out_on(
         requested=requested,
         notes=notes,
     )
-    return with_orders(plan, cluster.rates, here)
+    return with_orders(plan, cluster.rates)
 
 
 def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:

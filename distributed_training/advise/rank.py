@@ -70,7 +70,7 @@ def rank_layouts(
                 key = _identity(plan)
                 known = choices.get(key)
                 if known is None:
-                    prediction = predict(plan, cluster.rates, cluster.processes_a_node)
+                    prediction = predict(plan, cluster.rates)
                     choices[key] = Choice(plan=plan, prediction=prediction)
                 # Of two names for one layout, that which needs fewer settings.
                 elif len(settings_of(plan)) < len(settings_of(known.plan)):
@@ -189,7 +189,7 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     for count in _more_microbatches(plan):
         cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
         smaller = replace(plan, batch=plan.batch.model_copy(update=cut), orders=None)
-        smaller = with_orders(smaller, cluster.rates, cluster.processes_a_node)
+        smaller = with_orders(smaller, cluster.rates)
         if fits(plan, estimate_memory(smaller)):
             suggestions.append(f"set num_microbatches={count}")
             break
@@ -277,7 +277,7 @@ def _busy_batch(config: RunConfig, cluster: Cluster) -> int:
     for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
         with contextlib.suppress(UserError):
             plan = lay_out_on(cluster, with_values(config, batch_size=size))
-            prediction = predict(plan, cluster.rates, cluster.processes_a_node)
+            prediction = predict(plan, cluster.rates)
             if prediction.fits and prediction.memory.needed_bytes < most_bytes:
                 speeds[size] = prediction.tokens_per_s or size
     best = max(speeds.values(), default=0.0)

@@ -47,10 +47,10 @@ class Cost:
 class Work(Shapes):
     """What one process of a plan does in a step, in seconds."""
 
-    def __init__(self, plan: Plan, rates: Rates, node_size: int) -> None:
+    def __init__(self, plan: Plan, rates: Rates) -> None:
         super().__init__(plan)
         self.rates = rates
-        self.node_size = node_size
+        self.node_size = plan.processes_here
         self.eager = 1.0 if plan.config.compile else FITTED.eager_factor
 
     def operations(self) -> dict[tuple[str, int], Cost]:

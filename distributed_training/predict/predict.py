@@ -37,13 +37,10 @@ class Prediction:
         }
 
 
-def predict(
-    plan: Plan, rates: Rates | None, node_size: int | None = None, *, tokenised: bool = False
-) -> Prediction:
-    """Predict a plan's step; `node_size`: processes of a node, if not all here; `tokenised`: the
-    samples are there already."""
+def predict(plan: Plan, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
+    """Predict a plan's step; `tokenised`: the samples are there already."""
     memory = estimate_memory(plan, tokenised=tokenised)
-    step = None if rates is None else estimate_step(plan, rates, node_size=node_size)
+    step = None if rates is None else estimate_step(plan, rates)
     tokens_per_s = mfu = None
     if step and rates:
         length = plan.config.max_length

@@ -32,14 +32,14 @@ class StepTime:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def estimate_step(plan: Plan, rates: Rates, *, node_size: int | None = None) -> StepTime:
-    """The time of one step; `node_size`: processes of a node, where there are several."""
-    return _Step(plan, rates, node_size or plan.processes_here).estimate()
+def estimate_step(plan: Plan, rates: Rates) -> StepTime:
+    """The time of one step."""
+    return _Step(plan, rates).estimate()
 
 
 class _Step(Work):
-    def __init__(self, plan: Plan, rates: Rates, node_size: int) -> None:
-        super().__init__(plan, rates, node_size)
+    def __init__(self, plan: Plan, rates: Rates) -> None:
+        super().__init__(plan, rates)
         self.processes = formulas_by_place(plan)
         self.graph = plan.config.cuda_graphs is True  # one launch a step
 

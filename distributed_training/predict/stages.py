@@ -13,15 +13,15 @@ from distributed_training.predict.search import search_orders
 from distributed_training.settings.gpus import known_gpu
 
 
-def with_orders(plan: Plan, rates: Rates | None, node_size: int) -> Plan:
+def with_orders(plan: Plan, rates: Rates | None) -> Plan:
     """The plan with what a search finds for the durations that `rates` mean, if its schedule is
-    searched for; without rates by those of an H200. `node_size`: processes of a node.
+    searched for; without rates by those of an H200.
 
     Durations go with the orders: processes that put messages in different orders would deadlock.
     """
     if not plan.schedule.searched:
         return plan
-    work = Work(plan, rates or rates_of(known_gpu("H200")), node_size)
+    work = Work(plan, rates or rates_of(known_gpu("H200")))
     costs = work.operations()
     blocks = plan.layout.blocks_per_stage
     seconds = tuple(

@@ -157,7 +157,7 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
 
 def _work(plan: Plan, rates: Rates, memory_bytes: float) -> Work:
     own = dataclasses.replace(rates, memory_bytes=memory_bytes, head_memory_bytes=memory_bytes)
-    return Work(plan, own, 1)
+    return Work(plan, own)
 
 
 def _parts_of_a_step(clock: Clock, plan: Plan) -> dict[str, float]:

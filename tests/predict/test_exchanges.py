@@ -101,7 +101,7 @@ def test_slow_links_are_what_they_pay_on():
         "local": {"strategy": "local_sgd", "local_steps": 64},
     }.items():
         plan = plan_of(machine, 8, model="gpt2-medium", batch_size=16, cuda_graphs=False, **values)
-        seconds[name] = [predict(plan, rates, 8).step.seconds for rates in (slow, H200.rates)]
+        seconds[name] = [predict(plan, rates).step.seconds for rates in (slow, H200.rates)]
     over_slow = [seconds[name][0] for name in ("dp", "bf16", "topk-int8", "local")]
     assert over_slow == sorted(over_slow, reverse=True)
     assert over_slow[0] > 10 * over_slow[-1]

@@ -121,7 +121,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
     slow, quick = (cluster_of(GPUS[name], 1, 2) for name in ("L4", "H200"))
     plans = [draft_plan(build_config(words), of.machine, 2, 2) for of in (slow, quick)]
     for cluster, plan in zip((slow, quick), plans, strict=True):
-        costs = Work(plan, cluster.rates, 2).operations()
+        costs = Work(plan, cluster.rates).operations()
         spans = expect_spans(plan)
         for (kind, stage, _), (begin, end) in spans.items():
             assert end - begin == pytest.approx(costs[kind, stage].total)
