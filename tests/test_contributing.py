@@ -18,8 +18,6 @@ from distributed_training.settings import strategies
 from distributed_training.settings.config import RunConfig, build_config
 from tests.support import CPU_MACHINE, refused
 
-for module in ("models.decoder", "tools.harness"):  # until these rooms are merged
-    pytest.importorskip(f"distributed_training.{module}")
 read_keys = pytest.importorskip("distributed_training.settings.keys").read_keys
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

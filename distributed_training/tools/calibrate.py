@@ -35,8 +35,8 @@ from distributed_training.records.record import timestamp, versions, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.parser import Parser
 from distributed_training.settings.strategies import strategy_options
-from distributed_training.tools import harness
 from distributed_training.tools.clock import Clock
+from distributed_training.tools.group import open_group
 from distributed_training.tools.links import time_group
 
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description="Measure this machine for the planner.")
     parser.add_argument("file", type=Path, help="where the JSON goes")
     file = parser.parse_args(argv).file
-    with harness.open_group() as group:
+    with open_group() as group:
         start = time.perf_counter()
         process = group.process
         found = calibrate(group.device, process.rank, process.world_size)

@@ -35,7 +35,7 @@ from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.tools.clock import BUDGET_S, Clock
-from distributed_training.tools.harness import Group, open_group
+from distributed_training.tools.group import Group, open_group
 
 # Operation -> messages that follow each other in a ring of n processes.
 STEPS: dict[str, Callable[[int], int]] = {

@@ -27,7 +27,7 @@ from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.tools.clock import Clock
 from distributed_training.tools.doctor import Finding, ok, show, warn
-from distributed_training.tools.harness import open_group
+from distributed_training.tools.group import open_group
 from distributed_training.tools.links import there_and_back
 
 MOST_FOR_PAIRS = 8

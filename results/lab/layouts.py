@@ -40,8 +40,8 @@ from distributed_training.records.metrics import PeakMemory, StepTimer, summaris
 from distributed_training.records.provenance import timestamp
 from distributed_training.records.record import start_record
 from distributed_training.run.assemble import describe_run
-from distributed_training.tools import harness
 from distributed_training.tools.overlap import length, union
+from results.lab import harness
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.runs import Measured, Runs, collect, read_plan
 
@@ -288,7 +288,9 @@ def leave_out_left_over(
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
     """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
     before = _left_over()
-    for name, found in harness.each_run(group, runs, measure, deadline_s=deadline_s):
+    for name, found in harness.each_run(
+        group, runs, measure, deadline_s=deadline_s, kept=harness.Kept()
+    ):
         after = _left_over()
         if isinstance(found, str):
             yield name, f"refused: {found}"
@@ -310,7 +312,7 @@ def _left_over() -> list[LeftOver]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
-    with harness.open_group(runs, keep=True) as group:
+    with harness.open_group(runs) as group:
         measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
             collect(arguments, runs, measured, COLUMNS)

@@ -27,7 +27,7 @@ from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
 from distributed_training.settings.parser import Parser
-from distributed_training.tools.harness import Run, each_run, open_group
+from results.lab.harness import Run, each_run, open_group
 
 CONFIG: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",

@@ -29,9 +29,9 @@ from distributed_training.run.loop import learning_rate
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
-from distributed_training.tools.harness import Run, every_run, open_group
 from results.lab.analysis.law import Point, fit_law, left_out, residuals
 from results.lab.exchanges import validation_loss
+from results.lab.harness import Run, every_run, open_group
 from results.lab.pages.learning import draw_scaling_law
 
 PLAN_FILE = "results/plans/scaling-law.json"

@@ -33,9 +33,9 @@ from distributed_training.records.record import write_json
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
-from distributed_training.tools import harness
 from distributed_training.tools.clock import Clock
 from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
+from results.lab import harness
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included
@@ -194,8 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = arguments.out / "overlap.json"
     began = time.monotonic()
     done = runs_so_far(file, plan)  # before the processes meet: rank 0 has not written since
-    with harness.open_group(runs, keep=True) as group:
+    with harness.open_group(runs) as group:
         first = group.process.rank == 0
+        kept = harness.Kept()
         say = functools.partial(print, flush=True) if first else lambda text: None
 
         def keep(name: str, found: dict[str, Any]) -> None:
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(f"not started: {name}")
                 continue
             keep(name, {"failed": FAILED})
-            for _, found in harness.each_run(group, {name: values}, trace):
+            for _, found in harness.each_run(group, {name: values}, trace, kept=kept):
                 keep(name, result_of(found))
             row = summarise(done).get(name)
             told = done[name]["failed"] if row is None else _told(row)

@@ -1,4 +1,4 @@
-"""What the processes of a parity test do: each case is a run of measure's harness.
+"""What the processes of a parity test do: each case is a run of results/lab/harness.py.
 
 Every function takes {"cases": {name: CONFIG values}, ...} and returns {name: what was found}, as
 tests.pool calls it on every rank of one process group.
@@ -24,8 +24,8 @@ from distributed_training.records.record import start_record
 from distributed_training.run import assemble
 from distributed_training.run.loop import learning_rate
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
-from distributed_training.tools.harness import Run, every_run, open_group
 from results.lab import traffic
+from results.lab.harness import Run, every_run, open_group
 from tests.support import save_now
 
 # Deep enough to be cut into stages of unequal length, or into two stages for each of four

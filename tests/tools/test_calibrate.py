@@ -12,8 +12,9 @@ import torch
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.rates import HostCosts, cpu_rates, from_calibration, tiled
 from distributed_training.predict.speed import estimate_step
-from distributed_training.tools import calibrate, harness
+from distributed_training.tools import calibrate
 from distributed_training.tools import clock as clock_module
+from distributed_training.tools.group import open_group
 from tests.conftest import heavy_pool
 from tests.plan.helpers import CPU_CALIBRATION, plan_for
 from tests.support import CPU_MACHINE
@@ -39,7 +40,7 @@ def of_all(_arguments):
     for module, values in SMALL:
         for name, value in values.items():
             setattr(module, name, value)
-    with harness.open_group() as group:
+    with open_group() as group:
         return calibrate.calibrate(group.device, group.process.rank, group.process.world_size)
 
 

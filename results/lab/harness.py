@@ -9,7 +9,6 @@ Starting processes takes longer than the few steps that a comparison or a test n
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -17,52 +16,30 @@ import gc
 import os
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
-from distributed_training.models import ModelSpec
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology, p2p_channels, process_group
-from distributed_training.run import assemble, launch, rendezvous, worker
-from distributed_training.run.process import Process, current_process, single_process
-from distributed_training.settings.config import RENDEZVOUS_S, build_config
+from distributed_training.plan.topology import Topology
+from distributed_training.run import assemble, worker
+from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from distributed_training.tools.group import Group, open_group
 
-
-class KeptTopology(Topology):
-    """The next run with the same mesh has its communicators again."""
-
-    build_mesh = functools.cache(Topology.build_mesh)
-    new_pipeline_group = functools.cache(Topology.new_pipeline_group)
-
-
-@functools.lru_cache(maxsize=1)
-def _draw(model: ModelSpec, dropout: float, seed: int) -> Decoder:
-    """Initial weights, which take long to draw."""
-    return model.build(dropout=dropout, seed=seed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The processes that all runs share."""
-
-    process: Process
-    device: torch.device
-    folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
-    keep: bool  # communicators and initial weights, from one run to the next
+__all__ = ["Group", "Kept", "Run", "each_run", "every_run", "open_group"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,29 +57,45 @@ class Run:
         return self.sampler.step_batch(self.data.train, step)
 
 
-@contextlib.contextmanager
-def open_group(
-    runs: Mapping[str, Mapping[str, Any]] | None = None, *, keep: bool = False
-) -> Iterator[Group]:
-    """Join the process group that the launcher describes (a group of one without a launcher), with
-    as many of NCCL's channels for messages as trainings of `runs` have, or as it likes. `keep`:
-    runs share communicators and initial weights, which take long to make."""
-    process = current_process(os.environ) or single_process()
-    launch.prepare_environment(process.local_world_size)
-    device = worker.prepare(torch.cuda.device_count(), process)
-    store = rendezvous.meet(process, RENDEZVOUS_S)
-    compressions = [run.get("gradient_compression", "none") for run in (runs or {}).values()]
-    channels = p2p_channels(*compressions) if runs else None
-    # Three minutes: another rank may have failed.
-    with process_group(device, store, minutes=3, p2p_channels=channels):
-        folder = Path(from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
-        try:
-            yield Group(process=process, device=device, folder=folder, keep=keep)
-        finally:
-            KeptTopology.build_mesh.cache_clear()
-            KeptTopology.new_pipeline_group.cache_clear()
-            if process.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+class KeptTopology(Topology):
+    """Makes each communicator once."""
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return Topology.build_mesh(self)
+
+    @functools.cached_property
+    def _pipeline_group(self) -> dist.ProcessGroup:
+        return Topology.new_pipeline_group(self)
+
+    def build_mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def new_pipeline_group(self) -> dist.ProcessGroup:
+        return self._pipeline_group
+
+
+class Kept:
+    """What takes long to make, from one run to the next: communicators by mesh, and the last run's
+    initial weights."""
+
+    def __init__(self) -> None:
+        self._topologies: dict[Topology, KeptTopology] = {}
+        self._models: dict[Any, Decoder] = {}
+
+    def topology(self, wanted: Topology) -> Topology:
+        """One with the same mesh that may have its communicators already."""
+        if wanted not in self._topologies:
+            self._topologies[wanted] = KeptTopology(**dataclasses.asdict(wanted))
+        return self._topologies[wanted]
+
+    def initial_model(self, plan: Plan) -> Decoder:
+        """The plan's model with its initial weights."""
+        key = (plan.model, plan.config.dropout, plan.config.seed)
+        if key not in self._models:
+            drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
+            self._models = {key: drawn}
+        return copy.deepcopy(self._models[key])
 
 
 def each_run(
@@ -111,19 +104,21 @@ def each_run(
     use: Callable[[Run], Any],
     *,
     deadline_s: float = float("inf"),
+    kept: Kept | None = None,
 ) -> Iterator[tuple[str, list[Any] | str]]:
     """Build each run from its CONFIG values, call `use`, free its memory; yield the name and what
     `use` returned, by rank (JSON can say it), or why the run was refused.
 
     After `deadline_s` no further run starts, on any rank. A failure ends the process: other ranks
-    wait in a collective that cannot complete, and NCCL would wait for them. Collective.
+    wait in a collective that cannot complete, and NCCL would wait for them. `kept`: what runs
+    share. Collective.
     """
     began = time.monotonic()
     for name, values in runs.items():
         if from_rank_0(time.monotonic() - began > deadline_s):
             return
         try:
-            found = _do_run(values, group, use)
+            found = _do_run(values, group, use, kept)
         except BaseException:
             print(f"{name}: rank {group.process.rank} failed", file=sys.stderr)
             traceback.print_exc()
@@ -151,7 +146,9 @@ def every_run(
         yield name, ranks
 
 
-def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) -> list[Any] | str:
+def _do_run(
+    values: Mapping[str, Any], group: Group, use: Callable[[Run], Any], kept: Kept | None
+) -> list[Any] | str:
     """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
     values = {"output_dir": str(group.folder), **values}
     try:
@@ -159,9 +156,9 @@ def _do_run(values: Mapping[str, Any], group: Group, use: Callable[[Run], Any]) 
         plan = worker.agree_on_plan(config, group.process)
         topology = assemble.build_topology(plan, group.process, group.device)
         model = None
-        if group.keep:
-            topology = KeptTopology(**dataclasses.asdict(topology))
-            model = copy.deepcopy(_draw(plan.model, plan.config.dropout, plan.config.seed))
+        if kept is not None:
+            topology = kept.topology(topology)
+            model = kept.initial_model(plan)
         data, _ = load_plan_data(plan)
         sampler = assemble.build_sampler(plan, data, topology)
         engine = assemble.build_engine(plan, topology, model)
