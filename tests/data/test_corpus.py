@@ -1,4 +1,3 @@
-import json
 import sysconfig
 from pathlib import Path
 
@@ -68,12 +67,9 @@ def test_text_file_is_one_text(tmp_path, monkeypatch):
             ["one\ntwo", "☃"],
         ),
         ('{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
-        *(
-            (json.dumps({"text": f"a{separator}b"}, ensure_ascii=False), [f"a{separator}b"])
-            for separator in ("\u2028", "\u2029", "\x85")
-        ),
+        ('{"text": "a\u2028b\x85"}', ["a\u2028b\x85"]),
     ],
-    ids=["blank ones are left out", "Windows", "U+2028", "U+2029", "U+0085"],
+    ids=["blank ones are left out", "Windows", "other ends of lines"],
 )
 def test_jsonl_gives_its_records(content, texts, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content.encode())
@@ -98,9 +94,7 @@ def test_folder_is_read_in_the_order_of_its_names(tmp_path):
     ("line", "words"),
     [
         ('{"text": "a" "b"}', ("line 3 column 14", "is not JSON")),
-        ("text", ("line 3 column 1",)),
         ("[]", ("line 3", 'no "text" string', '{"text": "..."}')),
-        ('{"Text": "a"}', ("line 3", 'no "text" string')),
         ('{"text": 5}', ("line 3", 'no "text" string')),
     ],
 )
@@ -116,11 +110,8 @@ LATIN = '{"text": "café"}'.encode("latin-1")
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, ["no .txt or .md or"]),
         ({"a.png": b"x"}, ["no .txt or .md or"]),
-        ({"a.csv": b"text\n"}, ["contains no text"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
-        ({"a.txt": LATIN}, ["a.txt cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
         ({"a.jsonl": LATIN}, ["a.jsonl cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
         ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),
     ],
@@ -135,8 +126,6 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("/no/such.txt", ["does not exist", "embedded", "wikitext-2"]),
-        ("a.doc", ["cannot be read", "found .doc"]),
         ("a", ["cannot be read", "without an extension"]),
         ("a" * 300 + ".txt", []),
         ("~nobody-of-that-name/a.txt", []),
@@ -181,11 +170,6 @@ def test_wikitext_that_is_not_parquet(tmp_path, monkeypatch):
         monkeypatch.setattr(hub, "fetch_wikitext", lambda path=path: {"train": path})
         with refused(f"{path} is not WikiText's parquet file"):
             read_corpus("wikitext-2")
-
-
-def test_wikitext_that_is_not_available_says_how_to_download_it():
-    with refused("dataset='wikitext-2'", "hf download Salesforce/wikitext --repo-type dataset"):
-        read_corpus("wikitext-2")
 
 
 def test_embedded_corpus_is_this_pythons_own_and_always_the_same():

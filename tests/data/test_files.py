@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import socket
 import subprocess
 
 import pyarrow
@@ -13,7 +12,7 @@ import pytest
 from distributed_training.data import files
 from distributed_training.data.corpus import read_corpus
 from distributed_training.data.files import read_blocks, read_records
-from distributed_training.data.pieces import PROMPT, TEXT
+from distributed_training.data.pieces import PROMPT
 from tests.data.test_corpus import texts_of
 from tests.support import refused
 
@@ -21,7 +20,7 @@ STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
 ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text": "three"}]
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 5, 2**20])
+@pytest.mark.parametrize("block", [1, 3, 2**20])
 @pytest.mark.parametrize(
     ("mark", "encoding"),
     [
@@ -69,15 +68,10 @@ def test_utf_16_without_its_mark_is_refused(encoding, tmp_path):
         list(read_blocks(tmp_path / "a.txt"))
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "forbidden"])
+@pytest.mark.parametrize("kind", ["device", "forbidden"])
 def test_what_is_no_file_is_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a socket's path must be short
     path = tmp_path / "a.txt"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        socket.socket(socket.AF_UNIX).bind("a.txt")
-    elif kind == "device":
+    if kind == "device":
         path.symlink_to("/dev/zero")
     else:
         path.write_text("one")
@@ -110,13 +104,6 @@ def write_rows(path, rows):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_records_of_every_kind_give_the_same_texts(suffix, tmp_path):
-    corpus = read_corpus(write_rows(tmp_path / f"a{suffix}", ROWS))
-    assert corpus.train.form == TEXT
-    assert texts_of(corpus.train) == [row["text"] for row in ROWS]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_prompts_of_every_kind_give_the_same_pieces(suffix, tmp_path):
     rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(5)]
     corpus = read_corpus(write_rows(tmp_path / f"a{suffix}", rows))
@@ -135,12 +122,10 @@ def test_a_folder_may_have_records_of_several_kinds(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", b"body,label\nabc,1\n", ['line 2 has no "text" string', "'body', 'label'"]),
         ("a.csv", b"text;label\nabc;1\n", ["'text;label'"]),
         ("a.csv", b'text\n"abc\n', ["line 2 is not CSV"]),
         ("a.csv", b'prompt,completion\n"abc"\n', ['no "completion" string']),
         ("a.parquet", b"PAR1 cut off", ["is not a parquet file"]),
-        ("a.jsonl", b'{"text": "a"}\n{"prompt": "a", "completion": "b"}', ["line 2"]),
     ],
 )
 def test_a_table_that_cannot_be_used_says_why(name, content, words, tmp_path):
@@ -150,10 +135,18 @@ def test_a_table_that_cannot_be_used_says_why(name, content, words, tmp_path):
 
 
 def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_ROWS", 10)
     path = tmp_path / "a.parquet"
-    write_rows(path, [{"text": str(n)} for n in range(1000)])
+    write_rows(path, [{"text": str(n)} for n in range(40)])
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
+    content = bytearray(path.read_bytes())
+    first = column.dictionary_page_offset
+    content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(content)  # row 31 cannot be read any more
     rows = read_records(path)
     assert next(rows) == (f"{path} row 1", {"text": "0"})
+    with refused("a.parquet "):
+        list(rows)
 
 
 def test_a_compressed_table_counts_as_its_text(tmp_path):

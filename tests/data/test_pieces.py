@@ -105,7 +105,6 @@ def test_of_a_chat_what_the_assistant_says_is_learnt():
         ([], "text", ['no "text" string', '{"text": "..."}']),
         ({"prompt": "a"}, "prompt", ['no "completion" string', '{"prompt": "..."']),
         ({"prompt": None, "completion": "b"}, "prompt", ['no "prompt" string']),
-        ({"text": "a"}, "messages", ['no "messages" list', '"role": "user"']),
         ({"messages": ["a"]}, "messages", ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": [1]}]}, "messages", ['no "content" string']),
     ],
@@ -123,8 +122,3 @@ def test_the_form_of_a_record_with_several_columns():
         ("prompt", "answer"): "prompt",
     }.items():
         assert find_form(dict.fromkeys(keys, "a"), "here") == form
-
-
-def test_a_record_without_any_text_says_what_it_has():
-    with refused('no "text" string', "'body', 'label'", '"completion"', '"messages"'):
-        find_form({"body": "a", "label": 1}, "here")

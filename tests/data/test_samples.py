@@ -56,7 +56,7 @@ def all_rows(samples):
     return samples.batch(np.arange(len(samples)))
 
 
-@pytest.mark.parametrize("seq_len", [2, 7, 16, 100])
+@pytest.mark.parametrize("seq_len", [7, 100])
 def test_packing_makes_every_token_but_the_first_a_target_once(seq_len, tokenizer, tmp_path):
     corpus = make_corpus()
     data = prepare(tmp_path, tokenizer, corpus, max_length=seq_len)
@@ -122,24 +122,12 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
 
 @pytest.mark.parametrize(
     ("train", "validation", "pack"),
-    [
-        (["a"], ["b" * 99], True),
-        (["a"], None, True),
-        (["a"], None, False),
-        (["b"], [], False),
-        (["word " * 99], ["b"], True),
-    ],
+    [(["a"], None, True), (["b"], [], False), (["word " * 99], ["b"], True)],
 )
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
     corpus = in_memory(train, validation, name="short")
     with refused("dataset='short' is too short", "16 tokens", " 0 for ", "smaller max_length"):
         prepare(tmp_path, tokenizer, corpus, pack=pack)
-
-
-def test_too_short_a_validation_file_is_named(tokenizer, tmp_path):
-    with refused("validation_dataset='b.txt' is too short", " 0 for validation"):
-        corpus = in_memory(["word " * 99], ["b"])
-        prepare(tmp_path, tokenizer, corpus, validation_dataset="b.txt")
 
 
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
@@ -157,13 +145,6 @@ def test_empty_places_hold_padding_and_no_target():
     assert (targets[0] == IGNORE_INDEX).all()
     assert samples.count_targets(np.array([EMPTY, 1])) == samples.lengths[1]
     assert samples.count_targets(np.array([EMPTY])) == 0
-
-
-def test_taking_copies_no_tokens():
-    samples = padded_samples(10)
-    part = samples.take(3, 6)
-    assert part.tokens is samples.tokens
-    np.testing.assert_array_equal(all_rows(part)[0], all_rows(samples)[0][3:6])
 
 
 def cache_folders(tmp_path):
@@ -194,7 +175,7 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
         assert len(cache_folders(tmp_path)) == count
 
 
-@pytest.mark.parametrize("keep", [0, 5, 60, 0.5, 0.99, None])
+@pytest.mark.parametrize("keep", [0, 0.99, None])
 @pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
 def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     first = prepare(tmp_path, tokenizer, pack=False)
@@ -277,7 +258,7 @@ def answer_stream(tokenizer):
     return rows
 
 
-@pytest.mark.parametrize("seq_len", [8, 20, 64])
+@pytest.mark.parametrize("seq_len", [8, 64])
 def test_packed_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
     data = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), max_length=seq_len)
     pairs = [pair for row in answer_stream(tokenizer) for pair in zip(*row, strict=True)]
@@ -297,7 +278,7 @@ def test_packed_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
         assert len(blocks) < (len(ids) - 1) // seq_len  # some were left out
 
 
-@pytest.mark.parametrize("seq_len", [8, 20, 64])
+@pytest.mark.parametrize("seq_len", [8, 64])
 def test_padded_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
     corpus = answers(tmp_path)
     data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)

@@ -4,7 +4,8 @@ It keeps what is uploaded to a model, whole files in one commit, for whoever has
 
 It answers what huggingface_hub asks to download one file: HEAD and GET on
 /<repo>/resolve/main/<file>, with /datasets/ in front for data sets, and the headers ETag,
-X-Repo-Commit and Content-Length. `behaviour` says how it fails.
+X-Repo-Commit and Content-Length. `behaviour` says how it fails: it "refuses" every file with 404,
+"cuts off" a file's body half-way, or is "mute" and never answers.
 """
 
 from __future__ import annotations
@@ -22,15 +23,6 @@ from urllib.parse import parse_qs, unquote
 
 TOKEN = "hf_of_the_stub"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-BEHAVIOURS = {
-    "serves": "everything it has; 404 for the rest",
-    "refuses": "404 for every file",
-    "unavailable": "its front page, and 503 for every file",
-    "cuts off": "half of a file's body, then closes the connection",
-    "mute": "nothing at all: it accepts and never answers",
-    "mute on files": "its front page, and nothing for files",
-    "no hub": "a line of another protocol",
-}
 
 
 @dataclass
@@ -53,7 +45,6 @@ class Hub:
 @contextlib.contextmanager
 def serve(files: dict[str, bytes], behaviour: str = "serves") -> Iterator[Hub]:
     """Run a stub that serves `files` until the block ends."""
-    assert behaviour in BEHAVIOURS, behaviour
     hub = Hub(files, behaviour)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
@@ -118,12 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, self.path.lstrip("/").replace(f"/resolve/{COMMIT}/", "/resolve/main/")
         hub.requests.append(f"{self.command} {self.path}")
         wants_file = "/resolve/" in path
-        if hub.behaviour == "mute" or (hub.behaviour == "mute on files" and wants_file):
+        if hub.behaviour == "mute":
             hub.closing.wait(120)
-            self.close_connection = True
-            return
-        if hub.behaviour == "no hub":
-            self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
             self.close_connection = True
         elif path.startswith("api/datasets/") and hub.behaviour != "refuses":
             self._send_about_dataset(path.removeprefix("api/"), with_body=with_body)
@@ -131,8 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
         elif not wants_file:
             self._send(200, b"a hub", with_body=with_body)
-        elif hub.behaviour == "unavailable":
-            self._send(503, b"later", with_body=with_body)
         elif hub.behaviour == "refuses" or path not in hub.files:
             headers = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
             self._send(404, b"Entry not found", headers, with_body=with_body)

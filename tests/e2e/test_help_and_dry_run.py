@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -68,45 +67,20 @@ def dry_run(values: dict, *arguments: str, path: str | None = None, **environmen
     return result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--dry-run"], ["--num_gpus", "2", "--dry-run"]])
-def test_torch_is_not_imported(arguments, tmp_path):
-    passed = ["--set", f"output_dir={tmp_path}", "--set", "dataset=embedded", *arguments]
-    command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *passed]
+def test_torch_is_not_imported(tmp_path):
+    passed = ["--set", f"output_dir={tmp_path}", "--set", "dataset=embedded", "--num_gpus", "2"]
+    command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *passed, "--dry-run"]
     result = run_command(command, timeout_s=60)
     assert_ok(result)
     assert result.stdout.splitlines()[-1] == "HEAVY []"
 
 
-@pytest.mark.parametrize(
-    ("values", "number", "mesh", "pipeline"),
-    [
-        ({"strategy": "tp"}, "2", "tp 2", None),
-        (
-            {"strategy": "3d", "grad_accum_steps": 2, "pipeline_schedule": "gpipe"},
-            "8",
-            "pp 2 x dp_shard 2 x tp 2",
-            "gpipe, blocks a stage 1, 1",
-        ),
-    ],
-)
-def test_dry_run_prints_mesh_and_pipeline(values, number, mesh, pipeline, tmp_path):
-    text = dry_run({**SMALL, **values, "output_dir": tmp_path}, "--num_gpus", number)
-    (shown,) = [line for line in text.splitlines() if line.startswith("mesh (from strategies/")]
-    assert shown.endswith(f": {mesh}")
-    assert [line for line in text.splitlines() if line.startswith("pipeline: ")] == (
-        [f"pipeline: {pipeline}"] if pipeline else []
-    )
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "infinity"])
-def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
+def test_dry_run_prints_config_command_and_deepspeed_json(tmp_path):
     output_dir = tmp_path / "runs"
-    values = {**SMALL, "strategy": strategy, "grad_accum_steps": 3, "output_dir": output_dir}
-    # Whether libaio is installed here is not the question, only what would run.
-    environment = _with_libaio_header(tmp_path) if strategy == "infinity" else {}
-    text = dry_run(values, "--num_gpus", "2", **environment)
+    values = {**SMALL, "strategy": "zero3", "grad_accum_steps": 3, "output_dir": output_dir}
+    text = dry_run(values, "--num_gpus", "2")
     config = resolved(text)
-    assert config["strategy"] == repr(strategy)
+    assert config["strategy"] == "'zero3'"
     assert config["precision"] == "'fp32'"
     assert "'auto'" not in config.values()
     assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
@@ -117,14 +91,6 @@ def test_dry_run_prints_config_command_and_deepspeed_json(strategy, tmp_path):
     assert document["gradient_accumulation_steps"] == 3
     assert "auto" not in json.dumps(document)
     assert not output_dir.exists()
-
-
-def _with_libaio_header(folder: Path) -> dict[str, str]:
-    """CC as a compiler that finds everything: check_extensions asks it for libaio."""
-    compiler = folder / "cc"
-    compiler.write_text("#!/bin/sh\nexit 0\n")
-    compiler.chmod(0o755)
-    return {"CC": str(compiler)}
 
 
 def test_dry_run_leaves_no_file_anywhere_it_was_told_of(tmp_path):
@@ -153,7 +119,6 @@ def test_set_wins_over_preset_and_preset_over_config(tmp_path):
 MACHINES = {
     # nvidia-smi, arguments -> model, precision, compile, processes
     "four H200": ([H200] * 4, ["--num_gpus", "all"], ("gpt2-medium", "bf16", "True", 4)),
-    "T4 with 8 GiB": ([T4_8GIB], [], ("gpt2", "fp16", "True", 1)),
     "H200 and T4": ([H200, T4_8GIB], ["--num_gpus", "all"], ("gpt2", "fp16", "True", 2)),
 }
 
@@ -175,15 +140,6 @@ def test_auto_becomes_what_the_machine_can_do(machine, tmp_path):
     assert "note: WikiText-2 is not available" in text
     assert "note: GPT-2's tokenizer is not available" in text
     assert "note: weights are random" in text
-
-
-def test_visible_devices_decide_how_many_gpus_there_are(tmp_path):
-    path = fake_nvidia_smi(tmp_path / "bin", *[H200] * 4)
-    values = {"output_dir": tmp_path / "runs", "dataset": "embedded", "tokenizer": "embedded"}
-    text = dry_run(
-        values, "--num_gpus", "all", PATH=path, CUDA_VISIBLE_DEVICES="1,3", HF_HOME=str(tmp_path)
-    )
-    assert f"= {replicas(2)} x " in text
 
 
 def test_no_gpu_is_a_rehearsal_on_the_cpu(tmp_path):

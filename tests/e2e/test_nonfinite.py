@@ -11,8 +11,8 @@ from tests.e2e.support import assert_refused, metrics, run_folders
 
 EVERY, BAD, NUM_STEPS = 3, 5, 8
 NAME = "blocks.1.mlp_in.weight"
-NATIVE = {"dp": {}, "fsdp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
-DEEPSPEED = {"zero1": {}, "hybrid": {"num_microbatches": 2}}
+NATIVE = {"dp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
+DEEPSPEED = {"zero1": {}}
 
 
 def arguments(strategy: str, output_dir: Path, **changes: object) -> list[str]:

@@ -36,15 +36,14 @@ def push(*words, endpoint, home, token=TOKEN):
     return script({}, "push", *map(str, words), unset=[HIDDEN_HUB], **environment)
 
 
-@pytest.mark.parametrize(("option", "kind"), [((), "hf"), (("--best",), "best")])
-def test_a_run_is_pushed_with_its_card(option, kind, run_dir, tmp_path):
+def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
     with serve({}) as hub:
-        result = push(run_dir, "user/tiny", *option, endpoint=hub.endpoint, home=tmp_path)
+        result = push(run_dir, "user/tiny", "--best", endpoint=hub.endpoint, home=tmp_path)
     assert_ok(result)
     assert result.stdout == f"pushed {hub.endpoint}/user/tiny\n"
     assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
     for name in FILES:
-        assert hub.pushed[f"user/tiny/{name}"] == (run_dir / kind / name).read_bytes()
+        assert hub.pushed[f"user/tiny/{name}"] == (run_dir / "best" / name).read_bytes()
     card = ModelCard(hub.pushed["user/tiny/README.md"].decode())
     assert hub.cards == [str(card)]
     assert card.data.library_name == "transformers"

@@ -7,15 +7,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distributed_training.models import ModelSpec
-from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import load as load_hf_weights
 from distributed_training.models.gpt2 import save as save_hf_folder
-from distributed_training.models.loss import IGNORE_INDEX
-from tests.models.test_model import SIZE, random_batch, random_model
+from tests.models.test_model import SIZE, random_model
 from tests.support import refused
-
-TINY = SIZES["gpt2-tiny"]
 
 
 def hf_model(size, seed=0):
@@ -61,41 +57,23 @@ def folder(tmp_path):
     return save(random_model(), tmp_path / "hf")
 
 
-@pytest.mark.parametrize("size", [SIZE, TINY], ids=["padded", "tiny"])
-def test_logits_after_loading_equal_hugging_faces(size, tmp_path):
-    theirs = hf_model(size)
-    theirs.save_pretrained(tmp_path)
-    ours = build_model(size, dropout=0.0, seed=1)
-    load_hf_weights(ours, tmp_path)
-    ids = ids_for(size)
-    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("size", [SIZE, TINY], ids=["padded", "tiny"])
-def test_a_saved_folder_opens_in_hugging_face_with_equal_logits(size, tmp_path):
-    ours = build_model(size, dropout=0.0, seed=1)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs = GPT2LMHeadModel.from_pretrained(save(ours, tmp_path / "hf", size)).eval()
-    ids = ids_for(size)
-    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
-    assert theirs.lm_head.weight.data_ptr() == theirs.transformer.wte.weight.data_ptr()
-    assert theirs.transformer.wte.weight.shape == (size.vocab_size, size.hidden_size)
-    assert theirs.dtype == torch.float32
-
-
-def test_loss_equals_hugging_faces(tmp_path):
+def test_logits_after_loading_equal_hugging_faces(tmp_path):
     theirs = hf_model(SIZE)
     theirs.save_pretrained(tmp_path)
     ours = build_model(SIZE, dropout=0.0, seed=1)
     load_hf_weights(ours, tmp_path)
-    inputs, targets = random_batch()
-    labels = torch.cat([inputs[:, :1], targets], dim=1)  # theirs are shifted inside
-    ids = torch.cat([inputs, inputs[:, :1]], dim=1)
-    count = int((targets != IGNORE_INDEX).sum())
-    expected = float(theirs(ids, labels=labels).loss.detach()) * count
-    assert float(ours(inputs, targets).detach()) == pytest.approx(expected, rel=1e-5)
+    ids = ids_for(SIZE)
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_a_saved_folder_opens_in_hugging_face_with_equal_logits(folder):
+    ours = random_model()
+    theirs = GPT2LMHeadModel.from_pretrained(folder).eval()
+    ids = ids_for(SIZE)
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+    assert theirs.lm_head.weight.data_ptr() == theirs.transformer.wte.weight.data_ptr()
+    assert theirs.transformer.wte.weight.shape == (SIZE.vocab_size, SIZE.hidden_size)
+    assert theirs.dtype == torch.float32
 
 
 def test_round_trips_lose_nothing(folder, tmp_path):
@@ -137,38 +115,7 @@ def load(folder, size=SIZE):
     spec.load(build_model(size, dropout=0.0, seed=0), folder)
 
 
-def test_a_folder_that_is_no_model(tmp_path):
-    with refused(str(tmp_path), "not a Hugging Face model folder", "config.json", "hf/"):
-        load(tmp_path)
-    with refused("not a Hugging Face model folder"):
-        load(tmp_path / "missing")
-
-
-def test_another_model_type(folder):
-    edit_config(folder, model_type="llama")
-    with refused(str(folder), "model_type='llama'", "gpt2"):
-        load(folder)
-
-
-def test_a_broken_config(folder):
-    (folder / "config.json").write_text('{"n_layer": }')
-    with refused("config.json", "line 1 column 13"):
-        load(folder)
-    (folder / "config.json").write_text("[]")
-    with refused("is not a JSON object"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("key", "field"),
-    [
-        ("vocab_size", "vocab_size"),
-        ("n_positions", "num_positions"),
-        ("n_layer", "num_layers"),
-        ("n_head", "num_heads"),
-        ("n_embd", "hidden_size"),
-    ],
-)
+@pytest.mark.parametrize(("key", "field"), [("vocab_size", "vocab_size"), ("n_head", "num_heads")])
 def test_another_size_names_what_differs(key, field, folder):
     value = getattr(SIZE, field)
     other = dataclasses.replace(SIZE, **{field: 2 * value})
@@ -176,7 +123,7 @@ def test_another_size_names_what_differs(key, field, folder):
         load(folder, other)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.99])
+@pytest.mark.parametrize("keep", [4, 0.99])
 def test_truncated_weights(keep, folder):
     file = folder / "model.safetensors"
     content = file.read_bytes()
@@ -201,9 +148,7 @@ def test_tensors_of_another_shape(folder):
     ("name", "shape"),
     [
         ("wte.weight", (250, 32)),  # fewer rows than the vocabulary: zeros are put in
-        ("wte.weight", (400, 32)),  # RuntimeError
         ("wte.weight", (300,)),  # IndexError
-        ("h.0.attn.c_attn.weight", (32, 90)),  # RuntimeError
         ("h.0.attn.c_attn.bias", (97,)),  # RuntimeError
     ],
 )

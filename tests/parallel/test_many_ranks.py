@@ -18,9 +18,7 @@ WORLD_SIZE, HERE = 128, 8
 RANKS = (0, 37, 77, 127)  # one of each stage where there are four
 LAYOUTS = {
     "tp4 x pp4 x dp8": {"strategy": "3d", "tp": 4, "pp": 4, "num_microbatches": 4},
-    "fsdp": {"strategy": "fsdp"},
     "HSDP 16 x 8": {"strategy": "fsdp", "dp_replicate": 16, "dp_shard": 8},
-    "tp8 x dp16": {"strategy": "3d", "tp": 8, "pp": 1},
 }
 VOCAB_SIZE, HIDDEN_SIZE = 2048, 128
 FAMILY = f"""

@@ -14,7 +14,6 @@ from tests.support import GPU_MACHINE, refused
 NUM_STEPS = 4
 CHUNKED = {"loss_chunk_tokens": 50}  # not a divisor of a micro-batch's
 CASES = {
-    "dp": {"strategy": "dp", **cut(1)},
     "fsdp": {"strategy": "fsdp", **cut(2)},
     "zero3": {"strategy": "zero3", **cut(1)},
     "pp2-zb-h1": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-h1"},
@@ -44,12 +43,11 @@ def test_where_it_is_refused(values, words, tmp_path):
         plan_for(tmp_path, GPU_MACHINE, 2, model="gpt2", **CHUNKED, **values)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_it_is_predicted_to_take_less(mode, tmp_path):
+def test_it_is_predicted_to_take_less(tmp_path):
     """The logits of 64 x 1,024 tokens are 6.1 GiB in 16 bits. On an H200 the peak fell by 3.9 GiB
     without checkpointing (results/records/h200-nanogpt/variants.json)."""
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
-    values |= {"activation_checkpointing": mode, "precision": "bf16", "checked": False}
+    values |= {"activation_checkpointing": "none", "precision": "bf16", "checked": False}
     whole, chunked = (
         estimate_memory(
             plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=tokens)

@@ -17,7 +17,6 @@ CASES = {
         "dp": {"strategy": "dp", **cut(2)},
         "fsdp": {"strategy": "fsdp", **cut(2)},
         "tp2": {**split(tp=2), **cut(4)},
-        "pp2": {**split(pp=2), **cut(4)},
         "pp2-recomputed": {
             **split(pp=2), **cut(4), "activation_checkpointing": "selective",
         },
@@ -29,16 +28,11 @@ CASES = {
     # Code that Inductor generates is run in those above, in fp32; how it is called, in these.
     (2, "train_without_code"): {
         "zero3": {"strategy": "zero3", **cut(1)},
-        "fsdp-chunked": {"strategy": "fsdp", **cut(1), "loss_chunk_tokens": 50},
         "hybrid": {"strategy": "hybrid", **cut(4)},
     },
     (4, "train_without_code"): {
-        "shard2-tp2": {**split(dp_shard=2, tp=2), **cut(1)},
         "tp2-pp2-zb-v": {
             **DEEP, **split(tp=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
-        },
-        "shard2-pp2-zb-v": {
-            **DEEP, **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
         },
     },
 }  # fmt: skip

@@ -30,7 +30,9 @@ CASES = {
 
 @functools.cache
 def results():
-    return run_cases(CASES, 2, steps=8)
+    """Of those that must learn the same."""
+    names = ("dp", "one local step", "all of top-k")
+    return run_cases({name: CASES[name] for name in names}, 2, steps=8)
 
 
 def test_one_local_step_is_data_parallelism():
@@ -45,15 +47,6 @@ def test_all_of_top_k_is_no_compression_bit_for_bit():
     ours, theirs = results()["all of top-k"], results()["dp"]
     assert (ours["losses"], ours["grad_norms"]) == (theirs["losses"], theirs["grad_norms"])
     assert all(torch.equal(ours["state"][name], theirs["state"][name]) for name in theirs["state"])
-
-
-@pytest.mark.parametrize("name", ["four local steps", "diloco", "bf16", "powersgd", "topk-int8"])
-def test_what_sends_less_learns_nearly_as_much_and_not_the_same(name):
-    first, last = results()["dp"]["losses"][0], results()["dp"]["losses"][-1]
-    ours = results()[name]["losses"]
-    assert ours[0] == pytest.approx(first, rel=1e-6)
-    assert abs(ours[-1] - last) < 0.3 * (first - last)
-    assert ours[1:] != results()["dp"]["losses"][1:]
 
 
 # Three steps before: in the middle of a round, after compression has begun to lose something.
@@ -73,10 +66,9 @@ def test_a_resumed_run_goes_on_bit_for_bit():
             torch.testing.assert_close(both["kept"][key], weight, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_counted_bytes_are_the_formulas(count):
+def test_counted_bytes_are_the_formulas():
     """And of local SGD they fall by its number of local steps."""
-    found = run_cases(CASES, count, what="count_bytes")
+    found = run_cases(CASES, 4, what="count_bytes")
     for name, ranks in found.items():
         for rank in ranks:
             counted = {key: row["sent_bytes"] for key, row in rank["counted"].items()}

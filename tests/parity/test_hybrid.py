@@ -23,22 +23,19 @@ REFERENCES = {
     "padded": {"pack": False},
     "odd": {"pack": True, **cut(1, global_batch=ODD_BATCH)},
 }
-AUTO = {"global_batch": GLOBAL_BATCH}
-RECOMPUTED = {"activation_checkpointing": "full"}
 CASES = {
     2: {
-        "padded-4": {**cut(4), "pipeline_cut": "4,2"},
-        "packed-auto": AUTO,
-        "packed-8-recomputed": {**cut(8), "pipeline_cut": "1,5", **RECOMPUTED},
+        "packed-auto": {"global_batch": GLOBAL_BATCH},
+        "packed-8-recomputed": {
+            **cut(8), "pipeline_cut": "1,5", "activation_checkpointing": "full",
+        },
     },
     # Two stages of two processes each, or four stages.
     4: {
-        "packed-4": {**cut(4), "pipeline_cut": "4,2"},
         "odd-3": cut(3, global_batch=ODD_BATCH),
-        "packed-auto-pp4": {**AUTO, "pp": 4},
         "padded-8-pp4": {**cut(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
     },
-}
+}  # fmt: skip
 NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 

@@ -22,9 +22,6 @@ CASES = {
             **split(tp=2), **cut(2), "sequence_parallel": False,
             "activation_checkpointing": "full",
         },
-        "packed/dp2-recomputed": {
-            "strategy": "dp", **cut(2), "activation_checkpointing": "full",
-        },
         "padded/fsdp2-recomputed": {
             "strategy": "fsdp", **cut(2), "activation_checkpointing": "selective",
         },
@@ -37,12 +34,9 @@ CASES = {
     },
     4: {
         "padded/tp4-by-tokens": {**split(tp=4), **cut(4)},
-        "packed/shard2-tp2": {**split(dp_shard=2, tp=2), **cut(2)},
-        "padded/copies2-tp2": {**split(dp_replicate=2, tp=2), **cut(1)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
         "packed/pp4-1f1b": {**split(pp=4), **cut(8)},
         "packed/pp4-zb-h1": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-h1"},
-        "packed/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
         "padded/tp2-pp2-zb-v": {
             **split(tp=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
             "sequence_parallel": False,
@@ -53,9 +47,6 @@ CASES = {
         "padded/copies2-pp2-zb-h1": {
             **split(dp_replicate=2, pp=2), **cut(4), "pipeline_schedule": "zb-h1",
             "pipeline_cut": "2,4",
-        },
-        "packed/shard2-pp2-zb-auto": {
-            **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "zb-auto",
         },
     },
     8: {
@@ -73,7 +64,7 @@ EIGHT = {"model": "eight-layers"}
 OTHERS = {
     2: {
         f"odd/pp2-{schedule}-3": {**split(pp=2), **ODD, "pipeline_schedule": schedule}
-        for schedule in ("gpipe", "interleaved", "zb-v")
+        for schedule in ("interleaved", "zb-v")
     } | {
         # Five micro-batches are not rounds of two.
         "ten/pp2-zb-h1-5": {
@@ -130,11 +121,9 @@ TO_RESUME = {
         "zb-v": {**split(pp=2), **cut(2), "pipeline_schedule": "zb-v"},
         "zb-auto": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-auto"},
         "1f1b in bf16": {**split(pp=2), **cut(2), "precision": "bf16"},
-        "tp": {**split(tp=2), **cut(1)},
     },
     4: {
         "tp2-pp2": {**split(tp=2, pp=2), **cut(2)},
-        "shard2-tp2": {**split(dp_shard=2, tp=2), **cut(1)},
         "shard2-pp2-zb-v": {
             **split(dp_shard=2, pp=2), **cut(2), "pipeline_schedule": "zb-v",
         },
@@ -158,11 +147,7 @@ def test_stages_in_bf16_follow_one_process():
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}
-    compiled = {"recomputed": {**stages, "compile": True, "activation_checkpointing": "full"}}
-    found = run_cases(cases, 2, steps=8)
-    found |= run_cases(compiled, 2, what="train_without_code", steps=8)
-    found |= run_cases({"tp2-pp2": {**stages, "tp": 2}}, 4, steps=8)
-    for name, values in found.items():
+    for name, values in run_cases(cases, 2, steps=8).items():
         assert values["losses"] == pytest.approx(one["losses"], rel=1e-4), name
         assert values["grad_norms"] == pytest.approx(one["grad_norms"], rel=2e-3), name
 

@@ -18,7 +18,7 @@ from tests.parity.support import LOSS_TOLERANCE, reference, run_cases
 NUM_STEPS = 4
 # Local SGD computes something else: test_fewer_bytes.py.
 STRATEGIES = [name for name in list_strategies() if strategy_options(name) is Options]
-ON = {2: [name for name in STRATEGIES if name != "3d"], 4: ["3d", "hybrid"], 8: ["3d"]}
+ON = {2: [name for name in STRATEGIES if name != "3d"], 4: ["3d"]}
 NAMED = [(count, name) for count, names in ON.items() for name in names]
 # Where it would have other numbers on another machine.
 SAME_EVERYWHERE = {"dataset": "embedded", "tokenizer": "embedded", "weights": "random"}

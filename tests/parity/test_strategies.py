@@ -11,7 +11,6 @@ from tests.parity.support import BASE, assert_equal_runs, reference, run_cases, 
 
 STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload", "infinity")
 VARIANTS = {
-    "packed-1": {"batch_size": 4},
     "packed-2": {"batch_size": 2, "grad_accum_steps": 2},
     "padded-2": {"batch_size": 2, "grad_accum_steps": 2, "pack": False},
 }
