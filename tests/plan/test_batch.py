@@ -136,4 +136,6 @@ def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
             assert size in ("auto", batch.micro_batch_size)
             assert count in ("auto", batch.num_microbatches)
             assert schedule.takes(pp, batch.num_microbatches)
+            sequences = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+            assert sequences == batch.global_batch_size
     assert refusals
