@@ -94,6 +94,10 @@ def _check_exchanges(
     if kind != "bf16" and precision == "fp16":
         why = "an overflow would stay in what is added to later gradients"
         raise UserError(f"{asked} does not go with precision='fp16'", why, "set precision to bf16")
+    if kind != "bf16" and config.on_nonfinite == "skip":
+        why = "what is not finite would stay in what is added to later gradients"
+        fix = "set on_nonfinite to rollback or stop"
+        raise UserError(f"{asked} does not go with on_nonfinite='skip'", why, fix)
     if kind == "powersgd" and config.compression_rank > size.hidden_size:
         what = f"compression_rank={config.compression_rank} is above that of any matrix"
         why = f"{config.model}'s have {size.hidden_size} columns or rows"

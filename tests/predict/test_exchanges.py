@@ -31,6 +31,7 @@ def plan_of(machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "zero2", "gradient_compression": "powersgd"}, "strategy='zero2'"),
         ({"gradient_compression": "powersgd", "compression_rank": 65}, "compression_rank=65"),
         ({"gradient_compression": "topk-int8", "compression_k": 0.0}, "compression_k=0.0"),
+        ({"gradient_compression": "topk-int8", "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
         ({"compression_k": 1.5}, "compression_k=1.5"),
         ({"compression_rank": 0}, "compression_rank=0"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
