@@ -1,4 +1,4 @@
-// What an operation waits for, and which orders are whole (simulate/needs.py).
+// What an operation waits for, and which orders are whole (simulate/simulator.py).
 //
 // F of a stage     needs F of the stage before it
 // B, I of a stage  need B or I of the stage after it, and this stage's own R, or F

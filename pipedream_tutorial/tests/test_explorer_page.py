@@ -369,23 +369,6 @@ def test_a_csv_cannot_say_everything(browser):
         assert reason in text(browser, "said")
 
 
-def test_a_measured_trace_lies_under_its_prediction(browser, tmp_path):
-    timeline = simulate(s := build_schedule("zb-h1", 3, 6), build_costs(s, communication="1/2"))
-    events = [
-        MeasuredEvent(
-            rank=e.rank, kind=e.item.kind, stage=e.item.stage, microbatch=e.item.microbatch,
-            start_ns=int(e.start * 10**7), end_ns=int(e.end * 10**7), thread="compute",
-        )
-        for e in timeline.all_events()
-    ]  # fmt: skip
-    write_trace(tmp_path / "trace.json", measured=events)
-    browser.open(PAGE)
-    upload(browser, "load-trace", tmp_path / "trace.json")
-    wanted = float(timeline.makespan) * 10
-    assert float(numbers(browser)["time"]) == wanted
-    assert numbers(browser)["measured"] == f"{wanted:.1f} ms, +0%"
-
-
 def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
     """Every operation takes 10 ms, but 1F1 of the slow rank 30: it ends 20 ms late or more."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))

@@ -7,7 +7,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -16,7 +16,7 @@ import numpy as np
 import pipedream_visual
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
@@ -514,17 +514,6 @@ def test_cell_texts_stay_inside_their_cells(shipped: dict[str, Drawn], name: str
     assert numbered > 30
 
 
-def test_kinds_differ_in_lightness() -> None:
-    def lightness(colour: str) -> float:
-        linear = [
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)
-        ]
-        return 116 * float(np.dot((0.2126, 0.7152, 0.0722), linear)) ** (1 / 3) - 16
-
-    found = [lightness(colour) for colour, _ in KINDS.values()]
-    assert min(abs(a - b) for a, b in combinations(found, 2)) > 14
-
-
 def test_the_same_data_gives_the_same_file(tmp_path: Path) -> None:
     timeline = measure("naive", case_of(num_microbatches=2)).batch
     for suffix in (".png", ".svg"):
@@ -618,11 +607,3 @@ def test_a_record_or_folder_that_is_none_gets_one_line(typed: Any, tmp_path: Pat
     code, _, err = typed("--only", "naive_pipeline", "--output", str(record))
     assert (code, err.count("\n")) == (2, 1)
     assert str(record) in err
-
-
-def test_only_draws_what_is_named(typed: Any, tmp_path: Path) -> None:
-    code, out, _ = typed("--only", "microbatch_backward,naive_pipeline", "--output", str(tmp_path))
-    assert code == 0
-    names = ["microbatch_backward.png", "naive_pipeline.png"]
-    assert out.split() == [str(tmp_path / name) for name in names]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names

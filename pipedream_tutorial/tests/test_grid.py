@@ -8,16 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.draw.terminal import (
-    cells,
-    choose_scale,
-    draw,
-    listed,
-    number,
-    percent,
-    time_unit,
-    use_colour,
-)
+from pipedream.draw.terminal import cells, choose_scale, draw, time_unit, use_colour
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
@@ -187,11 +178,3 @@ def test_colour_is_for_terminals_and_no_color_turns_it_off(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     assert not use_colour()
-
-
-def test_figures():
-    assert number(Fraction(100, 3)) == "33.33"
-    assert percent(Fraction(1, 8)) == "12.5%"
-    assert listed((2, 2, 2), "rank") == "2 on every rank"
-    assert listed((Fraction(11, 2), 4), "rank") == "5.5 4 by rank"
-    assert listed(range(64), "stage") == "0 1 2 3 4 5 6 7 ... 60 61 62 63 by stage"

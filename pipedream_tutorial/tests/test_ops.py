@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, Pair, Schedule, load_csv, one_chain, repeat, save_csv
+from pipedream.schedules.ops import Op, Schedule, load_csv, one_chain, repeat, save_csv
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 
@@ -14,13 +14,6 @@ SIZES = {"dualpipe-v": (3, 7), "dualpipe": (4, 8), "chimera": (4, 8)}
 
 def built(name: str) -> Schedule:
     return build_schedule(name, *SIZES.get(name, (3, 6)))
-
-
-def test_operations_are_written_as_torch_writes_them() -> None:
-    assert str(Op("F", 2, 0)) == "2F0"
-    assert str(Op("W", 11, 37)) == "11W37"
-    assert str(Pair(Op("F", 2, 3), Op("B", 1, 0))) == "(2F3;1B0)OVERLAP_F_B"
-    assert Op("F", 2, 0).parts == (Op("F", 2, 0),)
 
 
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if len(built(n).chains) == 1])
@@ -42,12 +35,6 @@ def test_two_copies_of_a_model_cannot_be_told_from_a_csv(tmp_path: Path) -> None
     assert loaded.chains == (tuple(range(8)),)
     with pytest.raises(ValueError, match="which no rank runs"):
         simulate(loaded, build_costs(loaded))
-
-
-def test_a_csv_is_one_line_a_rank_and_one_operation_a_cell(tmp_path: Path) -> None:
-    path = tmp_path / "orders.csv"
-    save_csv(build_schedule("1f1b", 2, 2), path)
-    assert path.read_text().split() == ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
 
 
 def test_empty_cells_are_bubbles_and_are_skipped(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import schedule_for_training
-from pipedream.schedules.ops import FORWARD, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.simulator import needs
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import TrainResult, build_trainers, run_schedule, train
-from pipedream.train.trainer import StageTrainer, Weights
+from pipedream.train.trainer import Weights
 from torch import nn
 
 SEED, RATE = 5, 0.4
@@ -158,19 +158,6 @@ def test_the_order_between_stages_cannot_change_the_bits(name: str) -> None:
         )
         run_schedule(schedule, trainers, build_task(seed=SEED), order=order)
         assert same_bits([t.weights for t in trainers], trained(name, p, m, num_batches))
-
-
-@pytest.mark.parametrize("p", [2, 3, 4])
-def test_vertical_sync_uses_one_version_on_all_stages(p: int) -> None:
-    used: dict[int, set[int]] = {}
-
-    def watch(op: Op, trainers: list[StageTrainer]) -> None:
-        if op.kind == FORWARD:
-            version = trainers[op.stage].in_flight[op.microbatch].version
-            used.setdefault(op.microbatch, set()).add(version)
-
-    run("pipedream-vertical", p, 4, 3, watch=watch)
-    assert used == {i: {max(0, i - (p - 1))} for i in range(12)}
 
 
 def loss_in_one_piece(num_stages: int, layers: int) -> float:

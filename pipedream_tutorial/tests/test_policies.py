@@ -70,26 +70,6 @@ def test_versions_kept_are_those_still_to_be_read(name: str) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_stashing_runs_a_backward_pass_with_its_forward_passs_version(p: int, m: int) -> None:
-    _, used = run("pipedream", p, m, 4)
-    for s, use in used.items():
-        for i in range(4 * m):
-            assert use.staleness[i] == min(i, p - 1 - s)
-            assert use.forward[i] == use.backward[i] == i - min(i, p - 1 - s)
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_vertical_sync_runs_a_microbatch_with_one_version_number_everywhere(p: int, m: int) -> None:
-    _, used = run("pipedream-vertical", p, m, 4)
-    for i in range(4 * m):
-        versions = {use.forward[i] for use in used.values()} | {
-            use.backward[i] for use in used.values()
-        }
-        assert versions == {i - min(i, p - 1)}
-        assert {use.staleness[i] for use in used.values()} == {min(i, p - 1)}
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
 def test_in_place_updates_change_the_weights_between_forward_and_backward(p: int, m: int) -> None:
     _, used = run("pipedream-no-stash", p, m, 4)
     for s, use in used.items():
@@ -98,16 +78,6 @@ def test_in_place_updates_change_the_weights_between_forward_and_backward(p: int
             assert use.forward[i] == i - min(i, p - 1 - s)
             assert use.backward[i] == i  # all earlier microbatches have updated it by now
     assert used[p - 1].forward == used[p - 1].backward
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_2bw_is_one_batch_behind_with_two_versions(p: int, m: int) -> None:
-    _, used = run("pipedream-2bw", p, m, 4)
-    for use in used.values():
-        assert use.peak_versions == 2
-        for i in range(4 * m):
-            assert use.forward[i] == use.backward[i] == max(0, i // m - 1)
-            assert use.staleness[i] == min(1, i // m)
 
 
 def test_2bw_needs_p_minus_1_microbatches_a_batch_for_its_version_to_be_there_in_time() -> None:
@@ -123,20 +93,6 @@ def test_2bw_needs_p_minus_1_microbatches_a_batch_for_its_version_to_be_there_in
                 if op.kind == "F"
             )
             assert in_time == (m >= p - 1)
-
-
-@pytest.mark.parametrize("name", [n for n in SCHEDULES if SCHEDULES[n].policy == "flush"])
-def test_with_a_flush_every_batch_runs_with_the_update_of_the_one_before(name: str) -> None:
-    for p, m in sizes_of(name):
-        s, used = run(name, p, m, 3)
-        for use in used.values():
-            assert use.peak_versions == 1
-            for i, version in use.forward.items():
-                assert version == use.backward[i] == i // m
-                assert use.staleness[i] == 0
-        assert sorted(i for use in used.values() for i in use.forward) == sorted(
-            op.microbatch for op in s.ops() if op.kind == "F"
-        )
 
 
 def test_versions_depend_on_the_order_and_never_on_timing() -> None:

@@ -75,12 +75,6 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
         assert found.makespan == (c.m + c.p - 1) * c.total + c.m * c.f
 
 
-def test_one_microbatch_at_a_time_recomputes_on_the_last_rank_alone() -> None:
-    for c, schedule in built("naive"):
-        makespan = timed(recomputed(schedule, KEPT), c).makespan
-        assert makespan == c.m * (c.p * c.total + c.f)
-
-
 @pytest.mark.parametrize(
     "name", ["naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "pipedream", "chimera"]
 )

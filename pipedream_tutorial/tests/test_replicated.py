@@ -95,15 +95,6 @@ def test_with_equal_work_on_each_worker_fewer_in_flight_are_too_few():
     assert checked == 63
 
 
-def test_pipedream_s_rule_is_too_small_where_replicas_do_not_divide():
-    assert noam_in_flight((3, 2, 1)) == (2, 2, 1)
-    assert full_speed_in_flight((3, 2, 1)) == (3, 2, 1)
-    assert balanced_period((3, 2, 1), (2, 2, 1)) == Fraction(5, 4)
-    for replicas in product((1, 2, 4), repeat=3):
-        if sorted(replicas, reverse=True) == list(replicas):
-            assert noam_in_flight(replicas) == full_speed_in_flight(replicas)
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(layers=small_layers, workers=st.integers(1, 5), bandwidth=st.sampled_from([1, 7, 50]))
 def test_with_busy_links_the_simulation_has_the_predicted_period(layers, workers, bandwidth):
@@ -132,15 +123,6 @@ def test_delays_cost_what_they_cost_1f1b(p):
     assert plan.period_s == 6
     assert run.period_s == 6 + 2 * delay * (p - 1) / p
     assert simulate_plan(plan, 80, busy_links=True).period_s == 6
-
-
-def test_data_parallelism_keeps_all_workers_busy_unless_they_synchronise():
-    free = make_plan([layer(6)], [(0, 4)], bandwidth=1)
-    assert simulate_plan(free, 40, busy_links=True).utilisation == 1
-    heavy = make_plan([layer(6, weight=8)], [(0, 4)], bandwidth=1)
-    run = simulate_plan(heavy, 40, busy_links=True)
-    assert heavy.period_s == run.period_s == 3
-    assert run.utilisation == Fraction(1, 2)
 
 
 def test_a_run_that_is_too_short_gives_no_period_rather_than_a_wrong_one():

@@ -107,13 +107,6 @@ def test_any_size_gives_a_legal_order_no_longer_than_the_fixed_ones(p, m, memory
         assert found.makespan <= fixed.makespan
 
 
-def test_words_that_wait_for_each_other_have_no_length():
-    problem = build_problem(costs_of(2), 2, 2)
-    assert makespan(problem, ["FIWFIW", "FIWFIW"]) == 10
-    assert makespan(problem, ["FIWFIW", "FFIIWW"]) is None
-    assert simulate(as_schedule(["FIWFIW", "FIWFIW"], "two"), costs_of(2)).makespan == 10
-
-
 def test_no_memory_is_refused():
     with pytest.raises(UserError, match="a rank holds 1 microbatch at least"):
         search(costs_of(2), 2, 0)

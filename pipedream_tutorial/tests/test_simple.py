@@ -2,7 +2,6 @@
 numbers against the measures."""
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -16,11 +15,8 @@ import pytest
 from pipedream import __main__ as command
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, load_csv, repeat
-from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.schedules.ops import Op, load_csv
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
-from pipedream.simulate.measures import idle, peak_activations
-from pipedream.simulate.simulator import build_costs, simulate
 
 SCRIPT = Path(simple.__file__)
 CASE = Case(
@@ -35,7 +31,6 @@ CASE = Case(
     overlap_saving=Fraction(0),
     stage_scale=None,
 )
-ASYNCHRONOUS = {"pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"}
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
@@ -114,25 +109,6 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path):
     assert load_csv(path).orders == build_schedule("v-half", 4, 8).orders
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_row_is_what_the_measures_say(name):
-    row, entry = measure(name, CASE), SCHEDULES[name]
-    batch = build_schedule(name, 4, 8)
-    stream = build_schedule(name, 4, 24) if name in ASYNCHRONOUS else repeat(batch, 3)
-    for shown, schedule, figures in (
-        (row.batch, batch, row.batch_idle),
-        (row.stream, stream, row.stream_idle),
-    ):
-        expected = simulate(schedule, build_costs(schedule, forward=1, input_gradient=2))
-        assert shown.events == expected.events
-        assert figures == idle(expected)
-    use = weight_use(stream, POLICIES[entry.policy], 8)
-    assert row.peak_activations == peak_activations(stream)
-    assert row.peak_versions == tuple(use[stage].peak_versions for stage in sorted(use))
-    assert row.staleness == tuple(max(use[s].staleness.values()) for s in sorted(use))
-    assert row.mixed == (name == "pipedream-no-stash")
-
-
 def test_no_closed_form_is_shown_where_none_is_valid():
     scale = [Fraction(1), Fraction(2), Fraction(1), Fraction(1)]
     assert measure("gpipe", replace(CASE, stage_scale=scale)).formula is None
@@ -190,29 +166,6 @@ def test_weight_copies_count_both_of_chimera_s_models():
     assert copies["interleaved"] == copies["zb-v"] == (1, 1, 1, 1)
 
 
-def test_the_table_shows_the_rows(capsys, monkeypatch):
-    text = call(capsys, monkeypatch, "--verbose", "no", "--steps", "0", "--input_gradient", "2")
-    case = replace(CASE, num_batches=4)
-    for row in compare(case):
-        assert isinstance(row, Row)
-        (line,) = [line for line in text.splitlines() if line.startswith(f"{row.title:<24}")]
-        cells = line[24:].replace("%", "").split()
-        one, many = row.batch_idle, row.stream_idle
-        expected = [
-            row.batch.makespan,
-            100 * one.makespan_fraction,
-            100 * one.span_fraction,
-            row.stream.makespan,
-            100 * (1 - many.makespan_fraction),
-            max(row.peak_activations),
-            max(row.weight_copies),
-        ]
-        assert [float(cell) for cell in cells[:-1]] == pytest.approx(
-            [float(value) for value in expected], abs=0.051
-        )
-        assert cells[-1] == f"{max(row.staleness)}{'*' if row.mixed else ''}"
-
-
 def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monkeypatch):
     text = call(
         capsys, monkeypatch, "--num_stages=3", "--num_microbatches=4", "--steps=0", "--verbose=no"
@@ -264,34 +217,6 @@ def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
     assert output(TRAINING) == output(TRAINING)
 
 
-def test_every_key_has_a_comment():
-    source = Path(command.__file__).read_text()
-    config = source[source.index("CONFIG: dict") : source.index("}", source.index("CONFIG: dict"))]
-    for key in command.CONFIG:
-        assert re.search(rf'^    "{key}": .+,  # \S', config, re.M), key
-
-
-def test_a_run_from_another_folder(tmp_path):
-    sizes = ["--num_stages", "2", "--num_microbatches", "4", "--steps", "2"]
-    done = run(*sizes, "--verbose", "yes", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    for title in (entry.title for entry in SCHEDULES.values()):
-        assert f"\n{title}\n" in done.stdout
-        assert re.search(rf"^{title} +\d", done.stdout, re.M)
-    assert "rank 0 F0 F1 ......B0--- F2 B1--- F3 " in done.stdout
-    assert "closed form  a rank idles for 3, simulated 3; " in done.stdout
-    trained = done.stdout[done.stdout.index("Trained: ") :].splitlines()[3:10]
-    assert [line[:24].strip() for line in trained] == [
-        SCHEDULES[name].title
-        for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream-no-stash",
-                     "pipedream-vertical", "pipedream-2bw")
-    ]  # fmt: skip
-    errors = [float(line.split()[-4]) for line in trained]
-    assert errors[4] > 0
-    assert errors[:4] + errors[5:] == pytest.approx([0] * 6, abs=1e-12)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_order_goes_out_as_csv_and_comes_back(tmp_path, capsys, monkeypatch):
     path = tmp_path / "order.csv"
     first = call(capsys, monkeypatch, "--schedule", "zb-h1", "--steps", "0", "--csv", str(path))
@@ -312,29 +237,6 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
     call(capsys, monkeypatch, "--schedule=pipedream", "--steps=0", f"--trace={path}")
     events = json.loads(path.read_text())["traceEvents"]
     assert len([e for e in events if e["ph"] == "X"]) == 2 * 4 * 8 * 4
-
-
-def test_tables_come_first_and_need_no_torch(tmp_path):
-    """The default run: a screenful, and its first table before torch would be imported."""
-    script = (
-        "import runpy, sys, builtins; "
-        "real = builtins.__import__\n"
-        "def guarded(name, *rest):\n"
-        "    if name == 'torch': sys.stdout.flush(); import os; os._exit(7)\n"
-        "    return real(name, *rest)\n"
-        "builtins.__import__ = guarded; sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, command.__file__],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "COLUMNS": "100"},
-    )  # fmt: skip
-    assert done.returncode == 7, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("Chimera ")]
-    assert lines[-3].startswith("Trained: 2 layers on each of 4 stages")
-    assert len(lines) + 7 + 4 <= 40  # what training adds
 
 
 def test_grids_are_shown_of_one_schedule_or_where_asked_for(capsys, monkeypatch):
@@ -377,11 +279,6 @@ def test_rows_come_as_they_finish():
     assert first.name == "naive"
     assert "stream" not in first.__dict__  # batches in a row are never built for a table
     assert [row.name for row in rows] == list(SCHEDULES)[1:]
-
-
-def test_a_schedule_is_known_in_any_case(capsys, monkeypatch):
-    upper = call(capsys, monkeypatch, "--schedule", "1F1B", "--steps", "0")
-    assert upper == call(capsys, monkeypatch, "--schedule", "1f1b", "--steps", "0")
 
 
 def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
@@ -474,14 +371,3 @@ def test_output_that_nobody_reads_to_the_end_is_no_error():
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("p = 4 ranks")
-
-
-def test_a_file_whose_operations_wait_for_each_other_says_which(tmp_path):
-    path = tmp_path / "circle.csv"
-    path.write_text("0F0,0I0,0F1,0W0,0I1,0W1\n1F0,1F1,1I0,1W0,1I1,1W1\n")
-    circle = (
-        "deadlock: rank 0 is at 0I0, which needs 1I0; rank 1 is at 1F1, which needs 0F1; "
-        "mend the order in the file"
-    )
-    with pytest.raises(UserError, match=re.escape(f"circle.csv cannot run: {circle}")):
-        measure_csv(path, CASE)

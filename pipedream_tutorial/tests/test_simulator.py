@@ -1,6 +1,5 @@
 """What must hold for any order and any durations, and what is said of orders that cannot run."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -12,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Item, Op, Pair, Schedule, one_chain, repeat
+from pipedream.schedules.ops import Item, Op, Pair, Schedule, one_chain
 from pipedream.simulate.simulator import (
     Costs,
     DeadlockError,
@@ -103,75 +102,6 @@ def test_a_rank_runs_its_order_one_operation_at_a_time(t: Timeline) -> None:
         assert tuple(event.item for event in line) == order
         assert all(a.end <= b.start for a, b in pairwise(line))
         assert all(event.end > event.start for event in line)
-
-
-@FIXED
-@given(timelines(), st.fractions(Fraction(1, 9), 9, max_denominator=9))
-def test_scaling_all_durations_scales_every_time(t: Timeline, factor: Fraction) -> None:
-    scaled = replace(
-        t.costs,
-        **{
-            name: tuple(factor * d for d in getattr(t.costs, name))
-            for name in ("forward", "input_gradient", "weight_gradient")
-        },
-        communication=factor * t.costs.communication,
-    )
-    after = simulate(t.schedule, scaled)
-    assert {op: factor * end for op, end in ends(t).items()} == ends(after)
-
-
-@FIXED
-@given(timelines(), st.data())
-def test_no_duration_that_grows_makes_anything_end_earlier(
-    t: Timeline, data: st.DataObject
-) -> None:
-    """For a fixed order. (List scheduling, which reorders, has such anomalies.)"""
-    name = data.draw(
-        st.sampled_from(["forward", "input_gradient", "weight_gradient", "communication"])
-    )
-    more = data.draw(DURATIONS)
-    if name == "communication":
-        costs = replace(t.costs, communication=t.costs.communication + more)
-    else:
-        values = list(getattr(t.costs, name))
-        values[data.draw(st.integers(0, len(values) - 1))] += more
-        costs = replace(t.costs, **{name: tuple(values)})
-    before, after = ends(t), ends(simulate(t.schedule, costs))
-    assert all(after[op] >= before[op] for op in before)
-
-
-@FIXED
-@given(timelines(overlap=False))
-def test_makespan_is_at_least_head_and_work_and_tail_of_each_stage(t: Timeline) -> None:
-    """A stage cannot begin before the first microbatch has come through those before it, nor can
-    the pipeline end before the last gradient has gone back through them."""
-    s, costs = t.schedule, t.costs
-    counts = Counter((op.stage, op.kind) for op in s.ops())
-    rank_of_stage = {op.stage: rank for op, rank in s.ranks().items()}
-    for chain in s.chains:
-        head, tail, tail_whole = Fraction(0), Fraction(0), Fraction(0)
-        for k, stage in enumerate(chain):
-            f, i, w = costs.forward[k], costs.input_gradient[k], costs.weight_gradient[k]
-            n = counts[stage, "F"]
-            if counts[stage, "B"] == n:
-                assert t.makespan >= head + n * (f + i + w) + tail_whole
-            assert t.makespan >= head + n * (f + i) + tail
-            assert t.makespan >= head + n * (f + i + w)
-            if k + 1 < len(chain):
-                hop = costs.communication * (rank_of_stage[stage] != rank_of_stage[chain[k + 1]])
-                whole = counts[stage, "B"] == n
-                head += f + hop
-                tail_whole += (i + w if whole else i) + hop
-                tail += i + hop
-
-
-@FIXED
-@given(schedules(), st.integers(1, 3))
-def test_repeated_batches_take_no_longer_than_one_after_the_other(s: Schedule, k: int) -> None:
-    costs = build_costs(s, weight_gradient=2)
-    one, many = simulate(s, costs), simulate(repeat(s, k), costs)
-    work = sum((event.end - event.start for event in one.events[0]), Fraction(0))
-    assert one.makespan + (k - 1) * work <= many.makespan <= k * one.makespan
 
 
 def swapped(s: Schedule, rank: int, a: int, b: int) -> Schedule:

@@ -136,19 +136,6 @@ def test_a_csv_with_what_is_no_computation_is_refused_by_name(tmp_path: Path) ->
         load_csv(tmp_path / "comms.csv")
 
 
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
-)
-def test_torch_reads_a_csv_that_we_wrote(name: str, tmp_path: Path) -> None:
-    """torch checks what it loads: every operation there, and in an order that can be."""
-    s = build_schedule(name, 3, 6)
-    save_csv(s, tmp_path / "ours.csv")
-    runtime = build_theirs("_PipelineScheduleRuntime", 3, 6, s.stages_per_rank)
-    runtime._load_csv(tmp_path / "ours.csv")
-    loaded = [[str(a) for a in runtime.pipeline_order[rank]] for rank in range(3)]
-    assert loaded == [[str(item) for item in order] for order in s.orders]
-
-
 @pytest.fixture(scope="module")
 def ran_by_torch(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 4 processes found, from one launch that runs three CSVs."""

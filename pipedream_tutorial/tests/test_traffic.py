@@ -16,9 +16,7 @@ from tutorial_traffic import (
     Layout,
     Model,
     block_activations,
-    comparison_table,
     cost,
-    layouts,
     ring_share,
     sent,
     stage_parameters,
@@ -154,25 +152,6 @@ def test_what_cannot_be_is_said(layout: Layout, text: str) -> None:
         cost(SMALL, layout, sequences=8, microbatch=1)
 
 
-def test_a_table_has_every_layout_once_and_its_numbers() -> None:
-    table, *reasons = comparison_table("gpt2-medium", 8).split("\n\n")
-    lines = table.splitlines()[2:]
-    titles = [line.split("|")[1].strip() for line in lines]
-    assert reasons == [
-        "24 blocks cannot be cut into 16 equal parts, which rules out pipeline, ZB-V."
-    ]
-    assert sorted([*titles, "pipeline, ZB-V"]) == sorted(one.title for one in layouts(8))
-    assert all(one.data * one.tensor * one.pipeline == 8 for one in layouts(8))
-    one = cost(MEDIUM, Layout(title="", data=8, zero=3), sequences=64, microbatch=4)
-    cells = [cell.strip() for cell in lines[titles.index("ZeRO-3")].split("|")]
-    assert cells[2] == f"{float(one.weights + one.gradients + one.optimizer) / 2**30:.2f}"
-    assert cells[4] == f"{float(one.memory) / 2**30:.2f}"
-    assert cells[5] == f"{float(one.sent) / 2**30:.2f}"
-    # 64 sequences over 8 devices, 4 at a time: two microbatches, each gathers twice and scatters.
-    assert one.sent == 2 * 2 * 3 * Fraction(7, 8) * MEDIUM.parameters
-    assert "25 heads cannot be cut into 8" in comparison_table("gpt2-xl", 8)
-
-
 def test_a_v_has_its_own_memory_and_traffic() -> None:
     """ZB-V against 1F1B: the same model held once, twice the hops between devices, and what its
     orders hold; both ends are on device 0."""
@@ -194,22 +173,3 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
     activations = cost(wide, layout, sequences=8, microbatch=1).activations
     assert 4 * blocks <= activations <= 4 * (blocks + ends)
     assert peak_activations(schedule) == (4, 4, 4, 4)
-
-
-def test_what_comparison_says_of_zero_bubble_schedules() -> None:
-    """Its "When to use which": memory and idle time against 1F1B's, over all of its tables."""
-    more: dict[str, list[Fraction]] = {"zb-h1": [], "zb-v": []}
-    for model, devices in product(MODELS.values(), (4, 8)):
-        straight = Layout(title="", pipeline=devices)
-        base = cost(model, straight, sequences=64, microbatch=4)
-        for name, found in more.items():
-            try:
-                one = cost(model, replace(straight, schedule=name), sequences=64, microbatch=4)
-            except UserError:
-                assert (model.layers, devices, name) == (24, 8, "zb-v")
-                continue
-            found.append(100 * (one.memory / base.memory - 1))
-            assert one.idle < base.idle / 2
-            assert name == "zb-h1" or Fraction(3, 100) < one.idle < Fraction(7, 100)
-    assert [round(edge) for edge in (min(more["zb-v"]), max(more["zb-v"]))] == [5, 16]
-    assert [round(edge) for edge in (min(more["zb-h1"]), max(more["zb-h1"]))] == [19, 136]

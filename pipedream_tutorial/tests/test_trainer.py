@@ -170,22 +170,6 @@ def test_versions_and_staleness_are_those_counted_from_the_order(name: str, p: i
         assert set(trainer.versions) == {trainer.updates} == {len(history[s]) - 1}
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
-def test_versions_of_the_papers(p: int) -> None:
-    """PipeDream (1806.03377): p - s versions with stashing; 2BW (2006.09503): two."""
-    expected = {
-        "1f1b": [1] * p,
-        "pipedream": [p - s for s in range(p)],
-        "pipedream-vertical": [p] * p,
-        "pipedream-no-stash": [1] * p,
-        "pipedream-2bw": [2] * p,
-    }
-    for name, versions in expected.items():
-        trainers = one_trainer_a_stage(p, name, 8, 3)
-        run_schedule(schedule_for_training(name, p, 8, 3)[0], trainers, build_task(seed=0))
-        assert [trainer.peak_versions for trainer in trainers] == versions, name
-
-
 @pytest.mark.parametrize(
     ("policy", "kept"), [("flush", False), ("stash", False), ("in-place", True)]
 )

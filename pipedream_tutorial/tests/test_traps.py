@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from pipedream.train import traps
 from pipedream.train.traps import (
     WAYS,
     copy_into_data,
@@ -49,11 +48,3 @@ def test_the_updates_themselves_agree() -> None:
         update(module, [torch.ones_like(p) for p in module.parameters()])
         found.append([p.detach().clone() for p in module.parameters()])
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
-
-
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    traps.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("0 exactly" in line for line in lines) == 1
-    assert sum("autograd refuses" in line for line in lines) == 2
-    assert sum("no word of warning" in line for line in lines) == 3
