@@ -40,10 +40,13 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """A launcher's."""
+        """A launcher's: the ranks' own where all that failed agree."""
         if self.signum:
             return 128 + self.signum
-        return int(any(self.codes.values()))
+        failed = {code for code in self.codes.values() if code}
+        if len(failed) == 1 and min(failed) > 0:
+            return min(failed)
+        return int(bool(failed))
 
 
 def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ended:
