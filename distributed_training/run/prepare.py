@@ -50,9 +50,7 @@ def make_plan(
 
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    found = find_resume(
-        plan.config.resume, plan.output_dir, plan.work, plan.spread, plan.ranks_beside(0)
-    )
+    found = find_resume(plan)
     if found is None:
         return plan
     plan = replace(plan, run_dir=found[0], checkpoint=found[1])
@@ -90,7 +88,7 @@ def _reserve(plan: Plan) -> Plan:
             run_dir = new_run_dir(plan.output_dir, *names)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
-    claims.claim(plan.run_dir, identity(plan.work, plan.spread))
+    claims.claim(plan.run_dir, identity(plan))
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
     with contextlib.suppress(OSError):  # a file system without links
         latest = plan.output_dir / f".latest-{plan.run_dir.name}"

@@ -128,7 +128,7 @@ def export_checkpoint(given: str, to: str | None = None) -> int:
     if folder.exists():
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
     meta = resume.read_meta(checkpoint)
-    names = resume.files_to_read(checkpoint, meta, meta.spread, None)
+    names = resume.files_to_read(checkpoint, meta)
     resume.check_files(checkpoint, meta, names)
     saved = TensorFiles(checkpoint / name for name in names)
     weights = [name for name in saved.stored if name.startswith("weight/")]

@@ -27,7 +27,7 @@ from distributed_training.run.saving.resume import (
 )
 from distributed_training.settings.errors import UserError
 from tests.conftest import heavy_pool
-from tests.run.test_checkpoint import SPREAD, WORK, FakeEngine, plan_of
+from tests.run.test_checkpoint import SPREAD, FakeEngine, plan_of
 from tests.support import refused, save_now
 
 FILES = (["rank-00000.safetensors"], ["copies-00001.safetensors", "rank-00001.safetensors"])
@@ -109,6 +109,19 @@ def on_two_nodes(folder):
     return seen
 
 
+def plan_on(spread, node):
+    """The plan of a process that is alone on a node; node None: its disk is shared."""
+    plan = plan_of(None, spread=spread)
+    plan.ranks_beside = lambda _: None if node is None else [node]
+    return plan
+
+
+def find_on(given, output_dir, node=None):
+    plan = plan_on(SPREAD, node)
+    plan.config.resume, plan.output_dir = given, output_dir
+    return find_resume(plan)
+
+
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
@@ -152,21 +165,21 @@ def test_files_of_all_nodes_together_suffice_any_layout(two_nodes, tmp_path):
     folder, _ = two_nodes
     nodes = [list_checkpoints(folder / f"node{rank}")[0] for rank in (0, 1)]
     meta, other = read_meta(nodes[0]), {**SPREAD, "strategy": "fsdp"}
-    assert files_to_read(nodes[0], meta, SPREAD, [0]) == FILES[0]
-    for node, spread, ranks, lacks in (
-        (0, other, [0], "rank-00001"),
+    assert files_to_read(nodes[0], meta, plan_on(SPREAD, 0)) == FILES[0]
+    for node, spread, reader, lacks in (
+        (0, other, 0, "rank-00001"),
         (0, SPREAD, None, "rank-00001"),
-        (0, SPREAD, [1], "rank-00001"),
-        (1, SPREAD, [0], "rank-00000"),
-        (1, other, [1], "rank-00000"),
+        (0, SPREAD, 1, "rank-00001"),
+        (1, SPREAD, 0, "rank-00000"),
+        (1, other, 1, "rank-00000"),
     ):
         with refused(f"lacks {lacks}.safetensors", os.uname().nodename, "into one, to every node"):
-            files_to_read(nodes[node], meta, spread, ranks)
+            files_to_read(nodes[node], meta, plan_on(spread, reader))
     together = tmp_path / "together"
     for node in nodes:
         shutil.copytree(node, together, dirs_exist_ok=True)
-    for spread, ranks in ((other, None), (SPREAD, [0]), (SPREAD, [1])):
-        names = files_to_read(together, meta, spread, ranks)
+    for spread, reader in ((other, None), (SPREAD, 0), (SPREAD, 1)):
+        names = files_to_read(together, meta, plan_on(spread, reader))
         assert names == ["rank-00000.safetensors", "rank-00001.safetensors"]
         check_files(together, meta, names)
     plan, engine = plan_of(None, checkpoint=together, spread=other), Copies(0.0, 1)
@@ -185,11 +198,11 @@ def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
     shutil.copytree(folder / "node0", run_dir)
     for resume in ("auto", str(run_dir)):
         with refused("record.json of", "the run's first node was"):
-            find_resume(resume, tmp_path, WORK, SPREAD, [0])
+            find_on(resume, tmp_path, node=0)
     start_record(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
-        assert find_resume(resume, tmp_path, WORK, SPREAD, [0])[0] == run_dir
+        assert find_on(resume, tmp_path, node=0)[0] == run_dir
         with pytest.raises(ElsewhereError, match="is not whole"):
-            find_resume(resume, tmp_path, WORK, SPREAD)
+            find_on(resume, tmp_path)
     start_record(run_dir).update(status="ok")
-    assert find_resume("auto", tmp_path, WORK, SPREAD) is None
+    assert find_on("auto", tmp_path) is None

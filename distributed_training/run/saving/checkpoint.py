@@ -258,8 +258,7 @@ def load_checkpoint(
         why = "a file of the dataset has changed, or this is another Python's embedded corpus"
         raise UserError(what, why, "restore it, or set resume to None")
     try:
-        ranks = plan.ranks_beside(topology.rank)
-        names = resume.files_to_read(folder, meta, plan.spread, ranks)
+        names = resume.files_to_read(folder, meta, plan, topology.rank)
         saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:

@@ -6,8 +6,8 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.parallel.tensor_files import Part
@@ -27,27 +27,27 @@ def check_disks(plan: Plan, process: Process) -> None:
     UserError on every rank where that is not so. Collective.
     """
     if not plan.own_disks:
-        _on_each_node(process, partial(_see_folder, plan, process))
+        _on_each_node(process, _see_folder, plan)
         return
     mark = plan.run_dir / from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
-        _on_each_node(process, partial(_make_folder, plan, process, mark))
+        _on_each_node(process, _make_folder, plan, mark)
     finally:
         if process.local_rank == 0:
             mark.unlink(missing_ok=True)
     if plan.checkpoint is not None:
         mine = _with_hosts(plan.checkpoint).model_dump() if process.rank == 0 else None
         meta = resume.Meta(**from_rank_0(mine))
-        _on_each_node(process, partial(_check_files, plan, plan.checkpoint, meta, process))
+        _on_each_node(process, _check_files, plan, plan.checkpoint, meta)
 
 
-def _on_each_node(process: Process, do: Callable[[], None]) -> None:
-    """Let the first process of each node do that; raises the first UserError among them on every
+def _on_each_node(process: Process, do: Callable[..., None], *arguments: Any) -> None:
+    """Call it on the first process of each node; raises the first UserError among them on every
     rank. Collective."""
     problem = ""
     if process.local_rank == 0:
         try:
-            do()
+            do(process, *arguments)
         except UserError as error:
             problem = str(error)
     for found in gather(problem):
@@ -55,7 +55,7 @@ def _on_each_node(process: Process, do: Callable[[], None]) -> None:
             raise UserError(found)
 
 
-def _see_folder(plan: Plan, process: Process) -> None:
+def _see_folder(process: Process, plan: Plan) -> None:
     """Checkpoints of all nodes lie in one folder, which rank 0 has made, with the plan in it."""
     fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
     end = time.monotonic() + SHARED_WITHIN_S
@@ -67,7 +67,7 @@ def _see_folder(plan: Plan, process: Process) -> None:
         time.sleep(0.2)
 
 
-def _make_folder(plan: Plan, process: Process, mark: Path) -> None:
+def _make_folder(process: Process, plan: Plan, mark: Path) -> None:
     """This node's folder of the run, with the plan in it."""
     host = socket.gethostname()
     try:
@@ -91,8 +91,8 @@ def _with_hosts(checkpoint: Path) -> resume.Meta:
     return meta
 
 
-def _check_files(plan: Plan, checkpoint: Path, meta: resume.Meta, process: Process) -> None:
-    names = resume.files_to_read(checkpoint, meta, plan.spread, plan.ranks_beside(process.rank))
+def _check_files(process: Process, plan: Plan, checkpoint: Path, meta: resume.Meta) -> None:
+    names = resume.files_to_read(checkpoint, meta, plan, process.rank)
     if process.rank:  # where the run was planned they have been read
         resume.check_files(checkpoint, meta, names)
 

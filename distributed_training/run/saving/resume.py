@@ -5,18 +5,20 @@ A checkpoint's files are described in checkpoint.py, which writes them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from distributed_training.plan.plan import Plan
 from distributed_training.records.record import RECORD_FILE, RunState, is_alive, load_state
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import UserError
@@ -62,18 +64,20 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def read_meta(folder: Path) -> Meta:
     """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint."""
+    foreign = UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD)
     try:
-        text = (folder / META_FILE).read_bytes()
-        form = json.loads(text).get("format")
-        if isinstance(form, int) and form != FORMAT:
-            age = "an earlier" if form < FORMAT else "a later"
-            what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
-            raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
-        return Meta.model_validate_json(text)
-    except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD) from None
+        values = json.loads((folder / META_FILE).read_bytes())
+        form = values.get("format")
+    except (OSError, ValueError, AttributeError):
+        raise foreign from None
+    if isinstance(form, int) and form != FORMAT:
+        age = "an earlier" if form < FORMAT else "a later"
+        what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
+        raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
+    try:
+        return Meta.model_validate(values)
+    except ValueError:
+        raise foreign from None
 
 
 def files_of(rank: int) -> tuple[str, str]:
@@ -81,20 +85,18 @@ def files_of(rank: int) -> tuple[str, str]:
     return f"rank-{rank:05d}.safetensors", f"copies-{rank:05d}.safetensors"
 
 
-def files_to_read(
-    folder: Path, meta: Meta, spread: Mapping[str, Any], ranks: Iterable[int] | None
-) -> list[str]:
-    """All files of a checkpoint; where it lies on several disks, those of the processes `ranks`
-    suffice them under the same layout. `ranks`: of this node, None where a disk is shared.
-
-    Raises ElsewhereError where other hosts have what is needed.
+def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
+    """All files of a checkpoint; where it lies on several disks, those of the processes of `rank`'s
+    node, which suffice under the same layout. Raises ElsewhereError where other hosts have what is
+    needed.
     """
     names = list(meta.files)
-    absent = _absent(folder, [*names, META_FILE])
-    if absent and ranks is not None and meta.spread == spread:
+    absent = _absent(folder, names)
+    ranks = plan.ranks_beside(rank) if plan is not None and meta.spread == plan.spread else None
+    if absent and ranks is not None:
         known = {**meta.files, **meta.copies}
         names = [name for rank in ranks for name in files_of(rank) if name in known]
-        absent = _absent(folder, [*names, META_FILE])
+        absent = _absent(folder, names)
     if absent and meta.hosts:
         hosts = sorted({meta.hosts[name] for name in absent if name in meta.hosts})
         more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
@@ -105,31 +107,30 @@ def files_to_read(
     return names
 
 
-def _absent(folder: Path, names: Iterable[str]) -> list[str]:
-    return [name for name in names if not (folder / name).is_file()]
+def _absent(folder: Path, names: list[str]) -> list[str]:
+    return [name for name in [*names, META_FILE] if not (folder / name).is_file()]
 
 
-def check_files(folder: Path, meta: Meta, names: Sequence[str] | None = None) -> None:
-    """Raise UserError unless these files of a checkpoint (None: all but copies) are there with all
-    their bytes as written."""
-    names = list(meta.files if names is None else names)
-    sizes = {**meta.files, **meta.copies}
-    for name in names:
-        file = folder / name
-        size = sizes[name]
-        why = ""
-        if not file.is_file():
-            why = f"{name} is missing"
-        elif file.stat().st_size != size:
-            why = f"{name} is {file.stat().st_size} bytes long instead of {size}"
-        if why:
-            raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
+def check_files(folder: Path, meta: Meta, names: Sequence[str]) -> None:
+    """Raise UserError unless these files of a checkpoint are there with all bytes as written."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: _checksum(folder / name), names)
-        for name, checksum in zip(names, found, strict=True):
-            if checksum != meta.checksums.get(name):
-                why = f"{name} has other contents than were written"
-                raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
+        for damage in pool.map(lambda name: _find_damage(folder / name, meta), names):
+            if damage:
+                raise UserError(f"checkpoint {folder} is damaged", damage, INSTEAD)
+
+
+def _find_damage(file: Path, meta: Meta) -> str:
+    """What is wrong with a checkpoint's file; "" where it is as it was written."""
+    name = file.name
+    if not file.is_file():
+        return f"{name} is missing"
+    size = file.stat().st_size
+    written = {**meta.files, **meta.copies}[name]
+    if size != written:
+        return f"{name} is {size} bytes long instead of {written}"
+    if _checksum(file) != meta.checksums.get(name):
+        return f"{name} has other contents than were written"
+    return ""
 
 
 def _checksum(file: Path) -> int:
@@ -147,105 +148,90 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return checkpoint if (checkpoint / META_FILE).is_file() else None
 
 
-def find_resume(
-    resume: str | None,
-    output_dir: Path,
-    work: Mapping[str, Any],
-    spread: Mapping[str, Any],
-    ranks: Iterable[int] | None = None,
-) -> tuple[Path, Path] | None:
+def find_resume(plan: Plan) -> tuple[Path, Path] | None:
     """(run folder, checkpoint) to continue from, or None to start afresh.
 
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
     its newest checkpoint that can be read, and warns of what it passes over. A path names a run
     (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
     its run's record, or of another work. Strategy and processes may be others: `describe_change`.
-    Either way raises UserError for a run that is going on, or whose files are on other nodes
-    (`ranks` as in `files_to_read`).
+    Either way raises UserError for a run that is going on, or whose files are on other nodes.
     """
+    resume = plan.config.resume
     if resume is None:
         return None
-    if resume == "auto":
-        return _newest(output_dir, work, spread, ranks)
-    return _named(resume, work, spread, ranks)
+    checkpoint = _newest(plan) if resume == "auto" else _named(resume, plan)
+    return None if checkpoint is None else (checkpoint.parents[1], checkpoint)
 
 
-def _named(
-    resume: str, work: Mapping[str, Any], spread: Mapping[str, Any], ranks: Iterable[int] | None
-) -> tuple[Path, Path]:
-    folder = user_path("resume", resume).resolve()
-    checkpoint = newest_checkpoint(folder)
+def _named(resume: str, plan: Plan) -> Path:
+    checkpoint = newest_checkpoint(user_path("resume", resume).resolve())
     if checkpoint is None:
         fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
         raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
     meta = read_meta(checkpoint)
-    if differences := _differences(meta, work):
+    if differences := _differences(meta, plan.work):
         fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
         if "global_batch_size" in differences:
             fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
         raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
-    check_files(checkpoint, meta, files_to_read(checkpoint, meta, spread, ranks))
+    check_files(checkpoint, meta, files_to_read(checkpoint, meta, plan))
     _load_state(checkpoint, meta)  # the run goes on with its record
     claims.refuse_held(checkpoint.parents[1])
-    return checkpoint.parents[1], checkpoint
+    return checkpoint
 
 
-def _newest(
-    output_dir: Path,
-    work: Mapping[str, Any],
-    spread: Mapping[str, Any],
-    ranks: Iterable[int] | None,
-) -> tuple[Path, Path] | None:
-    claims.refuse_doubling(output_dir, identity(work, spread))
-    same = list[tuple[Path, Meta]]()
-    others = list[tuple[Path, Meta]]()
-    for checkpoint in sorted(output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
+def _newest(plan: Plan) -> Path | None:
+    claims.refuse_doubling(plan.output_dir, identity(plan))
+    strategy = plan.strategy.name
+    found = list[tuple[Path, Meta]]()
+    for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         run_dir = checkpoint.parents[1]
         if run_dir.is_symlink():  # latest
             continue
-        try:
+        state = None
+        with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
-            if _differences(meta, work) or (state := _load_state(checkpoint, meta)).status == "ok":
-                continue
-        except ElsewhereError:
-            raise
-        except (UserError, OSError) as error:
-            _warn(checkpoint, error)
+            if not _differences(meta, plan.work):
+                state = _load_state(checkpoint, meta)
+        if state is None or state.status == "ok":
             continue
-        alike = meta.spread.get("strategy") == spread["strategy"]
         if not is_alive(state):
-            (same if alike else others).append((checkpoint, meta))
-        elif alike:  # as for some seconds after its launcher was killed
+            found.append((checkpoint, meta))
+        elif meta.spread.get("strategy") == strategy:  # for some seconds after its launcher's end
             raise claims.going_on(run_dir, state.pid, state.hostname)
     # Of the same strategy before others: runs that are compared go on each for itself.
-    for checkpoint, meta in [*same, *others]:
-        try:
-            check_files(checkpoint, meta, files_to_read(checkpoint, meta, spread, ranks))
-            return checkpoint.parents[1], checkpoint
-        except ElsewhereError:
-            raise
-        except (UserError, OSError) as error:
-            _warn(checkpoint, error)
+    found.sort(key=lambda each: each[1].spread.get("strategy") != strategy)
+    for checkpoint, meta in found:
+        with _passing_over(checkpoint):
+            check_files(checkpoint, meta, files_to_read(checkpoint, meta, plan))
+            return checkpoint
     return None
+
+
+@contextlib.contextmanager
+def _passing_over(checkpoint: Path) -> Iterator[None]:
+    """Warn of what is wrong with a checkpoint, unless other nodes have what it lacks."""
+    try:
+        yield
+    except ElsewhereError:
+        raise
+    except (UserError, OSError) as error:
+        logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
 
 
 def _load_state(checkpoint: Path, meta: Meta) -> RunState:
     run_dir = checkpoint.parents[1]
-    host = socket.gethostname()
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
-        what = f"{RECORD_FILE} of {run_dir} is not on {host}"
+        what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
         first = meta.hosts[files_of(0)[0]]
         raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
     return load_state(run_dir)
 
 
-def _warn(checkpoint: Path, error: Exception) -> None:
-    logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
-
-
-def identity(work: Mapping[str, Any], spread: Mapping[str, Any]) -> dict[str, Any]:
+def identity(plan: Plan) -> dict[str, Any]:
     """What two runs have in common that must not go on at a time under `resume=auto`."""
-    return {**work, "strategy": spread["strategy"]}
+    return {**plan.work, "strategy": plan.strategy.name}
 
 
 def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
