@@ -8,9 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import runpy
 import signal
-import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -22,20 +20,7 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
 from distributed_training.run.saving import checkpoint, disks
-from tests.pool import SCRIPT
-
-
-def run_script(arguments: list[str]) -> int:
-    """The script's exit code; where it ends the process itself, that is the job's."""
-    sys.argv = [str(SCRIPT), *arguments]
-    try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(int(end.code))
-    return 0
+from tests.e2e.support import run_script
 
 
 def with_bad_gradient(job: dict[str, Any]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
 from tests.e2e.nodes import Node
-from tests.pool import SCRIPT
+from tests.e2e.support import run_script
 
 
 def enter(node: Node) -> None:
@@ -25,20 +24,6 @@ def enter(node: Node) -> None:
     for space in spaces:
         assert libc.setns(space, 0) == 0, os.strerror(ctypes.get_errno())
     os.environ.update(TMPDIR=str(node.own), HOME=str(node.own))
-
-
-def run_script(arguments: list[str]) -> int:
-    """The script in this process; its exit code."""
-    sys.argv = [str(SCRIPT), *arguments]
-    try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    except SystemExit as end:
-        code = int(end.code or 0)
-        if code:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return 0
 
 
 def with_torchrun(job: dict[str, Any]) -> int:

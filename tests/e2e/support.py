@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -31,6 +32,19 @@ def script_command(values: dict[str, object], *arguments: str, unset: Sequence[s
     """`python real_model_example.py` with --set values, in an environment without `unset`."""
     without = ["env", *(part for name in unset for part in ("-u", name))] if unset else []
     return [*without, sys.executable, str(SCRIPT), *settings(values), *arguments]
+
+
+def run_script(arguments: list[str]) -> int:
+    """The script in this process, which ends with its exit code where that is not 0."""
+    sys.argv = [str(SCRIPT), *arguments]
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(end.code))
+    return 0
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:

@@ -15,7 +15,7 @@ from tests.conftest import SMALL, assert_ok, run_command, settings
 from tests.e2e.support import run_folders
 from tests.plan.helpers import plan_for
 from tests.pool import ROOT
-from tests.support import CPU_MACHINE, GPU_MACHINE, record_values, refused
+from tests.support import GPU_MACHINE, record_values, refused
 
 # The script, on GPUs that are too small for dp.
 SMALL_GPUS = """
@@ -95,18 +95,3 @@ def test_what_is_set_stays(config, axes, tmp_path):
     assert planned.requested.strategy == AUTO
     given = {**planned.mesh, "num_microbatches": planned.batch.num_microbatches}
     assert {key: given[key] for key in (*config, *axes)} == config | axes
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"max_length": 2048}, ["max_length=2048", "1024"]),
-        ({"deepspeed_config": "configs/ds_config_zero22.json"}, ["did you mean", "zero2.json"]),
-        ({"tp": 3}, ["tp 3"]),
-        ({"micro_batch_size": 3}, ["micro_batch_size=3 does not fit"]),
-        ({"precision": "fp16"}, ["needs a GPU"]),
-    ],
-)
-def test_what_no_strategy_takes_is_refused_with_the_reason(config, words, tmp_path):
-    with refused(*words):
-        plan_for(tmp_path, CPU_MACHINE, 2, model="gpt2", **config)

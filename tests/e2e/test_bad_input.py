@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -239,13 +238,6 @@ def test_stale_extension_lock_is_named(tmp_path):
     assert run_folders(tmp_path / "runs") == []
 
 
-def test_more_gpus_than_there_are_are_refused(tmp_path):
-    path = fake_nvidia_smi(tmp_path / "bin", H200, H200)
-    values = {**SMALL, "output_dir": tmp_path / "runs"}
-    result = script(values, "--num_gpus", "8", "--dry-run", unset=[HIDDEN_GPUS], PATH=path)
-    assert_refused(result, "8 processes", "2 GPUs", "--num_gpus 2")
-
-
 def test_gpu_that_torch_cannot_use_is_refused(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -254,11 +246,6 @@ def test_gpu_that_torch_cannot_use_is_refused(tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
     result = train(values, unset=[HIDDEN_GPUS], PATH=path)
     assert_refused(result, torch.__version__, "CUDA_VISIBLE_DEVICES")
-
-
-def test_rank_without_world_size_is_refused(tmp_path):
-    values = {**SMALL, "output_dir": tmp_path / "runs"}
-    assert_refused(script(values, RANK="0"), "WORLD_SIZE")
 
 
 def test_world_size_that_was_not_delivered_is_said_once(tmp_path):
@@ -295,59 +282,22 @@ def checkpointed(tmp_path_factory):
     return folder
 
 
-def _damage(change: str, checkpoint: Path) -> None:
-    tensors = checkpoint / "rank-00000.safetensors"
-    meta_file = checkpoint / "meta.json"
-    meta = json.loads(meta_file.read_text())
-    if change == "truncated":
-        tensors.write_bytes(tensors.read_bytes()[:-100])
-    elif change == "missing file":
-        tensors.unlink()
-    elif change == "overwritten":
-        tensors.write_bytes(b"\0" * tensors.stat().st_size)
-    elif change == "no meta.json":
-        meta_file.unlink()
-    elif change == "foreign format":
-        meta_file.write_text(json.dumps({"epoch": 3, "model": "x"}))
-    elif change == "meta.json is not JSON":
-        meta_file.write_text('{"step": 2,')
-    elif change == "later format":
-        meta_file.write_text(json.dumps({**meta, "format": 99}))
-
-
-DAMAGE = {
-    "truncated": "bytes long instead of",
-    "missing file": "rank-00000.safetensors is missing",
-    "overwritten": "has other contents",
-    "no meta.json": "no checkpoint",
-    "foreign format": "not a checkpoint",
-    "meta.json is not JSON": "not a checkpoint",
-    "later format": "of a later release (format 99",
-}
-
-
-@pytest.mark.parametrize("change", DAMAGE)
-def test_damaged_or_foreign_checkpoint_is_refused(change, checkpointed, tmp_path):
+def test_a_damaged_checkpoint_is_refused(checkpointed, tmp_path):
     run_dir = tmp_path / "runs" / checkpointed.name
     shutil.copytree(checkpointed, run_dir)
-    _damage(change, run_dir / "checkpoints" / "step-00000002")
+    tensors = run_dir / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
     values = {**CHECKPOINT_VALUES, "output_dir": tmp_path / "runs", "resume": run_dir}
     result = script(values, "--dry-run")
-    assert_refused(result, str(run_dir), DAMAGE[change])
+    assert_refused(result, str(run_dir), "bytes long instead of")
     assert run_folders(tmp_path / "runs") == [run_dir]
 
 
-@pytest.mark.parametrize(
-    ("changes", "arguments", "words"),
-    [
-        ({"learning_rate": 5e-4}, [], ["learning_rate was 0.001 and is 0.0005", "weights="]),
-        ({}, ["--num_gpus", "2"], ["global_batch_size was", "batch_size x grad_accum_steps"]),
-    ],
-)
-def test_checkpoint_of_other_work_is_refused(changes, arguments, words, checkpointed, tmp_path):
-    values = {**CHECKPOINT_VALUES, **changes, "output_dir": tmp_path, "resume": checkpointed}
-    result = script(values, *arguments, "--dry-run")
-    assert_refused(result, str(checkpointed), "another run", *words)
+def test_checkpoint_of_other_work_is_refused(checkpointed, tmp_path):
+    values = {**CHECKPOINT_VALUES, "output_dir": tmp_path, "resume": checkpointed}
+    result = script(values, "--num_gpus", "2", "--dry-run")
+    words = ["another run", "global_batch_size was", "batch_size x grad_accum_steps"]
+    assert_refused(result, str(checkpointed), *words)
 
 
 def test_damage_in_another_ranks_file_is_said_once(tmp_path):

@@ -93,15 +93,6 @@ def test_dry_run_prints_config_command_and_deepspeed_json(tmp_path):
     assert not output_dir.exists()
 
 
-def test_dry_run_leaves_no_file_anywhere_it_was_told_of(tmp_path):
-    """Output folder, offload folder, caches: nothing is made."""
-    home = tmp_path / "home"
-    home.mkdir()
-    values = {"output_dir": tmp_path / "runs", "offload_dir": tmp_path / "offload"}
-    dry_run(values, "--num_gpus", "2", HOME=str(home), HF_HOME=str(home / "hf"))
-    assert [path for path in tmp_path.rglob("*") if path != home] == []
-
-
 def test_set_wins_over_preset_and_preset_over_config(tmp_path):
     preset = tmp_path / "preset.json"
     preset.write_text(

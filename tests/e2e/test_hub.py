@@ -119,13 +119,15 @@ def test_gpt2_is_fetched_with_its_tokenizer_and_weights(wikitext, gpt2, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("behaviour", ["refuses", "mute", "gone"])
+@pytest.mark.parametrize("behaviour", ["refuses", "mute", "gone", "no scheme"])
 def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, tmp_path):
     values = {"dataset": "auto", "output_dir": tmp_path / "runs"}
     arguments = (tmp_path / "hf", values, "--dry-run")
     begin = time.monotonic()
     if behaviour == "gone":
         result = run(f"http://127.0.0.1:{free_port()}", *arguments)
+    elif behaviour == "no scheme":
+        result = run("hub.example", *arguments)
     else:
         with serve(wikitext, behaviour) as hub:
             result = run(hub.endpoint, *arguments)
