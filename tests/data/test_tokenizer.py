@@ -45,11 +45,6 @@ def test_ids_equal_those_of_transformers(tokenizer):
     assert ours.num_tokens == len(theirs)
 
 
-def test_decoding_leaves_end_of_text_out(tokenizer):
-    ids = tokenizer.encode_batch(["one"])[0].tolist()
-    assert tokenizer.decode([*ids, tokenizer.eos_id, *ids]) == "oneone"
-
-
 def test_the_mark_in_a_text_is_not_the_token(tokenizer):
     """A text that mentions the mark must not end there."""
     (ids,) = tokenizer.encode_batch([f"a{END_OF_TEXT}b"])

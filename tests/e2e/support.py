@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,12 +26,6 @@ from tests.ports import free_port
 MARK = "E2E_RUN"  # names the background run that a process belongs to
 H200 = "NVIDIA H200, 143771, 9.0"
 T4_8GIB = "Tesla T4, 8192, 7.5"
-
-
-def script_command(values: dict[str, object], *arguments: str, unset: Sequence[str] = ()) -> list:
-    """`python real_model_example.py` with --set values, in an environment without `unset`."""
-    without = ["env", *(part for name in unset for part in ("-u", name))] if unset else []
-    return [*without, sys.executable, str(SCRIPT), *settings(values), *arguments]
 
 
 def run_script(arguments: list[str]) -> int:

@@ -101,7 +101,9 @@ def follow_the_guide(repository: Path) -> None:
     os.write(terminal.keyboard, b"\x03")
     assert terminal.end() == 130
     assert_readable(terminal.text)
-    after = [line for line in lines_of(terminal.text[before:]) if line.strip()]
+    # A step or an epoch's end may have been on its way.
+    said = [line for line in lines_of(terminal.text[before:]) if line.strip()]
+    after = [line for line in said if "epoch" not in line and "perplexity" not in line]
     assert len(after) <= 5, after
     assert any("saved" in line for line in after)
     assert any("--resume auto" in line for line in after)

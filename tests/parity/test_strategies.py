@@ -31,9 +31,3 @@ def test_strategy_equals_one_process(strategy, variant):
         pytest.skip("libaio is not installed and could not be fetched")
     expected = reference({**BASE, "pack": not variant.startswith("padded")})
     assert_equal_runs(on_two_processes(strategy)[variant], expected)
-
-
-def test_training_moves_the_weights():
-    """The comparison above would be empty if nothing were learnt."""
-    losses = reference({**BASE, "pack": True})["losses"]
-    assert losses[-1] < losses[0] - 0.15
