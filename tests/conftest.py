@@ -139,11 +139,11 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 LONGEST_FIRST = (
     "tests/parity/test_layouts.py", "tests/parity/test_compiled.py", "tests/e2e/test_resume.py",
     "pipedream_tutorial/tests/test_runtime.py", "pipedream_tutorial/tests/test_starts.py",
-    "tests/parity/test_shipped_config.py",
-    "tests/e2e/test_failures.py", "tests/parity/test_second_model.py",
-    "tests/e2e/test_launchers.py", "pipedream_tutorial/tests/test_launch.py",
-    "tests/e2e/test_printed_commands.py", "tests/run/test_export.py",
-    "tests/parity/test_resharding.py", "tests/parity/test_strategies.py", "tests/e2e/test_slurm.py",
+    "tests/e2e/test_failures.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
+    "tests/e2e/test_watch.py", "tests/e2e/test_students_path.py",
+    "tests/e2e/test_engineers_path.py", "pipedream_tutorial/tests/test_launch.py",
+    "tests/e2e/test_researchers_path.py", "tests/parity/test_shipped_config.py",
+    "tests/parity/test_resharding.py", "tests/run/test_export.py",
 )  # fmt: skip
 
 
@@ -158,14 +158,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How long the documents' paths took, as typed."""
-    for report in terminalreporter.stats.get("passed", []):
-        for name, said in report.user_properties:
-            if name == "path":
-                terminalreporter.write_line(f"as typed, {said}")
 
 
 @pytest.fixture(autouse=True)

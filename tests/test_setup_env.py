@@ -57,17 +57,14 @@ def installed(tmp_path, nvidia_smi, index):
     return line, done.stderr
 
 
-def test_without_a_gpu_the_cpu_build_is_taken(index, tmp_path):
-    line, said = installed(tmp_path, NO_GPU, index)
+def test_without_a_gpu_the_cpu_build_is_taken_where_it_is_in_reach(index, tmp_path):
+    line, said = installed(tmp_path / "reached", NO_GPU, index)
     assert f"--extra-index-url {index}" in line
     assert "taking the CPU build" in said
+    line, _ = installed(tmp_path / "alone", NO_GPU, "http://127.0.0.1:1/whl/cpu")
+    assert "--extra-index-url" not in line
 
 
 def test_with_a_gpu_the_published_build_is_taken(index, tmp_path):
     line, _ = installed(tmp_path, GPU, index)
-    assert "--extra-index-url" not in line
-
-
-def test_where_the_cpu_build_is_out_of_reach_the_published_one_is_taken(tmp_path):
-    line, _ = installed(tmp_path, NO_GPU, "http://127.0.0.1:1/whl/cpu")
     assert "--extra-index-url" not in line

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.data import pieces
-from distributed_training.data.corpus import read_embedded
 from distributed_training.data.pieces import Piece, cut_lines, cut_record, cut_text, find_form
 from tests.support import refused
 
@@ -53,14 +52,6 @@ def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pie
     assert "".join(piece.text for piece in parts) == text
     assert parts == list(cut_text([text]))  # however it was read
     assert [piece.ends for piece in parts] == [False] * (len(parts) - 1) + [True]
-    assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
-
-
-def test_pieces_of_a_long_text_are_short_and_give_its_ids(tokenizer):
-    text = "".join(read_embedded()[:40])[:1_500_000]
-    parts = list(cut_text(blocks_of(text, [2**20])))
-    assert len(parts) > 20
-    assert max(len(piece.text) for piece in parts) < 40_000
     assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
 
 

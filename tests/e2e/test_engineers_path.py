@@ -106,36 +106,36 @@ def steps(runs: Path) -> int:
     return sum(len(file.read_text().splitlines()) for file in runs.glob("2*/metrics.jsonl"))
 
 
-def test_from_a_plan_to_a_job_on_two_nodes(job, repository, tmp_path, takes):
+def test_from_a_plan_to_a_job_on_two_nodes(job, repository, tmp_path):
     if not as_required():
         pytest.skip("this Python has other versions than requirements.txt")
-    with takes("the engineer's, from a plan to a finished job on two nodes"):
-        command = printed(DOCUMENT, "python real_model_example.py plan --cluster")
-        layout, asked, run = plan(repository, command)
-        assert (asked["nodes"], asked["gpus-per-node"]) == ("2", "8")
-        assert f"--model gpt2-xl --strategy {layout} " in run
+    command = printed(DOCUMENT, "python real_model_example.py plan --cluster")
+    layout, asked, run = plan(repository, command)
+    assert (asked["nodes"], asked["gpus-per-node"]) == ("2", "8")
+    assert f"--model gpt2-xl --strategy {layout} " in run
 
-        (repository / "mine.txt").write_text(small_text().read_text())
-        command = [SMALLER.get(word, word) for word in command]
-        layout, asked, run = plan(repository, [*command, *SHORT])
-        assert (asked["nodes"], asked["gpus-per-node"]) == ("2", "1")
-        assert f"--strategy {layout} --resume auto" in run
+    (repository / "mine.txt").write_text(small_text().read_text())
+    command = [SMALLER.get(word, word) for word in command]
+    layout, asked, run = plan(repository, [*command, *SHORT])
+    assert (asked["nodes"], asked["gpus-per-node"]) == ("2", "1")
+    assert f"--strategy {layout} --resume auto" in run
 
-        process, runs = job(), repository / "runs"
-        said = lambda: (tmp_path / "log").read_text()  # noqa: E731
-        deadline = time.monotonic() + 300
-        while steps(runs) < 2:
-            assert process.poll() is None, said()
-            assert time.monotonic() < deadline, said()
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=200)
-        assert (tmp_path / "requeued").read_text().count("\n") == 1, said()
-        stopped = only_record(runs)
-        assert stopped["status"] == "interrupted", said()
-        assert 2 <= stopped["step"] < stopped["num_steps"] == 200
+    process = job()
+    runs = repository / "runs"
+    said = lambda: (tmp_path / "log").read_text()  # noqa: E731
+    deadline = time.monotonic() + 300
+    while steps(runs) < 2:
+        assert process.poll() is None, said()
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=200)
+    assert (tmp_path / "requeued").read_text().count("\n") == 1, said()
+    stopped = only_record(runs)
+    assert stopped["status"] == "interrupted", said()
+    assert 2 <= stopped["step"] < stopped["num_steps"] == 200
 
-        assert job().wait(timeout=300) == 0, said()
+    assert job().wait(timeout=300) == 0, said()
     record = only_record(runs)
     assert (record["status"], record["step"], record["world_size"]) == ("ok", 200, 2)
     assert (record["hostname"], record["strategy"]["name"]) == ("node0", layout)

@@ -28,13 +28,12 @@ def write_examples(repository, strategy: str) -> None:
         (repository / name).write_text(content)
 
 
-def test_from_a_folder_to_a_page(tmp_path, takes):
+def test_from_a_folder_to_a_page(tmp_path):
     repository = clone(tmp_path / "repository")
-    with takes("the researcher's, from a folder to a page that compares"):
-        write_examples(repository, "lr_floor")
-        command = printed(DOCUMENT, "python real_model_example.py compare")
-        assert command[-2:] == ["--lr_floor", "1e-3"]
-        result = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
+    write_examples(repository, "lr_floor")
+    command = printed(DOCUMENT, "python real_model_example.py compare")
+    assert command[-2:] == ["--lr_floor", "1e-3"]
+    result = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
     assert_ok(result)
     (out,) = (repository / "runs").glob("compare-*")
     records = [json.loads(file.read_text()) for file in sorted(out.glob("gpt2-tiny-*.json"))]

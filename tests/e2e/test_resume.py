@@ -30,11 +30,9 @@ VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
 LONG, SHORT = (90, 70), (15, 11)
 SHORT_EVERY = 5
 STOPPED = ("dp", "fsdp")  # by signals
-OTHERS = ("zero2", "zero3", "tp", "hybrid")
+OTHERS = ("zero2", "zero3", "tp")
 # Layouts whose processes do not all work on samples of their own.
-LAYOUTS = {"tp": {"sequence_parallel": False}, "hybrid": {"num_microbatches": 4}}
-# What their records say of axes and of schedule, micro-batches and blocks a stage.
-RECORDED = {"tp": ("tp 2", None), "hybrid": ("pp 2", ("1f1b", 4, [1, 1]))}
+LAYOUTS = {"tp": {"sequence_parallel": False}}
 GLOBAL_BATCH = 4
 
 
@@ -65,13 +63,6 @@ def checkpoints(output_dir: Path) -> list[str]:
 
 def load_record(run_dir: Path) -> dict:
     return json.loads((run_dir / "record.json").read_text())
-
-
-def laid_out(record: dict) -> tuple:
-    pipeline = record["pipeline"]
-    keys = ("schedule", "num_microbatches", "blocks_per_stage")
-    axes = [f"{axis} {size}" for axis, size in record["mesh"].items() if size > 1]
-    return " ".join(axes), pipeline and tuple(pipeline[key] for key in keys)
 
 
 def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after: int) -> int:
@@ -209,7 +200,6 @@ def test_a_run_goes_on_under_another_strategy_on_fewer_processes(uninterrupted, 
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
     """The uninterrupted run's folder, as it was when it had saved step 10, and resumed there."""
     whole = uninterrupted(strategy)
-    assert laid_out(load_record(whole)) == RECORDED.get(strategy, ("dp_shard 2", None))
     run_dir = as_of_step_10(whole, tmp_path / "runs")
     resumed = train(values_for(strategy, tmp_path / "runs", resume="auto"), num_processes=2)
     assert_ok(resumed)

@@ -85,14 +85,9 @@ def type_in(folder: Path, command: list[str]) -> str:
     return terminal.text
 
 
-def test_from_a_text_to_answers(tmp_path, takes):
+def test_from_a_text_to_answers(tmp_path):
     """Training, Ctrl-C, going on, report, generation."""
     repository = clone(tmp_path / "repository")
-    with takes("the student's, from a text to answers, stopped and resumed"):
-        follow_the_guide(repository)
-
-
-def follow_the_guide(repository: Path) -> None:
     (repository / "notes.txt").write_text(small_text().read_text()[:60_000])
     first = printed(GUIDE, "python real_model_example.py --dataset notes.txt")
     terminal = Terminal(repository, first)
