@@ -124,7 +124,7 @@ def gradient_error(work: Work, path: Path) -> Figure:
 
 def _load_study(path: Path) -> list[dict[str, Any]]:
     """The record's rows of gradient errors; UserError where there is no such record."""
-    fix = f"type python ../results/lab/tutorial_staleness.py {path} to make it"
+    fix = f"type python ../results/lab/tutorial/staleness.py {path} to make it"
     if not path.is_file():
         raise UserError(f"{path} with the measured gradient errors is not there", fix)
     try:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tutorial_pages as results
 from pipedream.errors import UserError
-from tutorial_pages import FOLDER, drawn_from, fill, load_records, stale, tables
-from tutorial_text import render_page
+
+from results.lab.tutorial import pages as results
+from results.lab.tutorial.pages import FOLDER, drawn_from, fill, load_records, stale, tables
+from results.lab.tutorial.text import render_page
 
 PAGES = ["README.md", "ADVANCED.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -82,7 +83,7 @@ def test_a_page_that_disagrees_is_found_and_mended(
     record = next((tmp_path / "records").glob("cpu-runtime*.json"))
     record.write_text(record.read_text().replace('"utilisation": 0.', '"utilisation": 0.1'))
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    monkeypatch.setattr("sys.argv", ["tutorial_pages.py", "--check"])
+    monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
     with pytest.raises(SystemExit) as ended:
         results.main()
     assert ended.value.code == 1
@@ -91,7 +92,7 @@ def test_a_page_that_disagrees_is_found_and_mended(
     for name in ("COMPARISON.md", "TEST_RESULTS.md", "prediction.png", "zero_bubble.png"):
         assert name in error
     assert "figures/plan.png" not in error
-    monkeypatch.setattr("sys.argv", ["tutorial_pages.py", "--write"])
+    monkeypatch.setattr("sys.argv", ["pages.py", "--write"])
     results.main()
     assert stale(tmp_path) == []
     shown = drawn_from(tmp_path / "figures/prediction.png")

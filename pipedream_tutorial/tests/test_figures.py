@@ -32,10 +32,11 @@ from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
-from tutorial_figures import PICTURES as STEPS
-from tutorial_figures import draw_prediction
-from tutorial_pages import load_records
-from tutorial_text import describe
+
+from results.lab.tutorial.figures import PICTURES as STEPS
+from results.lab.tutorial.figures import draw_prediction
+from results.lab.tutorial.pages import load_records
+from results.lab.tutorial.text import describe
 
 PICTURES = pipedream_visual.PICTURES
 FOLDER = Path(pipedream_visual.__file__).parent
@@ -527,7 +528,7 @@ def test_script_writes_every_picture(
         (["--only", "naive"], "naive_pipeline"),
         (
             ["--only", "gradient_error", "--study", "no.json"],
-            "python ../results/lab/tutorial_staleness.py no.json",
+            "python ../results/lab/tutorial/staleness.py no.json",
         ),
     ],
 )

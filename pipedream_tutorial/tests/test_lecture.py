@@ -20,7 +20,8 @@ from pipedream.schedules.ops import repeat
 from pipedream.schedules.orders import gpipe, naive, one_f_one_b
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import times_of
-from tutorial_gifs import ANIMATIONS, between, versions_at, weight_stashing
+
+from results.lab.tutorial.gifs import ANIMATIONS, between, versions_at, weight_stashing
 
 SOLUTIONS = sorted((FOLDER / "solutions").glob("*.py"))
 CHECKS = {

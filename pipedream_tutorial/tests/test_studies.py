@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import tutorial_staleness as studies
 from pipedream.errors import UserError
 from pipedream.schedules.ops import BACKWARD, Op
 from pipedream.train.gradients import (
@@ -19,7 +18,9 @@ from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import train
 from pipedream.train.studies import TRAINED, compare_training
 from pipedream.train.trainer import StageTrainer
-from tutorial_staleness import final_losses, gradient_errors, save_study
+
+from results.lab.tutorial import staleness as studies
+from results.lab.tutorial.staleness import final_losses, gradient_errors, save_study
 
 
 def sizes(p: int, m: int = 4, num_batches: int = 3, rate: float = 0.5) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pipedream.schedules.catalogue import build_schedule
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.trace import transfers
 from pipedream.train.models import GPT2_SIZES, GPT2Size, gpt2_layers
-from tutorial_traffic import (
+
+from results.lab.tutorial.traffic import (
     MODELS,
     Layout,
     Model,

@@ -214,7 +214,9 @@ class CountProducts(TorchDispatchMode):
 
 
 def test_the_record_says_that_cutting_is_nearly_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tutorial_cut_cost as cut_cost  # torch's pipelines with it: two seconds of each worker
+    from results.lab.tutorial import (
+        cut_cost,  # torch's pipelines with it: two seconds of each worker
+    )
 
     record = json.loads((FOLDER / "records/cpu-cut.json").read_text())
     ways = record["ways"]

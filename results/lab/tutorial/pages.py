@@ -1,7 +1,7 @@
 """The tutorial's TEST_RESULTS.md, the tables in its pages, and its pictures of records.
 
-    python results/lab/tutorial_pages.py --write
-    python results/lab/tutorial_pages.py --check
+    python results/lab/tutorial/pages.py --write
+    python results/lab/tutorial/pages.py --check
 
 --write makes all of it anew from pipedream_tutorial/records/, the closed forms and the simulator:
 type it after any change of a schedule, a formula or a record. --check writes nothing and ends with
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tutorial_checkout  # noqa: F401
+import checkout  # noqa: F401
 from pipedream.config import FOLDER
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.record import RECORD_FORMAT
@@ -29,9 +29,10 @@ from pipedream.schedules.catalogue import SCHEDULES, schedule_for_training
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op
 from pipedream.schedules.policies import weight_use
-from tutorial_tables import bubble_table, cut_table, depth_table
-from tutorial_text import describe, printed, render_page
-from tutorial_traffic import comparison_table
+
+from results.lab.tutorial.tables import bubble_table, cut_table, depth_table
+from results.lab.tutorial.text import describe, printed, render_page
+from results.lab.tutorial.traffic import comparison_table
 
 PAGES = ("README.md", "ADVANCED.md", "COMPARISON.md")
 ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "cpu-runtime-zero-bubble.json")
@@ -156,9 +157,10 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
-    import tutorial_figures as own
-    import tutorial_gifs as gifs
     from pipedream.draw import grids
+
+    from results.lab.tutorial import figures as own
+    from results.lab.tutorial import gifs
 
     shown = [(describe(record), record) for record in load_records(folder / "records").values()]
     searched = _load(folder / "records/frontier.json")
@@ -227,7 +229,7 @@ def main() -> None:
         return
     names = stale(FOLDER)
     if names:
-        fix = "type python results/lab/tutorial_pages.py --write"
+        fix = "type python results/lab/tutorial/pages.py --write"
         print(f"error: not up to date: {', '.join(names)}; {fix}", file=sys.stderr)
         sys.exit(1)
     print("all is up to date")

@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import dataclass
 from fractions import Fraction
 
-import tutorial_checkout  # noqa: F401
+import checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction

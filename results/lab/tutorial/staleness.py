@@ -1,6 +1,6 @@
 """What weight stashing is for, in numbers: gradient errors and losses of real training.
 
-    python results/lab/tutorial_staleness.py pipedream_tutorial/records/cpu-staleness.json
+    python results/lab/tutorial/staleness.py pipedream_tutorial/records/cpu-staleness.json
 
 Learning rates are per batch: the loss of a microbatch is divided by the microbatches of a batch
 (see StageTrainer).
@@ -20,8 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
-import tutorial_checkout  # noqa: F401
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.train.gradients import MicrobatchError
@@ -180,7 +180,7 @@ def save_study(path: Path) -> dict[str, Any]:
         "final_losses": final_losses(**STUDY["final_losses"]),
     }
     record = {
-        "command": f"python results/lab/tutorial_staleness.py {path}",
+        "command": f"python results/lab/tutorial/staleness.py {path}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
@@ -208,7 +208,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise UserError(
             "one path is needed",
-            "type python results/lab/tutorial_staleness.py "
+            "type python results/lab/tutorial/staleness.py "
             "pipedream_tutorial/records/cpu-staleness.json",
         )
     record = save_study(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tutorial_checkout  # noqa: F401
+import checkout  # noqa: F401
 from pipedream.runtime.record import (
     goal_of,
     makespan_error,
@@ -16,7 +16,8 @@ from pipedream.runtime.record import (
     waited_for_host,
 )
 from pipedream.schedules.catalogue import title_of
-from tutorial_tables import final_loss_table, study_intro, wrapped
+
+from results.lab.tutorial.tables import final_loss_table, study_intro, wrapped
 
 Record = Mapping[str, Any]
 
@@ -76,7 +77,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "# Measured results",
         wrapped(verdict(records)),
         wrapped(
-            "Made by `python results/lab/tutorial_pages.py --write` from [records/](records/), "
+            "Made by `python results/lab/tutorial/pages.py --write` from [records/](records/), "
             "which hold command, machine and versions."
         ),
         "## Prediction against measurement",

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-import tutorial_checkout  # noqa: F401
+import checkout  # noqa: F401
 from pipedream.schedules.catalogue import SCHEDULES, title_of
 
 Record = Mapping[str, Any]
@@ -26,7 +26,7 @@ def study_intro(study: Record) -> str:
     ]
     largest = f"{max(stashed):.2g}" if any(stashed) else "exactly 0"
     return wrapped(
-        "Made by `python results/lab/tutorial_staleness.py` in "
+        "Made by `python results/lab/tutorial/staleness.py` in "
         f"{study['cpu_seconds']:.0f} s of CPU time: a residual network trained under each order, "
         f"{study['dtype']}. With stashing a microbatch's gradient is off by {largest} from "
         "autograd's at its own weights. Final loss, median of 5 seeds; a batch's learning rate, of "

@@ -1,6 +1,6 @@
 """The shortest order for every limit on memory, found by search and proved by OR-Tools.
 
-python results/lab/tutorial_frontier.py pipedream_tutorial/records/frontier.json
+python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import tutorial_checkout  # noqa: F401
+import checkout  # noqa: F401
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.simulate.search import search
@@ -52,11 +52,11 @@ def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "one path in a folder that exists is needed",
-            "type python results/lab/tutorial_frontier.py pipedream_tutorial/records/frontier.json",
+            "type python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json",
         )
     rows = frontier()
     record = {
-        "command": f"python results/lab/tutorial_frontier.py {sys.argv[1]}",
+        "command": f"python results/lab/tutorial/frontier.py {sys.argv[1]}",
         "num_stages": RANKS,
         "num_microbatches": MICROBATCHES,
         "rows": rows,

@@ -1,6 +1,6 @@
 """What a backward pass in two halves costs: (I + W) / B, measured on this machine's CPU.
 
-    python results/lab/tutorial_cut_cost.py pipedream_tutorial/records/cpu-cut.json
+    python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
 Blocks of GPT-2, one thread. Three ways of cutting: ours (train/cut.py), torch's own helpers for its
 pipelines, and asking autograd twice. All take turns with the whole pass, so that what else the
@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
-import tutorial_checkout  # noqa: F401
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.policies import POLICIES
 from pipedream.train.models import GPT2_SIZES, gpt2_layers
@@ -133,11 +133,11 @@ def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).parent.is_dir():
         raise UserError(
             "one path in a folder that exists is needed",
-            "type python results/lab/tutorial_cut_cost.py pipedream_tutorial/records/cpu-cut.json",
+            "type python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json",
         )
     ways = measure()
     record = {
-        "command": f"python results/lab/tutorial_cut_cost.py {sys.argv[1]}",
+        "command": f"python results/lab/tutorial/cut_cost.py {sys.argv[1]}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),

@@ -1,0 +1,9 @@
+"""Imported first by the programs here, so that they find the tutorial's package and each other."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+for folder in (ROOT, ROOT / "pipedream_tutorial"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
