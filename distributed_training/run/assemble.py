@@ -39,10 +39,11 @@ def check_ranks_agree(data: Data) -> None:
     ranks = gather((socket.gethostname(), mine))
     host_0, first = ranks[0]
     for rank, (host, found) in enumerate(ranks):
-        for what in (what for what in first if found[what] != first[what]):
-            who = f"rank {rank} on {host} has another {what} than rank 0 on {host_0}"
-            fix = "use one environment and a dataset that all of them see as the same file"
-            raise UserError(who, f"{found[what]} and {first[what]}", fix)
+        for what, value in first.items():
+            if found[what] != value:
+                who = f"rank {rank} on {host} has another {what} than rank 0 on {host_0}"
+                fix = "use one environment and a dataset that all of them see as the same file"
+                raise UserError(who, f"{found[what]} and {value}", fix)
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
@@ -83,13 +84,12 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
     """What the record says before the first step; records/record.py describes it."""
     config = plan.config
     strategy = plan.strategy
-    layout = plan.layout
     pp = plan.mesh["pp"]
     pipeline = {
         "schedule": config.pipeline_schedule,
         "num_microbatches": plan.batch.num_microbatches,
-        "blocks_per_stage": list(layout.blocks_per_stage),
-        "stage_ranks": list(layout.ranks),
+        "blocks_per_stage": list(plan.layout.blocks_per_stage),
+        "stage_ranks": list(plan.layout.ranks),
         "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
     }
     sharding = strategy.describe_sharding()

@@ -23,6 +23,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
 from distributed_training.records.display import describe_memory, gib, short_path
+from distributed_training.run.rendezvous import numbered
 from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
@@ -41,22 +42,12 @@ CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/vari
 
 
 class Stopping:
-    """While its block lasts, the first signal is kept as `signum` (0: none came) and said."""
+    """The first signal that is received, kept as `signum` (0: none came) and said."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self.signum = 0
         self._received_at = 0.0
-        self._handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        # One that is ignored, as a hang-up is under nohup, stays so.
-        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-        self._handlers = {signum: signal.signal(signum, self.receive) for signum in signals}
-
-    def __exit__(self, *_error: object) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
 
     def receive(self, signum: int, _frame: Any) -> None:
         """Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM, so only a signal that
@@ -98,16 +89,13 @@ def describe_nonfinite(step: int, own_loss: float, result: StepResult, names: Se
     ranks = gather((math.isfinite(own_loss), name))
     losses = [rank for rank, (finite, _) in enumerate(ranks) if not finite]
     found = next((name for _, name in ranks if name is not None), None)
-    said = [f"the loss is not finite on {_ranks(losses)}"] if losses else []
+    said = [f"the loss is not finite on {numbered('rank', losses)}"] if losses else []
     if found is not None:
         holders = [rank for rank, (_, name) in enumerate(ranks) if name == found]
-        said.append(f"the first gradient that is not finite is of {found} on {_ranks(holders)}")
+        said.append(
+            f"the first gradient that is not finite is of {found} on {numbered('rank', holders)}"
+        )
     return f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def advise_nonfinite(saved: Sequence[Path]) -> str:

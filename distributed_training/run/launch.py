@@ -12,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +67,9 @@ def start(
         count = process.world_size
         here = process.local_world_size
     else:
-        count = here = requested_processes(num_gpus, machine, _asked_mesh(config))
+        # Every number of processes has layouts of some strategy.
+        mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
+        count = here = requested_processes(num_gpus, machine, mesh)
     cut = peek_data if dry_run else cut_data
     places = {"num_processes": count, "processes_here": here}
     plan = make_plan(config, machine, **places, cut=cut)
@@ -81,29 +83,16 @@ def start(
     unsure = AUTO in (config.strategy, config.batch_size)
     if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
         return _work(plan, single_process())
-    if not unsure:
-        return spawn(plan, str(script), max_restarts)
-
-    def smaller(needed_bytes: int) -> Plan:
-        below = config.model_copy(update={"below_bytes": needed_bytes})
-        return reserve_run_dir(make_plan(below, machine, **places, cut=cut))
-
-    return start_confirmed(plan, str(script), smaller, max_restarts)
-
-
-def start_confirmed(
-    plan: Plan, script: str, smaller: Callable[[int], Plan], max_restarts: int = 0
-) -> int:
-    """Train as "auto" chose; where memory runs out in the first steps, with the next best that is
-    predicted to need less. `smaller` makes that plan from the bytes that were too many."""
-    code = spawn(plan, script, max_restarts)
-    while plan.checkpoint is None and ran_out_early(plan.run_dir):
+    code = spawn(plan, str(script), max_restarts)
+    # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
+    while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         failed = plan
-        plan = smaller(estimate_memory(plan).needed_bytes)
+        below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
+        plan = reserve_run_dir(make_plan(below, machine, **places, cut=cut))
         what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
-        code = spawn(plan, script, max_restarts)
+        code = spawn(plan, str(script), max_restarts)
     return code
 
 
@@ -134,11 +123,6 @@ def _work(given: Plan | RunConfig, process: Process) -> int:
     return worker.run(given, process)
 
 
-def _asked_mesh(config: RunConfig) -> Mapping[str, int]:
-    """The mesh as far as CONFIG says it; every number of processes has layouts of some strategy."""
-    return {} if config.strategy == AUTO else load_strategy(config).mesh
-
-
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
     """The number that `--num_gpus` asks for; 1 when it was not given."""
     if num_gpus == "all":
@@ -164,7 +148,7 @@ def prepare_environment(processes_here: int) -> None:
             setattr(sys, name, LastingStream(getattr(sys, name)))
 
 
-def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
+def spawn(plan: Plan, script: str, max_restarts: int) -> int:
     """Start the plan's processes, wait, return the run's exit code. The end of one that was killed
     is recorded here."""
     prepare_environment(plan.num_processes)
@@ -173,11 +157,8 @@ def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
     command = [script, "--run_dir", str(plan.run_dir)]
     ended = run_ranks(command, plan.num_processes, max_restarts)
     code = ended.exit_code
-    status = "failed"
-    reason = _describe_killed(ended.codes)
-    if ended.signum:
-        status = "interrupted"
-        reason = signal.Signals(ended.signum).name
+    status = "interrupted" if ended.signum else "failed"
+    reason = ended.reason
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
@@ -196,17 +177,6 @@ def spawn(plan: Plan, script: str, max_restarts: int = 0) -> int:
         return 0
     interrupted = state.status == "interrupted" and code < 128  # only the processes were told to
     return 128 + signal.SIGINT if interrupted else code
-
-
-def _describe_killed(codes: Mapping[int, int]) -> str:
-    """Who was killed, from the exit codes of ranks; "" where each ended by itself."""
-    killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
-    if not killed:
-        return ""
-    ranks = ", ".join(map(str, sorted(killed)))
-    name = killed[min(killed)]
-    more = "; most often memory ran out" if name == "SIGKILL" else ""
-    return f"rank {ranks}: killed by {name}{more}"
 
 
 def _launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> list[str]:

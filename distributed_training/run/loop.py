@@ -23,6 +23,7 @@ from distributed_training.records.metrics import PeakMemory, StepTimer, disk_byt
 from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
 from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import ending
+from distributed_training.run.ranks import handling
 from distributed_training.run.saving import checkpoint
 from distributed_training.run.saving.resume import list_checkpoints
 from distributed_training.settings.config import RunConfig
@@ -55,11 +56,6 @@ class History:
     loads: list[dict[str, Any]] = field(default_factory=list)  # likewise
     best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
     sample_before: str | None = None  # text of the untrained model
-
-    def go_on(self, step: int, *, load_s: float) -> None:
-        """From a checkpoint of `step`, which was read in `load_s` seconds."""
-        self.cut(step)
-        self.loads.append({"step": step, "load_s": load_s})
 
     def cut(self, step: int) -> None:
         """Forget what came after `step`."""
@@ -116,7 +112,7 @@ class Trainer:
         self.disk_before = disk_bytes()
         stop = 0
         try:
-            with self._stopping:
+            with handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
                 if self.step == 0:
                     self._evaluate()
                 self.display.start(self.step, self.num_steps)
@@ -155,7 +151,9 @@ class Trainer:
             if epoch_ends:
                 self._end_epoch()
             if save:
-                self._save(wait=bool(stop))
+                self._save()
+            if stop:
+                self._finish_saving()
             self._begin_training()
         return stop
 
@@ -220,10 +218,7 @@ class Trainer:
             self.history.cut(error.step)
             self.write_record()
             raise error
-        self._show(rows, sum(durations_s))
-
-    def _show(self, rows: list[dict[str, Any]], seconds: float) -> None:
-        """How far the run has come with these rows, which took `seconds`."""
+        seconds = sum(durations_s)
         self.display.progress(
             self.step,
             epoch=rows[-1]["epoch"] + 1,
@@ -255,10 +250,8 @@ class Trainer:
 
     def _saved_checkpoints(self) -> list[Path]:
         """As rank 0 sees them. Collective."""
-        return [
-            Path(folder)
-            for folder in from_rank_0(list(map(str, list_checkpoints(self.plan.run_dir))))
-        ]
+        found = [str(folder) for folder in list_checkpoints(self.plan.run_dir)]
+        return [Path(folder) for folder in from_rank_0(found)]
 
     def _roll_back(self, error: ending.NonFiniteError) -> None:
         """Go back to the last checkpoint and leave out the batch of the step that failed, where
@@ -277,7 +270,8 @@ class Trainer:
         tokens = self.data.fingerprint
         began = time.monotonic()
         step = checkpoint.load_checkpoint(self.engine, plan, self.topology, data_fingerprint=tokens)
-        self.history.go_on(step, load_s=time.monotonic() - began)
+        self.history.cut(step)
+        self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
         self.write_record()  # so that a kill before the next save does not lose it
         if self.topology.rank == 0:
             truncate_metrics(self.plan.run_dir, step)
@@ -336,18 +330,16 @@ class Trainer:
         if self.record is not None:
             self.record.update(**vars(self.history))
 
-    def _save(self, *, wait: bool) -> None:
-        """Begin to save, once the save before has ended, and `wait` for the end of it."""
+    def _save(self) -> None:
+        """Begin to save, once the save before has ended."""
         self._finish_saving()
         self.at(f"saving step {self.step}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
-        if wait:
-            self._finish_saving()
 
     def _finish_saving(self) -> None:
         """Wait for a save that is under way; raises what failed in it. Collective."""
-        if self.saver.under_way():
+        if self.saver.under_way:
             self.at("the end of a save")
             self.saver.finish()
 

@@ -7,7 +7,6 @@ for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs
 from __future__ import annotations
 
 import os
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -111,15 +110,10 @@ class Profile:
         profiler.export_chrome_trace(str(self._trace))
         self._written = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After a signal, what there is by then is written; after a failure of one process, the
         profiler of another could wait for it for ever."""
-        if error is None:
+        if kind is None:
             self._stop()
 
     def _stop(self) -> None:

@@ -48,6 +48,18 @@ class Ended:
             return min(failed)
         return int(bool(failed))
 
+    @property
+    def reason(self) -> str:
+        """The signal to stop, or who was killed; "" where each ended by itself."""
+        if self.signum:
+            return signal.Signals(self.signum).name
+        killed = sorted(rank for rank, code in self.codes.items() if code < 0)
+        if not killed:
+            return ""
+        name = signal.Signals(-self.codes[killed[0]]).name
+        more = "; most often memory ran out" if name == "SIGKILL" else ""
+        return f"rank {', '.join(map(str, killed))}: killed by {name}{more}"
+
 
 def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ended:
     """Start a script with its arguments `count` times, and again where one fails, and wait for the
@@ -66,7 +78,7 @@ def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ende
 
     stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), tell)
     codes: dict[int, int] = {}
-    with _handling({**stops, signal.SIGTSTP: pause}):
+    with handling({**stops, signal.SIGTSTP: pause}):
         for attempt in range(max_restarts + 1):
             try:
                 _start(ranks, command, count, attempt)
@@ -139,7 +151,7 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
 
 
 @contextlib.contextmanager
-def _handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
+def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
     """Signals handled so in the block, but for those that are ignored, as SIGHUP under nohup."""
     before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():

@@ -143,10 +143,12 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
     if not missing:
         return hosts
     here = process.local_world_size
-    nodes = process.world_size // process.local_world_size
+    nodes = process.world_size // here
     away = sorted({rank // here for rank in missing})
-    what = f"{_count('rank', missing)} did not come within {limit_s:g} s (rendezvous_timeout_s)"
-    why = f"{_count('node', away)} of {nodes} is missing, {', '.join(dict.fromkeys(hosts))} is here"
+    what = f"{numbered('rank', missing)} did not come within {limit_s:g} s (rendezvous_timeout_s)"
+    why = (
+        f"{numbered('node', away)} of {nodes} is missing, {', '.join(dict.fromkeys(hosts))} is here"
+    )
     raise UserError(what, why, "type there what you typed here, or read what it printed")
 
 
@@ -174,7 +176,7 @@ def _addresses(
             time.sleep(RETRY_S)
 
 
-def _count(noun: str, numbers: list[int]) -> str:
+def numbered(noun: str, numbers: list[int]) -> str:
     """ "rank 3", "ranks 1, 4", "ranks 8 to 15"."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"

@@ -160,17 +160,14 @@ class Watch:
             before = now
             if not orphaned and not all(map(_lives, self.launchers)):
                 orphaned = self._clock
-                self._stop_orphaned()
+                self._mark_orphaned()
+                # Training saves and ends; before and after it the process just ends.
+                os.kill(os.getpid(), signal.SIGTERM)
             elif orphaned and self._clock - orphaned > GRACE_S:
                 self._mark_orphaned()  # rank 0 may have written that it runs since
                 os._exit(128 + signal.SIGTERM)
             if self.world_size > 1:
                 self._look_at_others()
-
-    def _stop_orphaned(self) -> None:
-        """Training saves and ends as after SIGTERM; before and after it the process just ends."""
-        self._mark_orphaned()
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def _mark_orphaned(self) -> None:
         pids = ", ".join(str(process.pid) for process in self.launchers)

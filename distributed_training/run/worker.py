@@ -9,7 +9,6 @@ import sys
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,8 +46,12 @@ def run(given: Plan | RunConfig, process: Process) -> int:
 
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
     """
-    num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
-    config = given.config if isinstance(given, Plan) else given
+    if isinstance(given, Plan):
+        num_gpus = given.machine.num_gpus
+        config = given.config
+    else:
+        num_gpus = torch.cuda.device_count()
+        config = given
     device = prepare(num_gpus, process)
     watch = Watch()
     store = meet(process, config.rendezvous_timeout_s)
@@ -161,23 +164,16 @@ def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if plan.config.push is not None and topology.rank == 0 and not signum:
-        return push_at_end(plan.run_dir / LAST, plan.config.push)
+        try:
+            print(f"pushed {push_folder(plan.run_dir / LAST, plan.config.push)}", flush=True)
+        except UserError as error:  # the run is finished all the same
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
     return 128 + signum if signum else 0
-
-
-def push_at_end(folder: Path, repo_id: str) -> int:
-    """The exit code: a run that could not be pushed is finished all the same."""
-    try:
-        print(f"pushed {push_folder(folder, repo_id)}", flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
 
 
 def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
     """Record and engine of a run, brought to where it starts or goes on. Collective."""
-    config = plan.config
     sampler = assemble.build_sampler(plan, data, topology)
     num_steps = plan.num_steps
     assert num_steps is not None, "the launching process cut the data"
@@ -195,7 +191,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)
         about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-        tracker = trackers.build_tracker(config.log_to, plan.run_dir, about)
+        tracker = trackers.build_tracker(plan.config.log_to, plan.run_dir, about)
     engine = assemble.build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:

@@ -131,6 +131,7 @@ class Saver:
         if all(gather(_has_room(needed, self.plan))):
             self._memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
+    @property
     def under_way(self) -> bool:
         """Whether `finish` has something to do."""
         return self._ending is not None

@@ -43,9 +43,10 @@ def continuation(
         with torch.compiler.set_stance("force_eager"):
             last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
-        weights = (
-            (values / temperature).softmax(0) if temperature else (values == values[0]).float()
-        )
+        if temperature:
+            weights = (values / temperature).softmax(0)
+        else:
+            weights = (values == values[0]).float()
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]
         agree(choice)
         if int(choice) == eos_id:
