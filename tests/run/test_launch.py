@@ -155,7 +155,13 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "codes", "code"),
-    [("ok", WHOLE, 0), ("interrupted", {0: 143}, 130), ("failed", WHOLE, 1), ("oom", {0: 1}, 1)],
+    [
+        ("ok", WHOLE, 0),
+        ("interrupted", {0: 143}, 143),
+        ("interrupted", {0: 143, 1: 1}, 130),
+        ("failed", WHOLE, 1),
+        ("oom", {0: 1}, 1),
+    ],
 )
 def test_exit_code_follows_the_record(status, codes, code, spawn, tmp_path):
     start_record(tmp_path).update(status=status)
