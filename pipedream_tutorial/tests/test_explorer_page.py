@@ -93,8 +93,7 @@ def drag(browser, operation, to):
     browser.mouse("mouseReleased", end + 3, y, "left")
 
 
-@pytest.mark.parametrize("width", [1000, 400])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(1000, False), (400, True)])
 def test_it_can_be_read_wide_and_narrow_light_and_dark(browser, tmp_path, width, dark):
     hash_ = "#schedule=zb-h1&other=dualpipe-v&path=1&arrows=1&versions=1&stale=1&c=1&K=3"
     browser.open(PAGE, hash_, width=width, dark=dark)
@@ -399,6 +398,7 @@ def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
     ]
     worst = max((abs(x), x) for line in late for x in line)[1]
     way = "earlier" if worst < 0 else "later"
+    assert numbers(browser)["measured"].endswith("%")
     assert numbers(browser)["farthest apart"].endswith(f"ms {way} than simulated")
     assert "it ended later than simulated" in text(browser, "legend")
 

@@ -35,28 +35,6 @@ def random_timelines(name: str, count: int = 12) -> list[Timeline]:
     return found
 
 
-def test_idle_time_of_a_timeline_that_can_be_counted_by_hand() -> None:
-    # rank 0  F0 F1 .. .. B0 B0 .. .. B1 B1     two forwards of 1, two backwards of 2
-    # rank 1  .. F0 B0 B0 F1 B1 B1
-    s = build_schedule("1f1b", 2, 2)
-    t = simulate(s, build_costs(s))
-    assert [(str(e.item), int(e.start), int(e.end)) for e in t.all_events()] == [
-        ("0F0", 0, 1),
-        ("0F1", 1, 2),
-        ("1F0", 1, 2),
-        ("1B0", 2, 4),
-        ("1F1", 4, 5),
-        ("0B0", 4, 6),
-        ("1B1", 5, 7),
-        ("0B1", 7, 9),
-    ]
-    measured = idle(t)
-    assert measured.makespan == (3, 3)
-    assert measured.span == (3, 0)
-    assert measured.makespan_fraction == Fraction(3 + 3, 9 + 9)
-    assert measured.span_fraction == Fraction(3 + 0, 9 + 6)
-
-
 def test_a_rank_without_operations_idles_throughout() -> None:
     s = Schedule(name="one", orders=((Op("F", 0, 0), Op("B", 0, 0)), ()), chains=one_chain(1))
     measured = idle(simulate(s, build_costs(s)))
@@ -93,15 +71,6 @@ def test_activations_are_those_between_a_forward_and_its_last_backward(name: str
             assert born.keys() == freed.keys()
             most = max(sum(born[k] <= at < freed[k] for k in born) for at in born.values())
             assert peaks[rank] == Fraction(most, v)
-
-
-def test_a_cut_backward_pass_frees_its_activations_with_w() -> None:
-    s = Schedule(
-        name="cut",
-        orders=((Op("F", 0, 0), Op("F", 0, 1), Op("I", 0, 0), Op("B", 0, 1), Op("W", 0, 0)),),
-        chains=one_chain(1),
-    )
-    assert [held for _, held in activation_steps(s)[0]] == [1, 2, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, Schedule, load_csv, one_chain, repeat, save_csv
+from pipedream.schedules.ops import Schedule, load_csv, repeat, save_csv
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 
@@ -22,9 +22,6 @@ def test_a_saved_order_is_read_back_as_it_was(name: str, tmp_path: Path) -> None
     save_csv(saved, tmp_path / f"{saved.name}.csv")
     loaded = load_csv(tmp_path / f"{saved.name}.csv")
     assert loaded == saved
-    durations = {"forward": 2, "input_gradient": 3, "weight_gradient": 1, "communication": "1/2"}
-    before, after = (simulate(s, build_costs(s, **durations)) for s in (saved, loaded))
-    assert before.events == after.events
 
 
 def test_two_copies_of_a_model_cannot_be_told_from_a_csv(tmp_path: Path) -> None:
@@ -57,9 +54,6 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,oops\n", "line 2: 'oops' is no operation; write it as 2F0, 2B0, 2I0 or 2W0"),
-        ("0F0,0SEND_F0\n", "line 1: '0SEND_F0' is no operation"),
-        ("0F0,0X0\n", "line 1: '0X0' is no operation"),
-        ("0F,0B0\n", "line 1: '0F' is no operation"),
         ("(0F1;0F0)OVERLAP_F_B\n", "line 1: .* is no operation"),
         ("\n,\n", "holds no operation; write cells such as 0F0 and 0B0"),
     ],
@@ -80,7 +74,6 @@ def test_what_is_no_operation_is_named_with_its_place(
         (b"5F0,5B0\n", "has a stage 5 but no stage 0; number the stages from 0 without a gap"),
         (b"0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1; number"),
         (bytes(range(256)), "is not a CSV; give one that --csv wrote, or torch"),
-        (b"0F0," + b"1" * 200_000 + b"\n", "is not a CSV; |is no operation"),
         (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
     ],
 )
@@ -113,17 +106,3 @@ def test_repeated_batches_are_numbered_on(name: str) -> None:
             op._replace(microbatch=op.microbatch + k * m) for k in range(3) for op in flat
         ]
         assert len(longer) == 3 * len(order)
-
-
-def test_ranks_and_positions() -> None:
-    s = build_schedule("zb-v", 2, 3)
-    assert {str(op): rank for op, rank in s.ranks().items() if op.microbatch == 0} == {
-        f"{stage}{kind}0": rank
-        for stage, rank in ((0, 0), (1, 1), (2, 1), (3, 0))
-        for kind in "FIW"
-    }
-    # Chimera's second copy begins with the last ranks: stage 4 is its first, and on rank 3.
-    s = build_schedule("chimera", 4, 4)
-    assert s.position() == {0: 0, 1: 1, 2: 2, 3: 3, 4: 0, 5: 1, 6: 2, 7: 3}
-    assert s.ranks()[Op("F", 4, 2)] == 3
-    assert one_chain(3) == ((0, 1, 2),)

@@ -55,26 +55,15 @@ def test_what_is_saved_is_loaded(tmp_path):
         (lambda v: v.pop("dtype"), "key 'dtype' is missing"),
         (lambda v: v.update(modle="x"), "unknown key 'modle'; did you mean 'model'"),
         (lambda v: v.update(batch=0), "key 'batch' is 0; give a whole number"),
-        (lambda v: v.update(batch=True), "key 'batch' is True"),
-        (lambda v: v.update(sequence=2.5), "key 'sequence' is 2.5"),
         (lambda v: v.update(model=3), "key 'model' is 3; give one line of text"),
         (lambda v: v.update(device="a\nb"), "key 'device'"),
         (lambda v: v.update(layers=[]), r"key 'layers' is \[\]"),
-        (lambda v: v.update(layers={"a": 1}), "key 'layers'"),
         (lambda v: v["layers"].append(4), r"layers\[14\] is 4"),
-        (
-            lambda v: v["layers"][2].pop("weight_bytes"),
-            r"layers\[2\]: key 'weight_bytes' is missing",
-        ),
-        (lambda v: v["layers"][2].update(forwards=1), r"layers\[2\]: unknown key.*'forward_s'"),
         (
             lambda v: v["layers"][2].update(forward_s=-0.5),
             r"layers\[2\] \(block 1\), key 'forward_s' is -0.5; give 0, or a number from",
         ),
         (lambda v: v["layers"][0].update(backward_s=float("nan")), "'backward_s' is nan"),
-        (lambda v: v["layers"][0].update(backward_s=float("inf")), "'backward_s' is inf"),
-        (lambda v: v["layers"][0].update(weight_bytes="12"), "'weight_bytes' is '12'"),
-        (lambda v: v["layers"][0].update(activation_bytes=None), "'activation_bytes' is None"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_file_and_key(tmp_path, values, change, text):

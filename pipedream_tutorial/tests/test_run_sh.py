@@ -86,12 +86,11 @@ def with_uv(tmp_path, copy):
     return environment(str(tools)), log, fails
 
 
-@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
-def test_an_active_environment_is_used_as_it_is(tmp_path, copy, variable):
+def test_an_active_environment_is_used_as_it_is(tmp_path, copy):
     tools = link_tools(tmp_path / "tools")
     (tools / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
     (tools / "python").chmod(0o755)
-    env = environment(str(tools), **{variable: sys.prefix})
+    env = environment(str(tools), CONDA_PREFIX=sys.prefix)
     assert run(copy, env, "--set", "a=b c") == (0, "['--set', 'a=b c']\n", "")
     assert run(copy, env, "fail")[0] == 3
     assert not (copy.parent / ".venv").exists()

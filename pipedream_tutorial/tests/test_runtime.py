@@ -27,7 +27,7 @@ SCHEDULES = [
     "pipedream-no-stash", "naive", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min",
     "eager-1f1b",
 ]  # fmt: skip
-MICROBATCHES = [3, 4, 8]
+MICROBATCHES = [3, 8]
 TRAINING = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate": 0.2}
 
 

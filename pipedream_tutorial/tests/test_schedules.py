@@ -128,16 +128,6 @@ def test_1f1b_is_no_slower_than_gpipe_until_sending_takes_time() -> None:
         f, b = drawn(rng, p), drawn(rng, p)
         times = [uneven(build_schedule(name, p, m), f, b).makespan for name in ("1f1b", "gpipe")]
         assert times[0] <= times[1]
-    # On even stages with a time to send it is the other way round from m = 3 on.
-    for p in range(3, 7):
-        for m in range(1, 12):
-            ours, gpipe = (
-                uneven(
-                    build_schedule(name, p, m), (Fraction(1),) * p, (Fraction(2),) * p, Fraction(1)
-                )
-                for name in ("1f1b", "gpipe")
-            )
-            assert (ours.makespan > gpipe.makespan) == (m > 2)
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:

@@ -59,7 +59,7 @@ def test_the_frontier_between_zb_h1_and_zb_h2(memory, shortest):
         assert max(peak_activations(fixed)) == memory
 
 
-@pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (5, 105), (6, 102), (7, 99)])
+@pytest.mark.parametrize(("memory", "in_a_row"), [(4, 108), (7, 99)])
 def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
     """c = 0: 27 in any memory from 4 on, but only ZB-H2's lets the next batch begin at once."""
     costs = costs_of(4)
@@ -120,10 +120,7 @@ def test_the_solver_is_asked_for_only_on_demand(monkeypatch):
         search(costs_of(2), 3, 1, prove=1)
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "memory", "shortest"),
-    [(4, 8, 4, 39), (4, 8, 5, 36), (4, 8, 6, 33), (4, 8, 7, 30), (2, 3, 2, None)],
-)
+@pytest.mark.parametrize(("p", "m", "memory", "shortest"), [(4, 8, 5, 36), (2, 3, 2, None)])
 def test_the_solver_proves_it(p, m, memory, shortest):
     pytest.importorskip("ortools")
     costs = costs_of(p, communication=1)
@@ -177,9 +174,8 @@ def test_the_runtime_searches_at_measured_times(tmp_path):
         assert max(map(len, case["found"])) == min(map(len, case["found"])) == 18
 
 
-@pytest.mark.parametrize("schedule", ["search", "1f1b,search"])
-def test_without_measured_halves_there_is_nothing_to_search_by(schedule):
-    done = warm(["--num_stages=2", f"--schedule={schedule}"], 2)
+def test_without_measured_halves_there_is_nothing_to_search_by():
+    done = warm(["--num_stages=2", "--schedule=1f1b,search"], 2)
     assert done.returncode == 2
     assert last_line(done.stderr).endswith("; set schedule=zb-h1,search")
 

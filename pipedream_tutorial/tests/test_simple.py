@@ -14,8 +14,11 @@ import pytest
 from pipedream import __main__ as command
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, load_csv
+from pipedream.schedules.ops import Op, load_csv, repeat
+from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.simulator import build_costs, simulate
 
 CASE = Case(
     num_stages=4,
@@ -29,6 +32,8 @@ CASE = Case(
     overlap_saving=Fraction(0),
     stage_scale=None,
 )
+
+ASYNCHRONOUS = {"pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"}
 
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
@@ -96,6 +101,26 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
     simple.main()
     assert "V-Half" in capsys.readouterr().out
     assert load_csv(path).orders == build_schedule("v-half", 4, 8).orders
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_row_is_what_the_measures_say(name):
+    """Batches in a row too, whose times a row has without a simulation of all of them."""
+    row, entry = measure(name, CASE), SCHEDULES[name]
+    batch = build_schedule(name, 4, 8)
+    stream = build_schedule(name, 4, 24) if name in ASYNCHRONOUS else repeat(batch, 3)
+    for shown, schedule, figures in (
+        (row.batch, batch, row.batch_idle),
+        (row.stream, stream, row.stream_idle),
+    ):
+        expected = simulate(schedule, build_costs(schedule, forward=1, input_gradient=2))
+        assert shown.events == expected.events
+        assert figures == idle(expected)
+    use = weight_use(stream, POLICIES[entry.policy], 8)
+    assert row.peak_activations == peak_activations(stream)
+    assert row.peak_versions == tuple(use[stage].peak_versions for stage in sorted(use))
+    assert row.staleness == tuple(max(use[s].staleness.values()) for s in sorted(use))
+    assert row.mixed == (name == "pipedream-no-stash")
 
 
 def test_no_closed_form_is_shown_where_none_is_valid():

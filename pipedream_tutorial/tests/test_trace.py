@@ -20,9 +20,9 @@ from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
 from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers, write_trace
 
 P, M = 4, 8
-NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "chimera"]
+NAMES = ["1f1b", "zb-v", "dualpipe-v", "chimera"]
 # Where a transfer takes longer than an operation, several are on their way at a time.
-COMMUNICATION = ["0", "1/3", "7/2"]
+COMMUNICATION = ["0", "7/2"]
 KEYS = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
     "M": {"name", "pid", "tid", "args"},
@@ -179,7 +179,7 @@ def test_times_that_are_no_whole_nanoseconds_still_do_not_overlap(tmp_path: Path
     check_format(events)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["pipedream", "zb-v", "chimera"])
 def test_counters_are_the_measures(name: str) -> None:
     schedule = build_schedule(name, P, M)
     v = schedule.stages_per_rank
