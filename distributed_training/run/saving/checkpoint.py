@@ -172,6 +172,7 @@ class Saver:
         """Write this rank's files; once all are on the disk publish them by one rename a disk, and
         delete all checkpoints but the last. The folder. Collective in the thread's group."""
         first = self.topology.rank == 0
+        final = writing.with_name(f"step-{meta.step:08d}")
         for host, found in self._on_all(_write_files, writing, parts, self.topology.rank):
             for name, (size, checksum) in found.items():
                 of = meta.copies if name.startswith("copies") else meta.files
@@ -181,10 +182,10 @@ class Saver:
                     meta.hosts[name] = host
         # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
         if self.plan.own_disks:
-            self._on_all(_publish if self._leads and not first else None, writing, meta)
-        self._on_all(_publish if first else None, writing, meta)
-        self._on_all(_remove_others if self._leads else None, writing, meta, self.plan)
-        return _final(writing, meta)
+            self._on_all(_publish if self._leads and not first else None, writing, final, meta)
+        self._on_all(_publish if first else None, writing, final, meta)
+        self._on_all(_remove_others if self._leads else None, final, self.plan)
+        return final
 
     def _on_all(self, do: Callable[..., Any] | None, *arguments: Any) -> list[Any]:
         """What it gives on each rank, None where there is nothing to do; the first error, most
@@ -222,12 +223,7 @@ def _write_files(
     return socket.gethostname(), files
 
 
-def _final(writing: Path, meta: resume.Meta) -> Path:
-    return writing.with_name(f"step-{meta.step:08d}")
-
-
-def _publish(writing: Path, meta: resume.Meta) -> None:
-    final = _final(writing, meta)
+def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
     write_json(writing / resume.META_FILE, meta)
     _sync(writing / resume.META_FILE)
     _sync(writing)
@@ -236,9 +232,8 @@ def _publish(writing: Path, meta: resume.Meta) -> None:
     _sync(final.parent)
 
 
-def _remove_others(writing: Path, meta: resume.Meta, plan: Plan) -> None:
+def _remove_others(final: Path, plan: Plan) -> None:
     # What is newer was damaged or passed over by whoever resumed here: this run does it again.
-    final = _final(writing, meta)
     found = resume.list_checkpoints(plan.run_dir)
     kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
     for other in set(found).difference(kept):
