@@ -55,25 +55,6 @@ def with_gpus(**changes):
     return dataclasses.replace(GPU_MACHINE, **changes)
 
 
-def hide_package(monkeypatch, name):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda package: None if package == name else find_spec(package)
-    )
-
-
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "fsdp"])
-def test_a_rehearsal_on_this_machine_passes(strategy, tmp_path):
-    run_all(draft(tmp_path, strategy))
-
-
-def test_a_rehearsal_of_infinity_passes(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "has_libaio", lambda: True)
-    run_all(draft(tmp_path, "infinity"))
-    with refused("strategy='infinity' with model='gpt2' needs a GPU"):
-        run_all(draft(tmp_path, "infinity", model="gpt2"))
-
-
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
     for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
         check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
@@ -84,26 +65,17 @@ def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
         check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
-@pytest.mark.parametrize("name", ["torch", "deepspeed"])
-def test_missing_package(name, tmp_path, monkeypatch):
-    hide_package(monkeypatch, name)
-    with refused(f"the package {name} is not installed", "pip install -r requirements.txt"):
-        check_packages(draft(tmp_path, "zero2"))
-
-
-def test_native_strategies_do_not_need_deepspeed(tmp_path, monkeypatch):
-    hide_package(monkeypatch, "deepspeed")
+def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    gone = {"deepspeed", "mlflow"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
+    )
     check_packages(draft(tmp_path, "fsdp"))
-    with refused("strategy='zero1' needs it"):
+    with refused("deepspeed is not installed", "'zero1' needs it", "-r requirements.txt"):
         check_packages(draft(tmp_path, "zero1"))
-
-
-@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
-def test_trackers_are_needed_when_asked_for(name, tmp_path, monkeypatch):
-    hide_package(monkeypatch, name)
-    check_packages(draft(tmp_path))
-    with refused(f"log_to='{name}' needs it", f"pip install {name}"):
-        check_packages(draft(tmp_path, log_to=name))
+    with refused("log_to='mlflow' needs it", "pip install mlflow"):
+        check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
 
 
 def test_no_more_processes_than_gpus(tmp_path):
@@ -130,7 +102,7 @@ def test_what_is_predicted_must_fit_the_gpu(tmp_path):
     check_fit(dataclasses.replace(refusal, config=forced))
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp", "pp"])
+@pytest.mark.parametrize("strategy", ["zero2", "pp"])
 def test_what_a_refusal_suggests_fits(strategy, tmp_path):
     """A batch too large by far, on four GPUs of 16 GiB."""
     small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
@@ -159,9 +131,7 @@ def test_gpu_memory_boundary_is_the_prediction(tmp_path):
     ("strategy", "machine", "per_parameter"),
     [
         # What each of 2 processes holds at least, a parameter: state, or the model as it is built.
-        ("dp", CPU_MACHINE, 16),
         ("fsdp", CPU_MACHINE, 8),
-        ("dp", GPU_MACHINE, 4),
         ("offload", GPU_MACHINE, 4 + 6 + 2),
     ],
 )
@@ -209,12 +179,6 @@ def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
             check_disk(draft(tmp_path, model="gpt2", **config))
 
 
-def test_a_file_in_the_way_of_output_dir(tmp_path):
-    (tmp_path / "file").write_text("")
-    with refused(f"{tmp_path / 'file'} is not a folder that can be written to"):
-        check_disk(draft(tmp_path, output_dir=str(tmp_path / "file" / "runs")))
-
-
 def test_every_check_is_run(tmp_path, monkeypatch):
     here = {
         name
@@ -228,20 +192,13 @@ def test_every_check_is_run(tmp_path, monkeypatch):
     assert sorted(run) == sorted(here)
 
 
-def test_shared_memory_of_a_default_container_is_too_small(tmp_path, monkeypatch):
+def test_deepspeed_without_gpus_needs_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
-    free_disk(monkeypatch, 64 * 2**20)
+    free_disk(monkeypatch, 64 * 2**20)  # a container's own
     with refused("64 MiB free", "132 MiB", "--shm-size=1g"):
         check_shared_memory(draft(tmp_path, "zero2"))
-
-
-@pytest.mark.parametrize(("strategy", "machine"), [("zero2", GPU_MACHINE), ("dp", CPU_MACHINE)])
-def test_shared_memory_is_used_by_deepspeed_without_gpus_only(
-    strategy, machine, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
-    free_disk(monkeypatch, 0)
-    check_shared_memory(draft(tmp_path, strategy, machine))
+    check_shared_memory(draft(tmp_path, "zero2", GPU_MACHINE))
+    check_shared_memory(draft(tmp_path, "dp"))
 
 
 def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):

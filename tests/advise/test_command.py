@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -92,12 +93,9 @@ def test_a_batch_script_that_a_shell_can_read(monkeypatch, capsys, tmp_path):
     [
         (["--cluster", "4xH201"], ["'H201' is not known", "did you mean H200?", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["nodes x GPUs x kind", "8xH200"]),
-        (["--cluster", "2x2x2xH200"], ["not known", "the table has"]),
-        (["--cluster", ""], ["nodes x GPUs x kind"]),
         (["--cluster", "99999x99999xT4"], ["at most"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["leave out --num_gpus"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
-        (["--cluster", "2x8", "--gpu", '{"memory_gib": -1}'], ["memory_gib=-1"]),
         (["--cluster", "2x8", "--gpu", "{"], ["is not JSON"]),
         (["--cluster", "8xH200", "--gpu", OWN], ["names a GPU and --gpu describes one"]),
         (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
@@ -130,7 +128,7 @@ def test_clusters_are_read():
 
 
 def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
-    poor = type(GPU_MACHINE)(**{**vars_of(GPU_MACHINE), "ram_bytes": 2**30})
+    poor = dataclasses.replace(GPU_MACHINE, ram_bytes=2**30)
     monkeypatch.setattr(command, "detect_machine", lambda: poor)
     assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
     said = capsys.readouterr().err
@@ -152,9 +150,5 @@ def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
     assert isinstance(busy.config.batch_size, int)
     assert busy.config.batch_size >= 8
     with refused("finds none that fits gpt2-xl"):
-        small = type(GPU_MACHINE)(**{**vars_of(GPU_MACHINE), "gpu_memory_bytes": 2**30})
+        small = dataclasses.replace(GPU_MACHINE, gpu_memory_bytes=2**30)
         plan_for(tmp_path, small, 1, checked=False, strategy=AUTO, model="gpt2-xl")
-
-
-def vars_of(machine):
-    return {name: getattr(machine, name) for name in machine.__dataclass_fields__}

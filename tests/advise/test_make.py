@@ -4,7 +4,6 @@ import math
 import shutil
 
 import numpy as np
-import pytest
 
 from distributed_training.plan import data
 from distributed_training.plan.data import cut_data, load_plan_data, peek_data
@@ -57,12 +56,6 @@ def fits(tmp_path, words):
         return plan_for(tmp_path, words) is not None
     except ValueError:
         return False
-
-
-@pytest.mark.parametrize("config", [{"num_samples": 1000}, {"overrides": ["num_samples=999"]}])
-def test_a_number_that_a_user_gave_is_not_changed(config, tmp_path):
-    with refused("num_samples=", "set num_samples to at most"):
-        plan_for(tmp_path, 2000, **config)
 
 
 def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):

@@ -12,9 +12,7 @@ from distributed_training.advise import checks
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import PLAN_AS_JSON, Plan, load_plan
-from distributed_training.records.record import start_record
 from distributed_training.run.prepare import make_plan, reserve_run_dir
-from distributed_training.run.saving.resume import CHECKPOINTS, FORMAT
 from distributed_training.settings.config import KEYS, PIPELINE_SCHEDULES, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults
@@ -72,12 +70,7 @@ def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_pat
 
 @pytest.mark.parametrize(
     ("output_dir", "offload_dir", "expected"),
-    [
-        ("{tmp}/runs", None, "runs/.offload"),
-        ("{tmp}/runs", "{tmp}/fast", "fast"),
-        ("~/runs", None, "runs/.offload"),
-        ("~/runs", "~/fast", "fast"),
-    ],
+    [("{tmp}/runs", None, "runs/.offload"), ("~/runs", "~/fast", "fast")],
 )
 def test_infinitys_files_lie_where_config_says(
     output_dir, offload_dir, expected, tmp_path, monkeypatch
@@ -91,31 +84,6 @@ def test_infinitys_files_lie_where_config_says(
     zero = plan.deepspeed_json["zero_optimization"]
     paths = {zero[part]["nvme_path"] for part in ("offload_param", "offload_optimizer")}
     assert paths == {str(plan.offload_dir)}
-
-
-def test_resuming_goes_on_in_the_old_folder(tmp_path):
-    first = plan_for(tmp_path, strategy="zero2")
-    checkpoint = first.run_dir / CHECKPOINTS / "step-00000003"
-    checkpoint.mkdir(parents=True)
-    start_record(first.run_dir).update(status="interrupted")
-    meta = {"format": FORMAT, "step": 3, "work": first.work, "spread": first.spread}
-    meta |= {"counters": {}, "files": {}, "checksums": {}}
-    (checkpoint / "meta.json").write_text(json.dumps(meta))
-    again = plan_for(tmp_path, resume="auto", strategy="zero2")
-    assert (again.run_dir, again.checkpoint) == (first.run_dir, checkpoint)
-    other = plan_for(tmp_path, resume="auto", strategy="zero2", seed=7)
-    assert other.checkpoint is None
-    assert other.run_dir != first.run_dir
-    with refused("is of another run", "seed was 42 and is 7"):
-        plan_for(tmp_path, resume=str(first.run_dir), seed=7)
-
-
-def test_weights_of_another_size_are_refused_before_anything_starts(tmp_path):
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
-    (tmp_path / "hf" / "model.safetensors").write_text("")
-    with refused("vocab_size=50257 but the model has 2048"):
-        plan_for(tmp_path, weights=str(tmp_path / "hf"))
 
 
 machines = st.one_of(
@@ -200,15 +168,9 @@ OPTIONS = {
     "verbose": st.booleans(),
 }
 PATHS = (
-    "deepspeed_config",
-    "dataset",
-    "validation_dataset",
-    "tokenizer",
-    "weights",
-    "output_dir",
-    "offload_dir",
-)
-PATHS += ("resume",)
+    "deepspeed_config", "dataset", "validation_dataset", "tokenizer", "weights", "output_dir",
+    "offload_dir", "resume",
+)  # fmt: skip
 WORDS = (None, "auto", "embedded", "gpt2", "wikitext-2", "random", "pretrained")
 
 
@@ -279,11 +241,10 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
 
 
 @pytest.mark.parametrize("key", PATHS)
-@pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-that-name/a"])
-def test_every_path_that_pathlib_refuses_is_explained(key, path, tmp_path):
+def test_every_path_that_pathlib_refuses_is_explained(key, tmp_path):
     with refused(f"{key}=", "cannot be used as a path"):
         strategy = "infinity" if key == "offload_dir" else "zero2"
-        load_plan_data(plan_for(tmp_path, strategy=strategy, **{key: path}))
+        load_plan_data(plan_for(tmp_path, strategy=strategy, **{key: "a" * 300}))
 
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path):

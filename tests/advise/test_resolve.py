@@ -161,23 +161,13 @@ def test_precision_that_the_machine_lacks():
     assert decide(CPU_MACHINE, precision="bf16")[0].config.precision == "bf16"
 
 
-def test_parameters_on_disk_are_not_compiled():
+def test_what_cannot_be_compiled():
     assert decide(gpu(), strategy="infinity")[0].config.compile is False
-    assert decide(gpu(), strategy="offload")[0].config.compile is True
-    with refused("compile=True does not work with strategy='infinity'", "auto or False"):
-        decide(gpu(), strategy="infinity", compile=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"strategy": "tp", "dropout": 0.1, "sequence_parallel": False}, "dropout under tp")],
-)
-def test_layouts_that_cannot_be_compiled(values, words):
-    values = {**values, "world_size": 2}
+    values = {"strategy": "tp", "dropout": 0.1, "sequence_parallel": False, "world_size": 2}
     resolved, notes = decide(gpu(), **values)
     assert resolved.config.compile is False
-    assert any(f"not compiled: {words}" in note for note in notes)
-    with refused(f"compile=True does not work with {words}", "auto or False"):
+    assert any("not compiled: dropout under tp" in note for note in notes)
+    with refused("compile=True does not work with dropout under tp", "auto or False"):
         decide(gpu(), compile=True, **values)
 
 
@@ -195,13 +185,6 @@ def test_where_the_model_cannot_be_compiled_as_a_whole(values, words):
     assert decide(gpu(), strategy="fsdp", compile="whole")[0].config.compile == "whole"
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2-xl"])
-def test_max_length_beyond_the_model(model):
-    assert decide(model=model, max_length=1024)[0].config.max_length == 1024
-    with refused("max_length=1025 is beyond the model", f"{model} has 1024", "at most 1024"):
-        decide(model=model, max_length=1025)
-
-
 def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
     shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
     file = tmp_path / "big" / "vocab.json"
@@ -214,8 +197,6 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path):
-    with refused(f"tokenizer='{tmp_path / 'no'}' is not a folder", "vocab.json"):
-        decide(tokenizer=str(tmp_path / "no"))
     with refused("cannot be read", "vocab.json and merges.txt"):
         decide(tokenizer=str(tmp_path))
 
@@ -245,7 +226,6 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     ("values", "words"),
     [
         ({"strategy": "zero2"}, "strategy='zero2'"),
-        ({"strategy": "hybrid"}, "strategy='hybrid'"),
         ({"strategy": "dp", "precision": "fp16"}, "precision='fp16'"),
         ({"strategy": "tp", "dropout": 0.1}, "dropout under tp or activation checkpointing"),
         ({"strategy": "dp", "dropout": 0.1, "activation_checkpointing": "full"}, "dropout under"),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from distributed_training.advise.scaling import FITS, count, duration, parse_budget
+from distributed_training.advise.scaling import FITS, count, parse_budget
 from tests.conftest import light_pool
 from tests.support import refused
 
@@ -54,16 +54,6 @@ def test_a_loss_that_nothing_reaches():
         with refused("is reached by no model"):
             for fit in FITS:
                 fit.flops_for(loss)
-
-
-def test_words_for_numbers():
-    assert [count(n) for n in (12.3, 4567, 8.9e9, 1.2e13)] == ["12.3", "4.57k", "8.9B", "12T"]
-    assert [duration(s) for s in (59, 7200, 2e5, 1e9)] == [
-        "59 s",
-        "2 hours",
-        "2.31 days",
-        "31.7 years",
-    ]
 
 
 def test_as_typed():

@@ -151,12 +151,9 @@ def test_a_table_of_other_json():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: published_table("h100-x4"), ("h100-x4 holds no records",)),
         (lambda: published_table("h200-x4", "strategy, tokens"), ("'tokens'", "'tokens/s'?")),
         (lambda: published_table("h200-x4", where={"modl": "gpt2"}), ("'modl'", "'model'?")),
         (lambda: published_table("h200-x4", without={"model": "x"}), ("h200-x4", "model='x'")),
-        (lambda: published_json("partiy.json", "x", "y"), ("does not exist", "mean parity.json?")),
-        (lambda: published_json("parity.json", "tokens/s", "x"), ("differences, speeds",)),
         (lambda: published_json("parity.json", "differences", "lost"), ("dp: the column 'lost'",)),
     ],
 )
@@ -191,22 +188,3 @@ def test_an_edited_figure_and_an_edited_record_are_detected(document, records_di
     (records_dir / "a.json").write_text(json.dumps(values))
     with refused("differ"):
         main(["--check", str(document)])
-
-
-@pytest.mark.usefixtures("records_dir")
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "missing.md"),
-        ((IMPORTS + BEGIN).encode(), "Missing '[[[end]]]'"),
-        ((IMPORTS + BEGIN.replace("x4", "x5") + END).encode(), "h200-x5 holds no records"),
-        ((IMPORTS + BEGIN.replace('4"', '4", colums=""') + END).encode(), "argument 'colums'"),
-    ],
-)
-def test_a_document_that_cannot_be_filled_is_explained(content, words, tmp_path):
-    path = tmp_path / "missing.md"
-    if content is not None:
-        path.write_bytes(content)
-    with refused(words):
-        main([str(path)])
-    assert content is None or path.read_bytes() == content

@@ -7,15 +7,11 @@ import struct
 
 import pytest
 
-from distributed_training.advise.make import draft_plan
 from distributed_training.advise.scaling import Fit
 from distributed_training.models import find_model
-from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import strategy_options
 from results.lab.analysis.law import fit_law, left_out, residuals
 from results.lab.pages.learning import draw_scaling_law
 from results.lab.scaling_law import MODELS, PLAN, cases, describe, summarise
-from tests.support import GPU_MACHINE
 
 SIZES = (1e5, 2.5e5, 1.1e6, 3.1e6, 1.06e7, 2.9e7)
 TOKENS = (3.3e5, 6.6e5, 1.3e6, 2.6e6, 5.2e6)
@@ -85,9 +81,3 @@ def test_the_experiment_is_summed_up_and_drawn(tmp_path):
     assert width == 900
     two = {name: run for name, run in runs.items() if name.startswith(("1M", "3M"))}
     assert summarise(two) is None
-
-
-def test_every_run_of_the_experiment_can_be_planned():
-    for values in cases(["0.1M", "30M"], PLAN["tokens"]).values():
-        config = build_config(values, options=strategy_options)
-        assert draft_plan(config, GPU_MACHINE, 1, 1).batch.global_batch_size == 8

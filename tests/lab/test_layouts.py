@@ -1,5 +1,4 @@
 import json
-import random
 
 import pytest
 
@@ -26,15 +25,6 @@ def test_what_computes_counts_once_and_waiting_messages_do_not():
     assert busy_seconds({"traceEvents": events}) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="no kernel"):
         busy_seconds({"traceEvents": events[4:]})
-
-
-def test_what_is_busy_is_the_union_of_single_ticks():
-    rng = random.Random(3)
-    for _ in range(50):
-        spans = [(rng.randrange(60), rng.randrange(9)) for _ in range(rng.randrange(1, 12))]
-        ticks = {tick for start, long in spans for tick in range(start, start + long)}
-        trace = {"traceEvents": [event("gemm", *span) for span in spans]}
-        assert busy_seconds(trace) == pytest.approx(len(ticks) / 1e6)
 
 
 def test_idle_is_what_kernels_leave_of_the_slowest_ranks_phase():
@@ -89,12 +79,6 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
     assert found == peaks
     assert memory["peak_reserved_bytes"] == max(peaks)
     assert [rank["before_bytes"] for rank in ranks] == before
-
-
-def test_memory_that_no_gpu_measured_stays_unknown():
-    memory = {"by_rank": [{"rank": 0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}]}
-    leave_out_left_over(memory, [LeftOver(0, 0)], [LeftOver(0, 0)])
-    assert memory["peak_reserved_bytes"] is memory["peak_allocated_bytes"] is None
 
 
 def test_each_run_has_its_own_batch(tmp_path):

@@ -11,8 +11,8 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import strategy_options
-from results.lab.slow_links import CASES, PLAN, main, summarise
-from tests.support import CPU_MACHINE, refused
+from results.lab.slow_links import CASES, PLAN, summarise
+from tests.support import CPU_MACHINE
 
 RECORD = json.loads((ROOT / "results/records/cpu-slow-links/gpt2-tiny.json").read_text())
 
@@ -26,13 +26,6 @@ def test_only_steps_that_the_link_takes_most_of_are_told():
     assert (rows["much"]["s at 8 Mbit/s"], rows["much"]["link's share at 8"]) == (1.25, 0.8)
     assert rows["little"]["s at 8 Mbit/s"] is rows["little"]["link's share at 8"] is None
     assert rows["little"]["link's share at 0.8"] == pytest.approx(0.8)
-
-
-def test_namespaces_take_root(monkeypatch, tmp_path):
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    monkeypatch.delenv("RANK", raising=False)
-    with refused("root", "iproute2"):
-        main([str(tmp_path / "out.json")])
 
 
 def test_the_table_is_the_runs():

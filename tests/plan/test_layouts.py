@@ -67,19 +67,6 @@ def test_no_cut_has_a_cheaper_costliest_process(name, pp, held, seq_len):
 
 
 @pytest.mark.parametrize(
-    ("held", "medium", "xl"),
-    [
-        (one_stage_each, [7, 7, 7, 3], [13, 13, 12, 10]),
-        (in_turns, [3, 3, 3, 2, 4, 4, 4, 1], [6, 6, 6, 7, 7, 7, 6, 3]),
-        (in_a_v, [2, 4, 4, 4, 3, 3, 3, 1], [7, 7, 7, 6, 6, 6, 6, 3]),
-    ],
-)
-def test_two_stages_of_a_process_share_its_blocks(held, medium, xl):
-    assert balanced_cut(SIZES["gpt2-medium"], 1024, held(4)) == medium
-    assert balanced_cut(SIZES["gpt2-xl"], 1024, held(4)) == xl
-
-
-@pytest.mark.parametrize(
     ("schedule", "ranks"),
     [
         ("gpipe", (0, 1, 2, 3)),
@@ -122,17 +109,6 @@ def test_parameters_of_the_fullest_process(config, num_processes, expected):
     assert layout.num_parameters == expected
 
 
-def test_every_name_of_the_model_is_in_a_stage():
-    whole = dict(build_model(DEEP, dropout=0.0, seed=0).named_parameters())
-    found = {}
-    for is_last, blocks in enumerate((range(0, 3), range(3, 7))):
-        model = build_model(DEEP, dropout=0.0, seed=0)
-        stage = model.stage(blocks, is_first=not is_last, is_last=bool(is_last))
-        found.update(stage.named_parameters())
-    assert found.keys() == whole.keys()
-    assert all((found[name] == whole[name]).all() for name in whole)
-
-
 def test_a_cut_of_ones_own():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))
@@ -151,20 +127,15 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
     [
         (8, {"strategy": "tp", **XL},
          ("tp=8 does not divide num_heads=25", "; take fsdp")),
-        (10, {"strategy": "tp", **XL}, ("tp=10", "set tp=5 dp_replicate=2; or tp=5 dp_shard=2")),
         # What fits comes with what else it needs.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
          ("take fsdp with num_microbatches=auto",)),
         # Stages and blocks.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
          ("pp=16 needs 32 stages", "24 blocks", "; set pp=8 dp_replicate=2; or")),
-        (99, {"strategy": "pp", "model": "gpt2", "num_microbatches": 1},
-         ("pp=99 needs 99 stages but gpt2 has 12", "set pp=11 dp_replicate=9 num_micro")),
         # A product that is not the number of processes.
         (8, {"strategy": "3d", "dp_shard": 3},
          ("pp 2 x dp_shard 3 x tp 2", " needs 12; set dp_shard=2; or")),
-        (2, {"strategy": "pp", "pp": 99},
-         ("mesh pp 99 does not make 2 processes", "needs 99; set pp=2")),
         (7, {"strategy": "hybrid"}, ("needs a multiple of 2; set pp=7",)),
     ],
 )  # fmt: skip
@@ -184,10 +155,8 @@ def test_tokens_that_tp_does_not_divide(tmp_path):
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_recomputation_and_two_halves_of_a_backward_pass(schedule):
     words = {"strategy": "pp", "pipeline_schedule": schedule}
-    for mode in ("selective", "full"):
-        with refused(f"'{mode}' does not go", schedule, "set it to none"):
-            layout_for(2, activation_checkpointing=mode, **words)
-    layout_for(2, activation_checkpointing="none", **words)
+    with refused("'selective' does not go", schedule, "set it to none"):
+        layout_for(2, activation_checkpointing="selective", **words)
 
 
 def test_a_schedule_that_the_engine_does_not_run():

@@ -2,18 +2,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from distributed_training.models import find_model
 from distributed_training.plan.mesh import fill_mesh
-from distributed_training.plan.topology import Topology, process_group, show_axes
-from distributed_training.run.process import single_process
+from distributed_training.plan.topology import Topology
 from distributed_training.settings.config import build_config
 from tests.support import named_strategy, refused
 
 WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
-CPU = torch.device("cpu")
 
 
 def filled(axes, world_size):
@@ -24,25 +20,10 @@ def filled(axes, world_size):
     return fill_mesh(strategy, world_size, build_config({"strategy": "3d"}), find_model("gpt2"))
 
 
-def place(rank, world_size, device_type="cpu", local_rank=None, **mesh):
+def place(rank, world_size, **mesh):
     return Topology(
-        world_size=world_size,
-        rank=rank,
-        local_rank=rank if local_rank is None else local_rank,
-        device_type=device_type,
-        **{**WHOLE, **mesh},
+        world_size=world_size, rank=rank, local_rank=rank, device_type="cpu", **{**WHOLE, **mesh}
     )
-
-
-@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_the_open_axis_takes_every_process(name, world_size):
-    axis = "dp_replicate" if name == "dp" else "dp_shard"
-    config = build_config({"model": "gpt2", "strategy": name})
-    assert fill_mesh(named_strategy(name), world_size, config, find_model("gpt2")) == {
-        **WHOLE,
-        axis: world_size,
-    }
 
 
 @pytest.mark.parametrize(
@@ -67,7 +48,6 @@ def test_the_open_axis_takes_what_is_left(axes, world_size, mesh):
         ({"dp_replicate": 2, "dp_shard": -1}, 3, ("needs a multiple of 2",)),
         # Of a closed mesh no multiple would do.
         ({"dp_replicate": 2, "dp_shard": 2}, 8, ("needs 4",)),
-        ({"dp_replicate": 2, "dp_shard": 2}, 2, ("needs 4",)),
         ({"dp_shard": 4}, 2, ("needs 4",)),
     ],
 )
@@ -76,28 +56,14 @@ def test_a_product_that_is_not_the_world_size_is_refused(axes, world_size, words
         filled(axes, world_size)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"dp_replicate": -1, "dp_shard": -1},
-        {"dp_replicate": 0, "dp_shard": -1},
-        {"dp_replicate": -2, "dp_shard": -2},
-        {"dp_replicate": -2, "dp_shard": -1},
-    ],
-)
-def test_a_mesh_without_meaning_is_refused(axes):
+@pytest.mark.parametrize("first", [-1, 0, -2])
+def test_a_mesh_without_meaning_is_refused(first):
     with refused("mesh dp_replicate", "at most one axis may be -1"):
-        filled(axes, 4)
+        filled({"dp_replicate": first, "dp_shard": -1}, 4)
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        {"pp": 2, "dp_shard": 2, "tp": 2},
-        {"pp": 2, "dp_replicate": 2, "tp": 2},
-        {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 4},
-        {"pp": 3, "dp_shard": 2},
-    ],
+    "mesh", [{"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 4}, {"pp": 3, "dp_shard": 2}]
 )
 def test_tp_is_innermost_and_every_place_is_taken_once(mesh):
     world_size = mesh["pp"] * mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
@@ -107,24 +73,3 @@ def test_tp_is_innermost_and_every_place_is_taken_once(mesh):
     assert places == sorted(set(places)), "rank order is (pp, dp, tp), tp fastest"
     assert len(places) == world_size
     assert topologies[0].axes == {**WHOLE, **mesh}
-
-
-def test_axes_in_words():
-    assert show_axes({**WHOLE, "dp_shard": 2, "tp": 4}) == "dp_shard 2 x tp 4"
-    assert show_axes(WHOLE) == "pp 1 x dp_replicate 1 x dp_shard 1 x tp 1"
-
-
-@pytest.fixture
-def _one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that what is set is undone afterwards
-    monkeypatch.setenv("MASTER_ADDR", "")
-    monkeypatch.setenv("MASTER_PORT", "")
-    single_process()
-
-
-@pytest.mark.usefixtures("_one_process")
-def test_process_group_starts_and_ends():
-    with process_group(CPU):
-        assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
-    assert not dist.is_initialized()

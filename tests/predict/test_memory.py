@@ -19,7 +19,6 @@ from tests.support import CPU_MACHINE, GPU_MACHINE
 SIZE = SIZES["gpt2"]
 B, T, D, L, H = 32, 1024, 768, 12, 12
 TOKENS, VOCABULARY = B * T, 50304
-ONE = dataclasses.replace(GPU_MACHINE, num_gpus=1)
 
 
 def peak(tmp_path, num_processes=1, **config):

@@ -77,12 +77,7 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [
-        ({"seed": 7}, "seed 42"),
-        ({"seed": None, "model": "gpt2"}, "seed 42"),  # the model is said in any case
-        ({"data_fingerprint": "0123456789abcdef"}, "data_fingerprint None"),
-        ({"data_fingerprint": "0123456789abcdef", "seed": 7}, "seed 42"),
-    ],
+    [({"seed": 7}, "seed 42"), ({"data_fingerprint": "0123456789abcdef"}, "data_fingerprint None")],
 )
 def test_what_tells_works_apart_is_named_once(other, said):
     work = {**made_record().work, **other}
@@ -100,26 +95,11 @@ def test_what_all_runs_share_stands_above_and_what_differs_in_their_names():
     assert "bubble" not in first, "nothing here has a pipeline"
 
 
-def test_what_no_run_has_measured_has_no_column():
-    gone = {"memory__peak_reserved_bytes": None, "performance__mfu": None}
-    (row, _) = rows_of(one_work({**gone, "run_dir": "a"}, {**gone, "run_dir": "b"})).values()
-    assert {"peak GPU memory", "MFU"}.isdisjoint(row)
-    rows = rows_of(one_work({**gone, "run_dir": "a"}, {"run_dir": "b"}))
-    assert [row["MFU"] for row in rows.values()] == ["-", "31.4%"]
-
-
-def test_the_perplexity_of_an_untrained_model_is_no_result():
-    start = {"evaluations": [{"step": 0, "loss": 3.5, "perplexity": 33.0}], "run_dir": "a"}
-    rows = rows_of(one_work(start, {"run_dir": "b"}))
-    assert [row["perplexity"] for row in rows.values()] == ["-", "20.1"]
-
-
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
         ({}, "ok"),
         ({"status": "interrupted", "step": 12}, "interrupted 12/64"),
-        ({"status": "failed", "step": 0}, "failed 0/64"),
         ({"status": "running", "step": 3, "hostname": "elsewhere"}, "running 3/64"),
         ({"status": "running", "step": 3, "hostname": platform.node(), "pid": None}, "killed 3/64"),
     ],
@@ -131,7 +111,6 @@ def test_a_run_that_did_not_end_says_how_far_it_came(changes, shown):
 @pytest.mark.parametrize(
     ("folders", "names"),
     [
-        (["20260101-010101-dp-x1", "20260101-020202-dp-x1"], ["010101", "020202"]),
         (["20260101-010101-dp-x1", "20260102-010101-dp-x1"], ["20260101", "20260102"]),
         (["20260101-1-dp-x1", "20260102-1-dp-x1", "20260102-2-dp-x1"],
          ["20260101-1", "20260102-1", "20260102-2"]),

@@ -1,25 +1,9 @@
 import pytest
 
-from distributed_training.records.display import Display, gib, header_rows, summary_rows
+from distributed_training.records.display import Display, header_rows, summary_rows
 from tests.support import made_record
 
 MIB, GIB = 2**20, 2**30
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (None, "not measured"),
-        (0, "0.0 MiB"),
-        (MIB, "1.0 MiB"),
-        (GIB // 10 - 1, "102.4 MiB"),
-        (GIB // 10 + 1, "0.10 GiB"),
-        (1.5 * GIB, "1.50 GiB"),
-        (1200 * GIB, "1200.00 GiB"),
-    ],
-)
-def test_bytes_are_shown_in_a_unit_that_suits(num_bytes, text):
-    assert gib(num_bytes) == text
 
 
 def header(**changes):
@@ -50,23 +34,6 @@ def test_header_shows_the_cut_and_what_the_strategy_decided():
     assert "defaults" not in header()
 
 
-def test_header_leaves_out_state_that_is_nowhere():
-    assert header()["state"] == "2.00 GiB on the GPU of each process, by estimate"
-    more = header(estimated_state_bytes__disk=3 * GIB)["state"]
-    assert more == "2.00 GiB on the GPU, 3.00 GiB on the disk of each process, by estimate"
-
-
-def test_header_of_a_machine_without_gpus():
-    rows = header(machine__gpu_name=None, machine__num_cpus=2, config__compile=False)
-    assert rows["strategy"].startswith("zero2 x 4 on CPU (2 cores): divides ")
-    assert "compiled" not in rows["precision"]
-
-
-def test_header_of_a_run_in_one_format():
-    dtypes = dict.fromkeys(("arithmetic", "parameters", "gradients", "reduction"), "torch.float32")
-    assert header(dtypes=dtypes, config__compile=False)["precision"] == "fp32"
-
-
 def summary(**changes):
     return dict(summary_rows(made_record(**changes)))
 
@@ -82,7 +49,6 @@ def test_summary_says_what_came_out():
 
 
 NO_GPU = {"performance__mfu": None, "memory__peak_allocated_bytes": None}
-TRACED = {"config__profile": 3, "profile": {"first_step": 6, "last_step": 8}}
 UNTIMED = {"performance": {"num_timed_steps": 0, "tokens_per_s": None}, "evaluations": []}
 # A record holds None where the run had NaN; a resumed run reads its beginning from there.
 DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("nan")}]
@@ -96,24 +62,11 @@ DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("n
         (UNTIMED, "perplexity", None),  # stopped before its first step
         (UNTIMED, "throughput", None),
         ({"skipped_steps": [4, 5, 9]}, "skipped", "3 steps, gradients not finite"),
-        (
-            TRACED,
-            "profile",
-            "steps 6 to 8 in trace-rank*.json.gz of the run's folder, for "
-            "ui.perfetto.dev, and memory-rank*.pickle, for pytorch.org/memory_viz; overlap "
-            "runs/x says what communication takes of them",
-        ),
-        ({**TRACED, "profile": None}, "profile", None),
         ({"evaluations": DIVERGED}, "perplexity", "nan before, nan after 64 steps"),
     ],
 )
 def test_summary_says_only_what_was_measured(changes, row, text):
     assert summary(**changes).get(row) == text
-
-
-def test_rows_are_aligned(capsys):
-    Display(enabled=True).table([("a", "one"), ("long name", "two"), ("", "three")])
-    assert capsys.readouterr().out == "  a          one\n  long name  two\n             three\n"
 
 
 def test_a_long_value_goes_on_below_and_a_path_is_not_cut(capsys):
@@ -149,18 +102,3 @@ def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     expected = "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  1,234 tok/s  0:50 left"
     assert lines[0] == expected
-
-
-def test_the_header_shows_the_pipeline():
-    pipeline = {
-        "schedule": "1f1b",
-        "num_microbatches": 8,
-        "blocks_per_stage": [7, 7, 7, 3],
-        "stage_ranks": [0, 1, 2, 3],
-        "ideal_bubble": 3 / 11,
-    }
-    rows = dict(header_rows(made_record(pipeline=pipeline)))
-    assert rows["pipeline"] == (
-        "1f1b, 8 micro-batches a step, blocks a stage 7, 7, 7, 3; idle 27% if stages were equal"
-    )
-    assert "pipeline" not in dict(header_rows(made_record()))

@@ -28,9 +28,7 @@ def summarise(durations_s, **changes):
     return summarise_performance(durations_s, **settings)
 
 
-@pytest.mark.parametrize(
-    ("count", "warmup"), [(1, 0), (2, 0), (3, 1), (9, 3), (14, 4), (15, 5), (16, 5), (100, 5)]
-)
+@pytest.mark.parametrize(("count", "warmup"), [(1, 0), (3, 1), (14, 4), (15, 5), (100, 5)])
 def test_five_steps_or_a_third_are_warm_up(count, warmup):
     summary = summarise([1000.0] * warmup + [1.0] * (count - warmup))
     assert (summary["num_warmup_steps"], summary["num_timed_steps"]) == (warmup, count - warmup)
@@ -61,26 +59,14 @@ def test_unknown_gpu_has_no_mfu(name):
     assert summary["tokens_per_s"] == 1000
 
 
-def test_no_steps_give_nulls():
-    summary = summarise([])
-    assert (summary["num_timed_steps"], summary["tokens_per_s"], summary["mfu"]) == (0, None, None)
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989.5e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989.5e12),
         ("NVIDIA GH200 480GB", 989.5e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A40", 149.7e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
-        ("Tesla T4", 65e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
     ],
 )
 def test_peak_of_known_gpus(name, peak):
@@ -91,8 +77,6 @@ def test_peak_of_known_gpus(name, peak):
     "name",
     [
         "NVIDIA L40",
-        "NVIDIA RTX A4000",
-        "NVIDIA T400 4GB",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a seventh of one
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "",

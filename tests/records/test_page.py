@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
@@ -76,22 +75,6 @@ def test_the_page_has_the_records_figures_and_asks_no_network(works):
     assert newest[1][-1] == "failed 5/64"
     assert "&lt;b&gt;&amp;" in text
     assert page.figures == ["loss", "throughput", "memory"] * 2
-
-
-def test_figures_are_drawn_in_the_colour_of_the_text_and_show_the_numbers(works):
-    text = html("", "", works[1:])
-    loss, speed, _ = (
-        ET.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
-        for part in text.split("<svg")[1:]
-    )
-    words = [
-        "".join(node.itertext()).strip() for node in speed.iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert {"131,072", "65,536", "1 zero2", "2 dp"} <= set(words)
-    assert "currentColor" in text
-    assert "#010203" not in text
-    lines = [node.get("d") for node in loss.iter("{http://www.w3.org/2000/svg}path")]
-    assert len({line for line in lines if line and line.count("L") == 1}) > 1
 
 
 def test_a_comparison_over_seeds_has_all_its_tables(over_seeds):  # noqa: F811

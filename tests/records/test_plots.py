@@ -6,7 +6,7 @@ import warnings
 import pytest
 from matplotlib.figure import Figure
 
-from distributed_training.records.comparison import Comparison, Layout, group_by_work
+from distributed_training.records.comparison import Comparison, Layout
 from distributed_training.records.plots import build_figures, save_pngs
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
@@ -84,18 +84,6 @@ def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line(d
     assert [path.name for path in draw(tmp_path / "alone", empty)] == PLOTS[1:]
 
 
-def test_one_step_can_be_seen(drawn, tmp_path):
-    draw(tmp_path, made_record(loss_curve=[[1, 3.5]]))
-    (line,) = drawn["loss.png"].get_lines()
-    assert line.get_marker() == "o"
-
-
-def test_a_run_too_short_to_be_timed_shows_the_rest(tmp_path):
-    untimed = {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
-    paths = draw(tmp_path, made_record(performance=untimed))
-    assert [path.name for path in paths] == ["loss.png", "memory.png"]
-
-
 def test_equal_records_give_equal_plots(tmp_path):
     """Otherwise each regeneration would change the files that are committed."""
     first = draw(tmp_path / "a", made_record())
@@ -106,12 +94,6 @@ def test_equal_records_give_equal_plots(tmp_path):
 def test_runs_without_results_have_no_plots(tmp_path):
     assert draw(tmp_path / "plots", made_record(finished=False)) == draw(tmp_path / "plots") == []
     assert not (tmp_path / "plots").exists()
-
-
-def test_even_one_run_given_twice_has_two_bars(drawn, tmp_path):
-    (work,) = group_by_work([made_record(), made_record()])
-    save_pngs(work, tmp_path)
-    assert bars(drawn["throughput.png"]) == [("x zero2", 131072.0)] * 2
 
 
 def test_curves_are_means_over_the_seeds_and_bars_the_predicted_bytes(over_seeds):  # noqa: F811

@@ -133,13 +133,3 @@ def test_trackio(calls, tmp_path):
         ("init", "distributed-training", tmp_path.name, ABOUT),
         ("log", STEP, 7), ("log", EVALUATED, 8), ("log", FINAL, None), ("finish",),
     ]  # fmt: skip
-
-
-def test_without_a_tracker_nothing_is_imported(calls, tmp_path):
-    track(None, tmp_path)
-    assert calls == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_not_measured_is_no_result():
-    assert final_values(made_record(finished=False)) == {}

@@ -166,23 +166,12 @@ def test_other_programs_names_work_everywhere(alias, name, tmp_path):
     assert build_config({}, overrides=[f"{alias}={OTHER[name]}"]) == expected
 
 
-def test_a_key_under_two_names_is_refused():
+def test_a_key_under_two_names_and_an_unknown_one_are_refused():
     with refused("learning_rate twice", "lr", "give one"):
         build_config({"lr": 0.1, "learning_rate": 0.1})
     assert build_config({"lr": 0.1}, overrides=["learning_rate=0.2"]).learning_rate == 0.2
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("batchsize", "did you mean 'batch_size'?"),
-        ("gradient_acumulation_steps", "did you mean 'grad_accum_steps'?"),
-        ("qqqq", "the keys are model, dataset"),
-    ],
-)
-def test_unknown_key_gets_the_nearest(name, hint):
-    with refused(repr(name), hint):
-        build_config({name: 1})
+    with refused("'qqqq'", "the keys are model, dataset"):
+        build_config({"qqqq": 1})
 
 
 BAD = {
@@ -245,20 +234,6 @@ def test_rule_says_what_to_type(name, value, rule):
 def test_set_text_becomes_a_value(text, value):
     parsed = getattr(build_config({}, overrides=[text]), text.partition("=")[0].strip())
     assert (type(parsed), parsed) == (type(value), value)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("epochs", ["'epochs'", "no '='", "key=value"]),
-        ("epochs=", ["epochs=''"]),
-        ("epochs=1e1", ["epochs=10.0"]),
-        ("learning_rate=NaN", ["learning_rate=nan"]),
-    ],
-)
-def test_bad_set_text_is_refused(text, words):
-    with refused(*words):
-        build_config({}, overrides=[text])
 
 
 @pytest.mark.parametrize("path", sorted(PRESETS_DIR.glob("*.json")), ids=lambda path: path.stem)

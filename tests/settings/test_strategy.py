@@ -29,7 +29,7 @@ DEVICES = {"offload": ("cpu", "none"), "infinity": ("nvme", "nvme")}
 def given_json(tmp_path, document, strategy="zero2"):
     """The strategy as loaded with `document` for its deepspeed_config."""
     path = tmp_path / "given.json"
-    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    path.write_text(json.dumps(document))
     return load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
@@ -110,19 +110,6 @@ def test_loss_scale_is_the_native_engines(name):
     assert fp16["hysteresis"] == 1
 
 
-@pytest.mark.parametrize("name", DEEPSPEED)
-def test_gradients_are_reduced_in_deepspeeds_own_choice_of_dtype(name):
-    """bf16 under bf16: half of the traffic that fp32 would be."""
-    assert "communication_data_type" not in named_strategy(name).document
-
-
-def test_unknown_strategy_gets_the_nearest():
-    with refused("strategy='zero4'", "infinity", "did you mean 'zero"):
-        load_strategy(build_config({"strategy": "zero4"}))
-    with refused("strategy='qqq'", "the strategies are dp, zero1"):
-        load_strategy(build_config({"strategy": "qqq"}))
-
-
 @pytest.mark.parametrize(
     ("strategy", "document", "words"),
     [
@@ -131,14 +118,11 @@ def test_unknown_strategy_gets_the_nearest():
             own_json("zero3"),
             ("parameters' but", "'zero2' means 'optimizer state, gradients'"),
         ),
-        ("zero2", own_json("offload"), ("gradients; optimizer state kept on cpu' but",)),
-        ("offload", own_json("zero2"), ("'offload' means", "optimizer state kept on cpu")),
         (
             "infinity",
             own_json("infinity", **{"zero_optimization.offload_param": {"device": "cpu"}}),
             ("parameters kept on cpu' but", "parameters kept on nvme'"),
         ),
-        ("zero1", own_json("hybrid"), ("layers over pp; ", "'zero1' means 'optimizer state'")),
         (
             "hybrid",
             own_json("zero1"),
@@ -154,7 +138,6 @@ def test_unknown_strategy_gets_the_nearest():
             own_json(),
             ("strategy='dp' would ignore", "deepspeed_config=", "strategy to zero2"),
         ),
-        ("fsdp", own_json(), ("strategy='fsdp' would ignore deepspeed_config=",)),
     ],
 )
 def test_json_of_another_strategy(strategy, document, words, tmp_path):
@@ -165,7 +148,6 @@ def test_json_of_another_strategy(strategy, document, words, tmp_path):
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        ('{"zero_optimization": {\n"stage": }}', ("line 2 column 10",)),
         ([], ("is not a JSON object",)),
         ({"bf16": True}, ("bf16 is not a JSON object",)),
         ({"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
@@ -282,16 +264,3 @@ def test_an_engines_file_needs_traits(folders):
     (root / "own" / "engine.py").write_text("OPTIONS = {}")
     with refused("engine.py has no TRAITS", "write TRAITS = "):
         load_own()
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"strategy": "zero2", "tp": 2}, ("tp=2 cannot be set", "over all processes", "to 3d")),
-        ({"strategy": "zero2", "pp": 2}, ("pp=2 cannot be set", "or to hybrid")),
-        ({"strategy": "hybrid", "dp_shard": 2}, ("dp_shard=2 cannot be set",)),
-    ],
-)
-def test_axes_of_strategies_that_have_none(config, words):
-    with refused(*words):
-        load_strategy(build_config(config))
