@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured import events_of
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, load_csv, one_chain, recomputed, repeat, save_csv
@@ -29,7 +30,7 @@ from pipedream.simulate.search import (
     pattern,
 )
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
-from pipedream.simulate.trace import MeasuredEvent, write_trace
+from pipedream.simulate.trace import write_trace
 
 HERE = Path(__file__).resolve().parent
 NODE = shutil.which("node")
@@ -286,13 +287,7 @@ def test_a_moved_operation_is_judged_as_the_simulator_would():
 def test_a_trace_is_read_as_it_was_written(tmp_path):
     schedule = build_schedule("zb-h1", 2, 3)
     timeline = simulate(schedule, build_costs(schedule, communication="1/2"))
-    events = [
-        MeasuredEvent(
-            rank=e.rank, kind=e.item.kind, stage=e.item.stage, microbatch=e.item.microbatch,
-            start_ns=int(e.start * 10**6) + 5, end_ns=int(e.end * 10**6) + 5, thread="compute",
-        )
-        for e in timeline.all_events()
-    ]  # fmt: skip
+    events = events_of(timeline, 10**6, start_ns=5)
     write_trace(tmp_path / "trace.json", predicted=timeline, measured=events)
     save_csv(schedule, tmp_path / "it.csv")
     (found,) = ask([{"ask": "trace", "text": (tmp_path / "trace.json").read_text()}])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from browser import Browser, find_browser
 from matplotlib.image import imread
+from measured import events_of
 from pipedream.config import SHARED_RULES
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
@@ -21,7 +22,7 @@ from pipedream.schedules.ops import recomputed, save_csv
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
-from pipedream.simulate.trace import MeasuredEvent, write_trace
+from pipedream.simulate.trace import write_trace
 
 TUTORIAL = Path(__file__).resolve().parent.parent
 PAGE, SOURCES = TUTORIAL / "explorer.html", TUTORIAL / "explorer"
@@ -368,17 +369,16 @@ def test_a_csv_cannot_say_everything(browser):
         assert reason in text(browser, "said")
 
 
+LATE = ("B", 1, 2)
+
+
 def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
-    """Every operation takes 10 ms, but 1F1 of the slow rank 30: it ends 20 ms late or more."""
+    """Every operation takes what is simulated, but the last backward pass 20 ms longer."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
-        MeasuredEvent(
-            rank=e.rank, kind=e.item.kind, stage=e.item.stage, microbatch=e.item.microbatch,
-            start_ns=int(e.start * 10**7), thread="compute",
-            end_ns=int(e.end * 10**7) + 2 * 10**7 * (str(e.item) == "1B2"),
-        )
-        for e in timeline.all_events()
-    ]  # fmt: skip
+        replace(e, end_ns=e.end_ns + 2 * 10**7) if (e.kind, e.stage, e.microbatch) == LATE else e
+        for e in events_of(timeline, 10**7)
+    ]
     write_trace(tmp_path / "trace.json", measured=events)
     browser.open(PAGE)
     upload(browser, "load-trace", tmp_path / "trace.json")

@@ -11,6 +11,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
+from measured import events_of
 from pipedream.runtime.prediction import (
     MeasuredRun,
     calibrate,
@@ -51,18 +52,7 @@ SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20],
 def pretend_measured(schedule, costs, start_ns=7_000_000):
     """A measurement in which every operation took exactly what the simulator says."""
     timeline = simulate(schedule, costs)
-    events = [
-        MeasuredEvent(
-            rank=e.rank,
-            kind=e.item.kind,
-            stage=e.item.stage,
-            microbatch=e.item.microbatch,
-            start_ns=start_ns + int(e.start),
-            end_ns=start_ns + int(e.end),
-            thread="compute",
-        )
-        for e in timeline.all_events()
-    ]
+    events = events_of(timeline, 1, start_ns)
     ends = {e.item: start_ns + int(e.end) for e in timeline.all_events()}
     ranks = schedule.ranks()
     for sender, receiver in transfers(schedule):
