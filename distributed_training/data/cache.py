@@ -61,8 +61,7 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) 
                 _fill(folder, corpus, tokenizer, by_line=not pack)
     except OSError as error:
         what = f"the token cache {cache_dir} cannot be written"
-        fix = "set output_dir elsewhere"
-        raise UserError(what, str(error), fix) from None
+        raise UserError(what, str(error), "set output_dir elsewhere") from None
     return folder
 
 
@@ -115,10 +114,9 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     with _progress("tokenising", sum(sizes)) as bar:
         for split, source in wanted.items():
             arrays[split] = _fill_split(building, split, source, tokenizer, by_line, bar)
-    meta = {"form": corpus.train.form, "splits": arrays}
-    (building / _META).write_text(json.dumps(meta))
-    for split in wanted:
-        _note(building, split).unlink(missing_ok=True)
+    for note in building.glob("*.json"):
+        note.unlink()
+    (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": arrays}))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     os.replace(building, folder)  # so that a cache is never half written
 
@@ -148,7 +146,7 @@ def _fill_split(
     dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
     if source.has_answers:
         dtypes["loss_mask"] = "bool"
-    note = _note(building, split)
+    note = building / f"{split}.json"  # how far the split is
     done, lengths = _read_note(note, dtypes)
     batches = _batches(source.read(by_line=by_line))
     for _, batch in zip(range(done), batches, strict=False):
@@ -224,11 +222,6 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             size = 0
     if batch:
         yield batch
-
-
-def _note(building: Path, split: str) -> Path:
-    """How far a split is."""
-    return building / f"{split}.json"
 
 
 def _read_note(note: Path, dtypes: Mapping[str, str]) -> tuple[int, dict[str, int]]:

@@ -109,10 +109,8 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
             parquet = hub.fetch_wikitext()
         except OSError as error:
             raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
-        splits = {
-            split: Source(form=RUNNING, texts=tuple(_read_wikitext(path)))
-            for split, path in parquet.items()
-        }
+        articles = {split: tuple(_read_wikitext(path)) for split, path in parquet.items()}
+        splits = {split: Source(form=RUNNING, texts=own) for split, own in articles.items()}
         return Corpus(name=WIKITEXT, **splits)
     if is_hub_name(dataset):
         return _read_from_hub(key, dataset)
@@ -159,8 +157,8 @@ def _find_source(path: Path, what: str) -> Source:
         raise UserError(f"{what} does not exist", fix=fix)
     files = _list_files(path, kinds) if path.is_dir() else (path,)
     found = sorted({file.suffix or "a file without an extension" for file in files})
-    texts, records = ({*found} <= {*some} for some in (TEXT_KINDS, RECORD_KINDS))
-    if not files or not (texts or records):
+    texts = set(found) <= set(TEXT_KINDS)
+    if not files or not (texts or set(found) <= set(RECORD_KINDS)):
         why = f"found {', '.join(found) or 'no ' + ' or '.join(kinds) + ' file'}"
         fix = f"give {' and '.join(TEXT_KINDS)} files, or {', '.join(RECORD_KINDS)} files, not both"
         raise UserError(f"{what} cannot be read", why, fix)
@@ -184,17 +182,14 @@ def _find_form(files: tuple[Path, ...], what: str) -> Source:
     raise UserError(f"{what} contains no text")
 
 
-def _leave_out_blank(parts: Iterable[Piece]) -> Iterator[Piece]:
+def _leave_out_blank(parts: Iterator[Piece]) -> Iterable[Piece]:
     """Nothing, where there is nothing but white space."""
     held = list[Piece]()
     for piece in parts:
         held.append(piece)
         if piece.text.strip():
-            break
-    else:
-        return
-    yield from held
-    yield from parts
+            return itertools.chain(held, parts)
+    return ()
 
 
 def read_embedded() -> list[str]:

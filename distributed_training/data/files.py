@@ -87,7 +87,7 @@ def read_blocks(path: Path) -> Iterator[str]:
                 why = f"{error.encoding}: {error.reason}, 0x{byte:02x} in position {place}"
                 raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
             position += len(data)
-            held = "\r" * (more and text.endswith("\r"))
+            held = "\r" if more and text.endswith("\r") else ""
             yield text[: len(text) - len(held)].replace("\r\n", "\n")
 
 
@@ -102,10 +102,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """(where it is, record) of each line or row. Raises UserError for what cannot be parsed."""
-    kind = path.suffix
-    if kind == ".jsonl":
-        return _read_jsonl(path)
-    return _read_csv(path) if kind == ".csv" else _read_table(path)
+    return {".jsonl": _read_jsonl, ".csv": _read_csv}.get(path.suffix, _read_table)(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -149,7 +146,8 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
                         number += 1
                         yield f"{path} row {number}", row
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is not a {path.suffix[1:]} file", _first_line(error)) from None
+        why = str(error).strip().partition("\n")[0]
+        raise UserError(f"{path} is not a {path.suffix[1:]} file", why) from None
 
 
 @contextlib.contextmanager
@@ -167,7 +165,3 @@ def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:
     command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
     fix = f"give UTF-8; if it is {name}: {command}"
     return UserError(f"dataset file {path} cannot be read", why, fix)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

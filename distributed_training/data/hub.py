@@ -27,7 +27,7 @@ def fetch_wikitext() -> dict[str, Path]:
     return dict(zip(WIKITEXT_FILES, paths, strict=True))
 
 
-def fetch_dataset(name: str, config: str | None, *, download: bool = True) -> dict[str, list[Path]]:
+def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str, list[Path]]:
     """Arrow files of any dataset by split, through the datasets library and its cache; without
     `download` only ask whether it is there. OSError with one line on why when it is not available.
     """
@@ -50,10 +50,9 @@ def fetch_dataset(name: str, config: str | None, *, download: bool = True) -> di
         if not download:
             return {}
         builder.download_and_prepare()
-        splits = builder.as_dataset()
         return {
             split: [Path(file["filename"]) for file in part.cache_files]
-            for split, part in splits.items()
+            for split, part in builder.as_dataset().items()
         }
     except Exception as error:  # its own, those of huggingface_hub, pyarrow, the HTTP client
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
@@ -80,9 +79,8 @@ def check_push(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(
-            f"push={repo_id!r} is no name of a model", str(error), "user/name"
-        ) from None
+        what = f"push={repo_id!r} is no name of a model"
+        raise UserError(what, str(error), "user/name") from None
     if get_token() is None:
         what = f"push={repo_id!r} needs a token of the Hugging Face Hub"
         raise UserError(what, fix="type: hf auth login, or set HF_TOKEN")

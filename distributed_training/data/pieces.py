@@ -12,6 +12,7 @@ assistant says, each with the end-of-text token after it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -53,7 +54,6 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
     """
     rest = ""
     start = 0
-    piece = None
     for block in blocks:
         rest = rest[start:] + block
         start = 0
@@ -62,23 +62,17 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
             if found is None and len(rest) - start < _MAX:
                 break
             end = found.start() if found else start + _MAX
-            if piece is not None:
-                yield Piece(piece, eos=False, ends=False)
-            piece = rest[start:end]
+            yield Piece(rest[start:end], eos=False, ends=False)
             start = end
-    if piece is not None and start < len(rest):
-        yield Piece(piece, eos=False, ends=False)
-        piece = None
-    yield Piece(rest[start:] if piece is None else piece)
+    yield Piece(rest[start:])
 
 
 def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
     """Every line that is not blank, as a text."""
     rest = ""
-    for block in blocks:
-        head, feed, rest = (rest + block).rpartition("\n")
-        yield from (Piece(line) for line in (head + feed).splitlines() if line.strip())
-    yield from (Piece(line) for line in rest.splitlines() if line.strip())
+    for block in itertools.chain(blocks, ["\n"]):
+        head, _, rest = (rest + block).rpartition("\n")
+        yield from (Piece(line) for line in head.splitlines() if line.strip())
 
 
 def find_form(record: Any, where: str) -> str:
@@ -86,8 +80,9 @@ def find_form(record: Any, where: str) -> str:
     keys = record if isinstance(record, dict) else {}
     # Datasets of chats often repeat the first question as "prompt".
     forms = [TEXT, MESSAGES, PROMPT] if "completion" not in keys else [TEXT, PROMPT, MESSAGES]
-    if form := next((form for form in forms if form in keys), None):
-        return form
+    for form in forms:
+        if form in keys:
+            return form
     why = f"it has {', '.join(map(shown, keys)) or 'no columns'}"
     raise UserError(f'{where} has no "text" string', why, "give " + " or ".join(_EXAMPLES.values()))
 
@@ -106,10 +101,8 @@ def cut_record(record: Any, form: str, where: str) -> list[Piece]:
         return list(cut_text([record[TEXT]])) if record[TEXT].strip() else []
     if not record["completion"].strip():
         return []
-    return [
-        Piece(record[PROMPT], in_loss=False, eos=False, ends=False),
-        Piece(record["completion"]),
-    ]
+    prompt = Piece(record[PROMPT], in_loss=False, eos=False, ends=False)
+    return [prompt, Piece(record["completion"])]
 
 
 def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:

@@ -42,10 +42,12 @@ class Samples:
 
     def take(self, first: int, last: int) -> Samples:
         """Samples first..last-1, without copying tokens."""
-        learnt = None if self.learnt is None else self.learnt[first:last]
-        starts = self.starts[first:last]
-        lengths = self.lengths[first:last]
-        return replace(self, starts=starts, lengths=lengths, learnt=learnt)
+        return replace(
+            self,
+            starts=self.starts[first:last],
+            lengths=self.lengths[first:last],
+            learnt=None if self.learnt is None else self.learnt[first:last],
+        )
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each int64 [len(indices), seq_len]; padding has no target, and what is
@@ -66,10 +68,6 @@ class Samples:
     def num_targets(self) -> np.ndarray:
         """Real targets of each sample: neither padding nor outside of answers, [num_samples]."""
         return self.lengths if self.learnt is None else self.learnt
-
-    def count_targets(self, indices: np.ndarray) -> int:
-        """Real targets of these samples."""
-        return int(self.num_targets[indices[indices != EMPTY]].sum())
 
     @property
     def real_share(self) -> float:
@@ -112,7 +110,8 @@ def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_
 def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> Data:
     """The samples of a folder of the cache; UserError where the text, called `name`, is too short
     or has fewer samples than asked for."""
-    (form, splits), seq_len = load_tokens(folder), config.max_length
+    form, splits = load_tokens(folder)
+    seq_len = config.max_length
     train, *rest = (_cut(tokens, config, padding_id) for tokens in splits.values())
     if rest:
         validation = rest[0]
@@ -124,14 +123,13 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
     if len(train) == 0 or len(validation) == 0:
         own = config.validation_dataset if len(train) else None
         what = f"validation_dataset={own!r}" if own else f"dataset={name!r}"
-        what += " is too short"
-        raise UserError(what, why, "use a longer text or a smaller max_length")
+        raise UserError(f"{what} is too short", why, "use a longer text or a smaller max_length")
     asked = config.num_samples
     wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
     if wanted > len(train):
         what = f"num_samples={wanted} is more than the dataset has"
-        fix = f"at most {len(train)}"
-        raise UserError(what, why, f"set num_samples to {fix}, or to auto or -1 for all")
+        fix = f"set num_samples to at most {len(train)}, or to auto or -1 for all"
+        raise UserError(what, why, fix)
     if wanted != -1:
         train = train.take(0, wanted)
     if config.eval_samples != -1:
@@ -162,13 +160,9 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
     if edges[-1] == len(ids):
         edges = edges[:-1]
-    learnt = np.add.reduceat(loss_mask, edges, dtype=np.int64)
-    learnt = learnt[::2]
+    learnt = np.add.reduceat(loss_mask, edges, dtype=np.int64)[::2]
     kept = learnt > 0
-    starts = starts[kept]
-    lengths = lengths[kept]
-    learnt = learnt[kept]
-    return Samples(ids, starts, lengths, seq_len, padding_id, loss_mask, learnt)
+    return Samples(ids, starts[kept], lengths[kept], seq_len, padding_id, loss_mask, learnt[kept])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,8 +196,9 @@ class Sampler:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
         own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
-        num_tokens = int(samples.lengths[indices[indices != EMPTY]].sum())
-        return StepBatch(own, samples.count_targets(indices), num_tokens)
+        real = indices[indices != EMPTY]
+        num_targets = int(samples.num_targets[real].sum())
+        return StepBatch(own, num_targets, num_tokens=int(samples.lengths[real].sum()))
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from distributed_training.data.corpus import read_embedded
 from distributed_training.data.hub import TOKENIZER_FILES
 from distributed_training.settings.errors import UserError
 
@@ -69,19 +67,3 @@ def is_chat(folder: Path) -> bool:
     """Whether a model in this folder was trained on chats in our template."""
     file = folder / CHAT_TEMPLATE.name
     return file.is_file() and file.read_bytes() == CHAT_TEMPLATE.read_bytes()
-
-
-def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
-    """Train a byte-level BPE on the embedded corpus of this Python, as the shipped one was:
-    `python -m distributed_training.data.tokenizer FOLDER`."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(read_embedded(), vocab_size, special_tokens=[END_OF_TEXT])
-    folder.mkdir(parents=True, exist_ok=True)
-    bpe.save_model(str(folder))
-    return Tokenizer(folder)
-
-
-if __name__ == "__main__":
-    print(f"wrote {sys.argv[1]}: {train(Path(sys.argv[1])).num_tokens} tokens")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -93,21 +92,6 @@ class Engine(abc.ABC):
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
         vars(self).clear()
-
-
-def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    """Copies of the arrays on `device`, without waiting where it is a GPU."""
-    tensors = tuple(map(torch.from_numpy, arrays))
-    if device.type == "cpu":
-        return tensors
-    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool) -> Iterator[None]:
-    """Unless `verbose`, what libraries print about themselves is dropped."""
-    with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from distributed_training.parallel.blocks import (
     apply_chunked_loss,
     apply_compile,
 )
+from distributed_training.parallel.graphs import to_device
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -71,10 +72,13 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
-        parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
-        with base.quiet(config.verbose):
-            found = deepspeed.initialize(**parts, dist_init_required=False)
-        self.engine, self.optimizer = found[:2]
+        with contextlib.nullcontext() if config.verbose else _silence():
+            self.engine, self.optimizer, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                config=plan.deepspeed_json,
+                dist_init_required=False,
+            )
         self.model = self.engine.module
         self.named = {names[parameter]: parameter for parameter in self.model.parameters()}
         if topology.device_type == "cpu":
@@ -102,7 +106,7 @@ class DeepSpeedEngine(base.Engine):
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:
-            loss = self.engine(*base.to_device(self.topology.device, *arrays))
+            loss = self.engine(*to_device(self.topology.device, *arrays))
             self.engine.backward(loss * scale)
             self.engine.step()
             loss_sum += loss.detach()
@@ -110,7 +114,7 @@ class DeepSpeedEngine(base.Engine):
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         with base.evaluating(self.engine):
-            return self.engine(*base.to_device(self.topology.device, inputs, targets))
+            return self.engine(*to_device(self.topology.device, inputs, targets))
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         with base.evaluating(self.engine):
@@ -182,13 +186,16 @@ class DeepSpeedEngine(base.Engine):
         scaler = self.optimizer.loss_scaler
         fragments = self._fragments()
         steps = int(counters["adam_steps"])
+        on_host = self.plan.strategy.steps_on_host
         with private.writing_zero(self.optimizer):
             for group in range(len(private.zero_partitions(self.optimizer))):
                 with private.writing_zero_group(self.optimizer, group) as flat:
                     # Moments that are there are written to: whoever keeps them on disk knows them.
                     state = adam.state[flat]
                     held = {"weight": flat}
-                    state["step"] = self._adam_steps(steps, flat)
+                    state["step"] = steps  # as the optimizer itself keeps it
+                    if not on_host:
+                        state["step"] = torch.tensor(float(steps), device=flat.device)
                     for moment in base.MOMENTS:
                         if moment not in state:
                             state[moment] = torch.zeros_like(flat)
@@ -200,14 +207,8 @@ class DeepSpeedEngine(base.Engine):
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1
             scaler.cur_iter = int(counters["good_steps"])
-        if self.plan.strategy.steps_on_host:
+        if on_host:
             private.restore_cpu_adam_powers(adam, **base.ADAM)
-
-    def _adam_steps(self, steps: int, flat: torch.Tensor) -> Any:
-        """As the optimizer itself keeps it."""
-        if self.plan.strategy.steps_on_host:
-            return steps
-        return torch.tensor(float(steps), device=flat.device)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
@@ -222,6 +223,11 @@ class DeepSpeedEngine(base.Engine):
         self.engine.destroy()
         private.forget_pipeline_grid()
         super().close()
+
+
+def _silence() -> contextlib.AbstractContextManager[Any]:
+    """What DeepSpeed prints about itself is dropped."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
@@ -257,7 +263,7 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
         # It prints what it was given, and broadcasts the embedding, which is no part of training.
-        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        with _silence(), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
@@ -282,7 +288,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         device = self.topology.device
-        micro_batches = [base.to_device(device, *arrays) for arrays in batch.micro_batches]
+        micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
         self._expect(micro_batches[0][0].shape)
         self.model.scale = scale
         self.engine.train_batch(iter(micro_batches))
@@ -291,7 +297,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         device = self.topology.device
-        loss = self._evaluate(*base.to_device(device, inputs, targets))
+        loss = self._evaluate(*to_device(device, inputs, targets))
         return torch.zeros((), device=device) if loss is None else loss
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:

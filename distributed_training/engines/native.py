@@ -27,7 +27,7 @@ from distributed_training.parallel.blocks import (
 )
 from distributed_training.parallel.compression import (
     apply_compression,
-    ddp_options,
+    bucket_mib,
     forget,
     restore,
     state_of,
@@ -39,7 +39,7 @@ from distributed_training.parallel.gradients import (
     match_layouts,
     sum_gradients,
 )
-from distributed_training.parallel.graphs import StepGraph
+from distributed_training.parallel.graphs import StepGraph, to_device
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 from distributed_training.parallel.private import foreach_mul_, overlap_products
 from distributed_training.parallel.tensor import apply_tp, can_overlap
@@ -135,17 +135,20 @@ class NativeEngine(base.Engine):
 
     def replicate(self, part: Decoder) -> nn.Module:
         """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
-        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-        options |= ddp_options(self.config, self.topology.device_type)
-        module = DistributedDataParallel(part, **options)
+        module = DistributedDataParallel(
+            part,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            bucket_cap_mb=bucket_mib(self.config, self.topology.device_type),
+        )
         self.remembered = apply_compression(module, self.config)
         return module
 
     def _arrange_buckets(self, size: int) -> None:
         """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
         first, and what compression loses is kept by bucket, in a resumed run, too."""
-        ids = torch.zeros((size, self.config.max_length), dtype=torch.int64)
-        ids = ids.to(self.topology.device)
+        shape = (size, self.config.max_length)
+        ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         self.parts.train()
         self.module(ids, ids).backward()
         self.optimizer.zero_grad()
@@ -238,7 +241,7 @@ class NativeEngine(base.Engine):
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
         with base.evaluating(self.parts), self.step.memory():
-            loss = self._forward(*base.to_device(self.topology.device, inputs, targets))
+            loss = self._forward(*to_device(self.topology.device, inputs, targets))
             if loss is not None and self.topology.tp_rank == 0:
                 total += loss.sum()
         return total
@@ -293,11 +296,10 @@ class NativeEngine(base.Engine):
     @torch.no_grad()
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         if counters["adam_steps"]:
-            on_gpu = self.topology.device_type == "cuda"
             for local in self.local.values():
                 state = self.optimizer.state[local]
                 steps = torch.tensor(float(counters["adam_steps"]))
-                state["step"] = steps.to(local.device) if on_gpu else steps
+                state["step"] = steps.to(local.device)
                 state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
         for part in self.state_parts():
             part.set(saved.read(part))

@@ -39,20 +39,21 @@ class ChunkedCrossEntropy:
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
-        compute = loss_and_gradient
-        self.compute = torch.compile(compute, dynamic=False) if compiled else compute
+        self.compute = loss_and_gradient
+        if compiled:
+            self.compute = torch.compile(loss_and_gradient, dynamic=False)
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
             return _Chunked.apply(x, weight, targets, vocab_size, self)
-        pieces = zip(x.flatten(0, -2).split(self.tokens), self._split(targets), strict=True)
-        losses = [summed_cross_entropy(part, weight, own, vocab_size) for part, own in pieces]
+        pieces = (tensor.split(self.tokens) for tensor in (x.flatten(0, -2), targets.flatten()))
+        losses = [
+            summed_cross_entropy(part, weight, own, vocab_size)
+            for part, own in zip(*pieces, strict=True)
+        ]
         return torch.stack(losses).sum()
-
-    def _split(self, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return targets.flatten().split(self.tokens)
 
     def gradients(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
@@ -61,7 +62,7 @@ class ChunkedCrossEntropy:
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=x.device)
-        chunks = (x.split(self.tokens), self._split(targets), grad_x.split(self.tokens))
+        chunks = (tensor.split(self.tokens) for tensor in (x, targets.flatten(), grad_x))
         for part, own, grad_part in zip(*chunks, strict=True):
             loss, grad_logits = self.compute(F.linear(part, weight), own, vocab_size)
             total += loss

@@ -26,11 +26,6 @@ FIRST_POWERSGD_STEP = 2  # the earliest that torch allows: by then buckets are a
 # One bucket: gloo matches collectives by their order, and a hook starts its second one whenever the
 # first is done, which with several buckets is at another time on each process.
 ONE_BUCKET_MIB = 2**20
-# What a resumed run needs to go on exactly.
-KEPT = {
-    "powersgd": ("iter", "error_dict", "p_memory_dict", "q_memory_dict"),
-    "topk-int8": ("lost", "lost_of_means"),
-}
 
 
 def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
@@ -63,6 +58,13 @@ class TopkInt8:
     share: float  # of the values, sent as they are
     lost: dict[int, torch.Tensor] = field(default_factory=dict)
     lost_of_means: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+# What a resumed run needs to go on exactly.
+KEPT = {
+    PowerSGDState: ("iter", "error_dict", "p_memory_dict", "q_memory_dict"),
+    TopkInt8: ("lost", "lost_of_means"),
+}
 
 
 def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -119,10 +121,10 @@ def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any
     return None
 
 
-def ddp_options(config: RunConfig, device_type: str) -> dict[str, Any]:
+def bucket_mib(config: RunConfig, device_type: str) -> float | None:
     """How large DistributedDataParallel's buckets are."""
-    one = config.gradient_compression in KEPT and device_type == "cpu"
-    return {"bucket_cap_mb": ONE_BUCKET_MIB if one else config.bucket_cap_mb}
+    one = config.gradient_compression in ("powersgd", "topk-int8") and device_type == "cpu"
+    return ONE_BUCKET_MIB if one else config.bucket_cap_mb
 
 
 def forget(remembered: Any) -> None:
@@ -137,7 +139,7 @@ def forget(remembered: Any) -> None:
 def state_of(remembered: Any) -> dict[str, torch.Tensor]:
     """This process's part, for a checkpoint: tensors by "attribute/bucket", numbers as tensors."""
     found = dict[str, torch.Tensor]()
-    for name in _kept(remembered):
+    for name in KEPT[type(remembered)]:
         value = getattr(remembered, name)
         entries = value if isinstance(value, dict) else {"": torch.tensor([float(value)])}
         found |= {f"{name}/{bucket}": tensor for bucket, tensor in entries.items()}
@@ -152,7 +154,3 @@ def restore(remembered: Any, state: dict[str, torch.Tensor], device: torch.devic
             getattr(remembered, name)[int(bucket)] = tensor.to(device)
         else:
             setattr(remembered, name, int(tensor))
-
-
-def _kept(remembered: Any) -> tuple[str, ...]:
-    return KEPT["topk-int8" if isinstance(remembered, TopkInt8) else "powersgd"]

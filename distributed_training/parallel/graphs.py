@@ -7,12 +7,20 @@ step's work on the GPU: forward, backward, collectives, clipping, optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from distributed_training.parallel.agree import fails_anywhere
+
+
+def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
+    """Copies of the arrays on `device`, without waiting where it is a GPU."""
+    tensors = tuple(map(torch.from_numpy, arrays))
+    if device.type == "cpu":
+        return tensors
+    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
 
 
 class StepGraph:
@@ -71,23 +79,18 @@ class StepGraph:
             self.graph = None
             self.left = num_eager_steps
 
-    def stop(self) -> None:
-        """From now on launch every step op by op."""
-        self.graph = self.left = None
-
-    def _upload(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+    def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
         """Copies on the device, made while the step before runs."""
-        tensors = [torch.from_numpy(array) for array in arrays]
         if self.device.type == "cpu":
-            return tensors
+            return to_device(self.device, *arrays)
         with torch.cuda.stream(self.copies):
-            tensors = [t.pin_memory().to(self.device, non_blocking=True) for t in tensors]
+            tensors = to_device(self.device, *arrays)
         torch.cuda.current_stream().wait_stream(self.copies)
         for tensor in tensors:
             tensor.record_stream(torch.cuda.current_stream())
         return tensors
 
-    def _capture(self, tensors: list[torch.Tensor]) -> None:
+    def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
         """Record a step without running it, on every rank or on none. Collective."""
         self.inputs = [t.clone() for t in tensors]
         graph = torch.cuda.CUDAGraph()

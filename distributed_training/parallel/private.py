@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from distributed_training.predict.orders import Operation, Order
 
@@ -42,8 +41,6 @@ ATTENTION_OPS = [
 ]
 # An all-reduce that torch.compile can hold in a graph: (tensor, "sum" or "max", group).
 all_reduce_functional = functional_collectives.all_reduce
-# The group that a functional collective carries by name.
-resolve_process_group = dist.distributed_c10d._resolve_process_group
 
 
 def first_index(tensor: DTensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -105,8 +106,9 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     text = json.dumps({**header, "__metadata__": {"places": json.dumps(places)}}).encode()
     text += b" " * (-len(text) % 8)
     size = checksum = 0
+    numbers = (part.get().detach().cpu().contiguous().numpy().data.cast("B") for part in parts)
     with open(path, "wb") as file:
-        for data in _contents(text, parts):
+        for data in itertools.chain([struct.pack("<Q", len(text)) + text], numbers):
             file.write(data)
             checksum = zlib.crc32(data, checksum)
             size = size + len(data)
@@ -185,12 +187,6 @@ def _stream_of_its_own() -> Iterator[None]:
     stream.synchronize()
 
 
-def _contents(header: bytes, parts: Iterable[Part]) -> Iterator[bytes | memoryview]:
-    yield struct.pack("<Q", len(header)) + header
-    for part in parts:
-        yield part.get().detach().cpu().contiguous().numpy().data.cast("B")
-
-
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """A part in a file."""
@@ -240,9 +236,7 @@ class TensorFiles:
             if found.start == start and tuple(found.data.get_shape()) == size:
                 return found.data[:]
         if all(len(found.start) == len(start) for found in stored):
-            box = torch.empty(size, dtype=part.dtype)
-            _check_filled(part.name, box, sum(found.copy_into(box, start) for found in stored))
-            return box
+            return self._fill(part, size, start)
         # A box and a range have whole rows in common.
         width = math.prod(part.shape[1:])
         if len(start) == len(part.shape):
@@ -261,20 +255,18 @@ class TensorFiles:
 
     def _rows(self, part: Part, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` of the part's tensor."""
-        rows = torch.empty((last - first, *part.shape[1:]), dtype=part.dtype)
-        flat = rows.view(-1)
-        width = math.prod(part.shape[1:])
-        origin = (first, *(0 for _ in part.shape[1:]))
+        others = part.shape[1:]
+        return self._fill(part, (last - first, *others), (first, *(0 for _ in others)))
+
+    def _fill(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
+        """A box, or range, of the part's tensor. Whole rows, where files hold ranges, too."""
+        box = torch.empty(size, dtype=part.dtype)
         filled = 0
-        for found in self.stored[part.name]:
-            if len(found.start) == len(part.shape):
-                filled += found.copy_into(rows, origin)
+        for found in self.stored.get(part.name, []):
+            if len(found.start) == len(start):
+                filled += found.copy_into(box, start)
             else:
-                filled += found.copy_into(flat, (first * width,))
-        _check_filled(part.name, rows, filled)
-        return rows
-
-
-def _check_filled(name: str, box: torch.Tensor, filled: int) -> None:
-    if filled != box.numel():
-        raise ValueError(f"{filled} of {box.numel()} numbers of {name} are there")
+                filled += found.copy_into(box.view(-1), (start[0] * math.prod(part.shape[1:]),))
+        if filled != box.numel():
+            raise ValueError(f"{filled} of {box.numel()} numbers of {part.name} are there")
+        return box

@@ -22,8 +22,8 @@ from typing import Any
 import checkout
 import torch
 
-from distributed_training.engines.base import to_device
 from distributed_training.engines.native import NUM_EAGER_STEPS
+from distributed_training.parallel.graphs import to_device
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
 from distributed_training.settings.parser import Parser

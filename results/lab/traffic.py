@@ -25,9 +25,9 @@ import checkout
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.parallel.private import TorchDispatchMode, resolve_process_group
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.records.provenance import provenance
@@ -85,7 +85,7 @@ class Traffic(TorchDispatchMode):
         kind, place, is_part = COUNTED[name]
         # c10d's operations carry their group as an object, functional ones its name, last.
         if isinstance(args[-1], str):
-            group = resolve_process_group(args[-1])
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
         else:
             boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed)

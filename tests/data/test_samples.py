@@ -143,8 +143,7 @@ def test_empty_places_hold_padding_and_no_target():
     inputs, targets = samples.batch(np.array([EMPTY, 1]))
     assert (inputs[0] == samples.padding_id).all()
     assert (targets[0] == IGNORE_INDEX).all()
-    assert samples.count_targets(np.array([EMPTY, 1])) == samples.lengths[1]
-    assert samples.count_targets(np.array([EMPTY])) == 0
+    assert (targets[1] != IGNORE_INDEX).sum() == samples.lengths[1]
 
 
 def cache_folders(tmp_path):
@@ -318,7 +317,7 @@ def test_every_step_counts_exactly_the_targets_that_it_has(pack, tokenizer, tmp_
         assert len(counts) == 1
         assert counts != {0}
     assert samples.learnt_share == pytest.approx(
-        samples.count_targets(np.arange(len(samples))) / samples.lengths.sum()
+        (all_rows(samples)[1] != IGNORE_INDEX).sum() / samples.lengths.sum()
     )
 
 

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from distributed_training.data import tokenizer as tokenizer_module
 from distributed_training.data.corpus import read_embedded
-from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer, train
+from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
 from tests.support import refused
 
 SAMPLES = [
@@ -91,13 +90,3 @@ def test_unusable_files_are_refused(vocabulary, merges, words, tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     with refused(str(tmp_path), words):
         Tokenizer(tmp_path)
-
-
-def test_a_tokenizer_can_be_trained(tmp_path, monkeypatch):
-    """As the shipped one was."""
-    monkeypatch.setattr(tokenizer_module, "read_embedded", lambda: ["to be or not to be " * 9])
-    trained = train(tmp_path, vocab_size=260)
-    assert trained.num_tokens == 260
-    (ids,) = trained.encode_batch(["to be"])
-    assert len(ids) < 5
-    assert trained.decode(ids.tolist()) == "to be"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training.parallel.compression import apply_compression, ddp_options, forget
+from distributed_training.parallel.compression import apply_compression, bucket_mib, forget
 from distributed_training.plan.topology import process_group
 from distributed_training.settings.config import RunConfig, build_config
 
@@ -24,7 +24,7 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
 def _take_steps(gradients: torch.Tensor, config: RunConfig) -> torch.Tensor:
     _, rows, columns = gradients.shape
     layer = torch.nn.Linear(columns, rows, bias=False)
-    module = DistributedDataParallel(layer, **ddp_options(config, "cpu"))
+    module = DistributedDataParallel(layer, bucket_cap_mb=bucket_mib(config, "cpu"))
     remembered = apply_compression(module, config)
 
     def step(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,26 @@
+"""Train the tokenizer that the package ships, on the embedded corpus of this Python.
+
+python results/lab/tokenizer.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import checkout  # noqa: F401
+from tokenizers import ByteLevelBPETokenizer
+
+from distributed_training.data.corpus import read_embedded
+from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
+
+
+def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
+    """A byte-level BPE, written to `folder`."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(read_embedded(), vocab_size, special_tokens=[END_OF_TEXT])
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.save_model(str(folder))
+    return Tokenizer(folder)
+
+
+if __name__ == "__main__":
+    print(f"wrote {sys.argv[1]}: {train(Path(sys.argv[1])).num_tokens} tokens")
