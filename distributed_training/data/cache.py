@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -97,23 +97,25 @@ def _array(folder: Path, split: str, part: str) -> Path:
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
-    splits = {"train": corpus.train, "validation": corpus.validation}
-    wanted = {split: source for split, source in splits.items() if source is not None}
-    num_bytes = sum(source.num_bytes for source in wanted.values())
+    splits = {"train": corpus.train}
+    if corpus.validation is not None:
+        splits["validation"] = corpus.validation
+    num_bytes = sum(source.num_bytes for source in splits.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, len(os.sched_getaffinity(0)))))
     if num_bytes > _LONG:
         print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     # All is parsed before anything is tokenised, which takes much longer.
     with _progress("reading", num_bytes) as bar:
-        sizes = [_measure(source.read(by_line=by_line), bar) for source in wanted.values()]
+        sizes = [_measure(source.read(by_line=by_line), bar) for source in splits.values()]
     if not sizes[0]:
         raise UserError(f"dataset={corpus.name!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
     building.mkdir(exist_ok=True)
-    arrays: dict[str, Any] = {}
     with _progress("tokenising", sum(sizes)) as bar:
-        for split, source in wanted.items():
-            arrays[split] = _fill_split(building, split, source, tokenizer, by_line, bar)
+        arrays = {
+            split: _fill_split(building, split, source, tokenizer, by_line, bar)
+            for split, source in splits.items()
+        }
     for note in building.glob("*.json"):
         note.unlink()
     (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": arrays}))

@@ -169,9 +169,12 @@ def _find_source(path: Path, what: str) -> Source:
 
 def _list_files(folder: Path, kinds: Iterable[str]) -> tuple[Path, ...]:
     """Files of these kinds below a folder, in the order of their names, but for hidden ones."""
-    below = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix in kinds)
-    seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
-    return tuple(folder / path for path in seen if not (folder / path).is_dir())
+    below = sorted(path for path in folder.rglob("*") if path.suffix in kinds)
+    return tuple(
+        path
+        for path in below
+        if not path.is_dir() and not re.search(r"(^|/)\.", path.relative_to(folder).as_posix())
+    )
 
 
 def _find_form(files: tuple[Path, ...], what: str) -> Source:

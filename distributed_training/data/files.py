@@ -66,7 +66,7 @@ def read_blocks(path: Path) -> Iterator[str]:
     """
     with _opened(path) as file:
         head = file.read(4)
-        mark = next((mark for mark in _MARKS if head.startswith(mark)), b"")
+        mark = next(filter(head.startswith, _MARKS), b"")
         if not mark and head.count(0) > 1:
             encoding = "UTF-16LE" if head[0] else "UTF-16BE"
             raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without its mark")

@@ -106,12 +106,11 @@ def cut_record(record: Any, form: str, where: str) -> list[Piece]:
 
 
 def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
-    messages = record.get(MESSAGES)
+    if not isinstance(record.get(MESSAGES), list):
+        raise _wrong(where, MESSAGES, MESSAGES, "list")
     pieces = list[Piece]()
     before = ""
-    if not isinstance(messages, list):
-        raise _wrong(where, MESSAGES, MESSAGES, "list")
-    for message in messages:
+    for message in record[MESSAGES]:
         words = message if isinstance(message, dict) else {}
         for name in ("role", "content"):
             if not isinstance(words.get(name), str):

@@ -34,8 +34,9 @@ class Samples:
     lengths: np.ndarray  # tokens of each sample, [num_samples]
     seq_len: int  # tokens of a sample as the model sees it, padding included
     padding_id: int
+    # Of each sample, [num_samples], at least 1: neither padding nor outside of answers.
+    num_targets: np.ndarray
     loss_mask: np.ndarray | None = None  # whether each of `tokens` is learnt; None: all are
-    learnt: np.ndarray | None = None  # targets of each sample that are learnt, at least 1; likewise
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -46,7 +47,7 @@ class Samples:
             self,
             starts=self.starts[first:last],
             lengths=self.lengths[first:last],
-            learnt=None if self.learnt is None else self.learnt[first:last],
+            num_targets=self.num_targets[first:last],
         )
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -63,11 +64,6 @@ class Samples:
                 mask = True if self.loss_mask is None else self.loss_mask[after]
                 np.copyto(targets[row, :length], self.tokens[after], where=mask)
         return inputs, targets
-
-    @property
-    def num_targets(self) -> np.ndarray:
-        """Real targets of each sample: neither padding nor outside of answers, [num_samples]."""
-        return self.lengths if self.learnt is None else self.learnt
 
     @property
     def real_share(self) -> float:
@@ -155,14 +151,14 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
             starts = starts[kept]
             lengths = lengths[kept]
     if loss_mask is None or len(starts) == 0:
-        return Samples(ids, starts, lengths, seq_len, padding_id)
+        return Samples(ids, starts, lengths, seq_len, padding_id, lengths)
     # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
     if edges[-1] == len(ids):
         edges = edges[:-1]
     learnt = np.add.reduceat(loss_mask, edges, dtype=np.int64)[::2]
     kept = learnt > 0
-    return Samples(ids, starts[kept], lengths[kept], seq_len, padding_id, loss_mask, learnt[kept])
+    return Samples(ids, starts[kept], lengths[kept], seq_len, padding_id, learnt[kept], loss_mask)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

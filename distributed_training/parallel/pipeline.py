@@ -200,7 +200,8 @@ class RoundedWeights:
     def __exit__(self, *_error: object) -> None:
         self._put(self.parameters)
         for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            copy.grad, parameter.grad = None, copy.grad
+            parameter.grad = copy.grad
+            copy.grad = None
 
     def _put(self, parameters: list[nn.Parameter]) -> None:
         for (owner, name), parameter in zip(self.places, parameters, strict=True):

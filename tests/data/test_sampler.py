@@ -34,7 +34,7 @@ def padded_samples(num_samples, seed=0, seq_len=6):
     lengths = random.integers(1, seq_len + 1, num_samples)
     starts = np.concatenate([[0], np.cumsum(lengths + 1)])[:-1]
     tokens = random.integers(1, 500, int((lengths + 1).sum()))
-    return Samples(tokens, starts, lengths, seq_len, 0)
+    return Samples(tokens, starts, lengths, seq_len, 0, lengths)
 
 
 def test_the_order_is_the_one_of_earlier_releases():

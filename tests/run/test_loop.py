@@ -81,7 +81,8 @@ def saved(monkeypatch):
 
 
 def make_trainer(engine=None, **config):
-    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), np.full(STEPS_PER_EPOCH, 2), 2, 0)
+    lengths = np.full(STEPS_PER_EPOCH, 2)
+    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths)
     config = build_config({"batch_size": 1, "learning_rate": 0.1, **config})
     return Trainer(
         engine=engine or CountingEngine(),
