@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,13 @@ class Engine(abc.ABC):
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
         vars(self).clear()
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Unless `verbose`, what libraries print about themselves is dropped."""
+    with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 @contextlib.contextmanager

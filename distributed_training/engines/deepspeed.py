@@ -72,13 +72,10 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
-        with contextlib.nullcontext() if config.verbose else _silence():
-            self.engine, self.optimizer, *_ = deepspeed.initialize(
-                model=module,
-                optimizer=optimizer,
-                config=plan.deepspeed_json,
-                dist_init_required=False,
-            )
+        parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
+        with base.quiet(config.verbose):
+            found = deepspeed.initialize(**parts, dist_init_required=False)
+        self.engine, self.optimizer = found[:2]
         self.model = self.engine.module
         self.named = {names[parameter]: parameter for parameter in self.model.parameters()}
         if topology.device_type == "cpu":
@@ -186,16 +183,13 @@ class DeepSpeedEngine(base.Engine):
         scaler = self.optimizer.loss_scaler
         fragments = self._fragments()
         steps = int(counters["adam_steps"])
-        on_host = self.plan.strategy.steps_on_host
         with private.writing_zero(self.optimizer):
             for group in range(len(private.zero_partitions(self.optimizer))):
                 with private.writing_zero_group(self.optimizer, group) as flat:
                     # Moments that are there are written to: whoever keeps them on disk knows them.
                     state = adam.state[flat]
                     held = {"weight": flat}
-                    state["step"] = steps  # as the optimizer itself keeps it
-                    if not on_host:
-                        state["step"] = torch.tensor(float(steps), device=flat.device)
+                    state["step"] = self._adam_steps(steps, flat)
                     for moment in base.MOMENTS:
                         if moment not in state:
                             state[moment] = torch.zeros_like(flat)
@@ -207,8 +201,14 @@ class DeepSpeedEngine(base.Engine):
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1
             scaler.cur_iter = int(counters["good_steps"])
-        if on_host:
+        if self.plan.strategy.steps_on_host:
             private.restore_cpu_adam_powers(adam, **base.ADAM)
+
+    def _adam_steps(self, steps: int, flat: torch.Tensor) -> Any:
+        """As the optimizer itself keeps it."""
+        if self.plan.strategy.steps_on_host:
+            return steps
+        return torch.tensor(float(steps), device=flat.device)
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
@@ -223,11 +223,6 @@ class DeepSpeedEngine(base.Engine):
         self.engine.destroy()
         private.forget_pipeline_grid()
         super().close()
-
-
-def _silence() -> contextlib.AbstractContextManager[Any]:
-    """What DeepSpeed prints about itself is dropped."""
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
@@ -263,7 +258,7 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
         # It prints what it was given, and broadcasts the embedding, which is no part of training.
-        with _silence(), torch.no_grad():
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
