@@ -147,10 +147,7 @@ class RunRecord:
         if self.values["status"] != "ok":
             with contextlib.suppress(UserError):  # somebody has removed the file
                 said = {"error": self.values["error"] or load_state(self.run_dir).error}
-        self._write(self.values | said)
-
-    def _write(self, values: dict[str, Any]) -> None:
-        write_json(self.run_dir / RECORD_FILE, values)
+        write_json(self.run_dir / RECORD_FILE, self.values | said)
 
 
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
@@ -167,7 +164,7 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
         "pid": os.getpid(),
     }
     record = RunRecord(run_dir, {**about, **values})
-    record._write(record.values)
+    write_json(run_dir / RECORD_FILE, record.values)
     return record
 
 
@@ -280,5 +277,11 @@ def _replace(path: Path, content: bytes) -> None:
 def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) -> Path:
     """A folder name under `output_dir` that is not taken: <time>-<strategy>-<model>-x<N>."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{strategy}-{model}-x{world_size}"
-    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    return next(output_dir / name for name in names if not (output_dir / name).exists())
+    return free_path(output_dir, stem)
+
+
+def free_path(folder: Path, name: str, suffix: str = "") -> Path:
+    """A path in `folder` that is not taken; the name gets a number where it is."""
+    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
+    paths = (folder / f"{each}{suffix}" for each in names)
+    return next(path for path in paths if not path.exists())

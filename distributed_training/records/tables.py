@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
-
-from distributed_training.records.display import GIB, NOT_MEASURED, gib, last_part
+from distributed_training.records.display import NOT_MEASURED, gib, last_part
 from distributed_training.records.record import Record
 
 Value = Callable[[Record], float | None]
@@ -110,41 +108,9 @@ def layout_words(record: Record) -> list[str]:
     return words
 
 
-def _of_pipelines(number: Number) -> Callable[..., str]:
+def of_pipelines(number: Number) -> Callable[..., str]:
     """Only pipelines have one."""
     return lambda *records: number(*records) if records[0].pipeline else "-"
-
-
-def _parts(record: Record) -> str:
-    """Where a bubble comes from, in points (results/lab/analysis/bubble.py)."""
-    if not record.pipeline:
-        return "-"
-    parts = (record.bubble or {}).get("parts")
-    if parts is None:
-        return NOT_MEASURED
-    return " ".join(f"{100 * part:+.1f}" for part in parts.values())
-
-
-def _by_rank(r: Record) -> str:
-    """Peaks in GiB without what earlier runs of the process left (results/lab/layouts.py)."""
-    peaks = [
-        f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
-        for rank in r.memory.get("by_rank", [])
-        if rank["peak_reserved_bytes"] is not None
-    ]
-    return ", ".join(peaks) + " GiB" if peaks else NOT_MEASURED
-
-
-def _disk(r: Record) -> str:
-    """Bytes per step. What would round to 0.0 GB is logging and the loading of libraries."""
-    if r.disk is None:
-        return NOT_MEASURED
-    steps = r.disk["num_steps"]
-    read = r.disk["read_bytes"] / steps / 1e9
-    written = r.disk["write_bytes"] / steps / 1e9
-    if max(read, written) < 0.05:
-        return "none"
-    return f"{read:.1f} GB read, {written:.1f} GB written"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -160,54 +126,20 @@ SETTINGS: dict[str, Callable[..., str]] = {
     "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
-# What is known of a run before its first step.
-_START: dict[str, Callable[..., str]] = {
-    **SETTINGS,
-    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
-    "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
-    "compression": lambda r: r.config.get("gradient_compression", "none"),
-    "steps": lambda r: f"{r.step} of {r.num_steps}",
-    "status": lambda r: r.status,
-}
 MS_A_STEP = Number(step_s, _milliseconds, spread=True)
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, "-")
 # What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
 # buffers of CUDA graphs.
 COLUMNS: Mapping[str, Callable[..., str]] = {
-    **_START,
+    **SETTINGS,
+    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
     "tokens/s": Number(tokens_per_s, "{:,.0f}".format, spread=True),
     "ms a step": MS_A_STEP,
-    "timed steps": lambda r: str(r.performance["num_timed_steps"]),
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
-    "GPU memory by rank": _by_rank,
     "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
-    "bubble": _of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
-    "formula + operations + messages + gaps": _parts,
-    "ideal bubble": _of_pipelines(
-        Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
-    ),
-    "disk a step": _disk,
-    "ms predicted": MS_PREDICTED,
-    "GiB predicted": Number(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}", "-"),
-    "loss": Number(
-        lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
-        "{:.3f}".format,
-        spread=True,
-    ),
+    "bubble": of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
+    "loss": Number(last_loss, "{:.3f}".format, spread=True),
     "validation loss": Number(validation_loss, "{:.4f}".format, spread=True),
     "perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),
 }
-DEFAULT = (
-    "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
-    "peak host memory", "loss", "perplexity", "status",
-)  # fmt: skip
-
-
-def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
-    """A Markdown table, one row per record; a run without results shows "-" for them."""
-    rows = [
-        [COLUMNS[name](r) if r.performance or name in _START else "-" for name in columns]
-        for r in records
-    ]
-    return tabulate(rows, columns, **MARKDOWN)

@@ -35,6 +35,7 @@ from distributed_training.records.record import (
     METRICS_FILE,
     RECORD_FILE,
     Record,
+    free_path,
     plural,
     write_json,
 )
@@ -314,7 +315,7 @@ def train(wanted: Wanted, run: Run) -> None:
     record = Record.model_validate(values)
     if record.status == "ok":
         run.record = record
-        write_json(wanted.out / free_name(record, wanted.out), values)
+        write_json(record_path(record, wanted.out), values)
     else:
         run.why = f"{record.status}: {record.error or _reason(said, code)}"
 
@@ -350,13 +351,12 @@ def training_seconds(metrics: Path) -> list[float]:
     return [round(seconds, 4) for seconds in itertools.accumulate(steps)]
 
 
-def free_name(record: Record, folder: Path) -> str:
-    """What distinguishes the record; the same run again gets a number."""
+def record_path(record: Record, folder: Path) -> Path:
+    """Where to keep a record: named by what distinguishes it, the same run again by a number."""
     model = record.config["model"].rpartition("/")[2]
     words = [model, record.strategy["name"], *layout_words(record), record.config["precision"]]
     name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
-    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
-    return next(f"{name}.json" for name in names if not (folder / f"{name}.json").exists())
+    return free_path(folder, name, ".json")
 
 
 def comparisons_of(wanted: Wanted) -> list[Comparison]:

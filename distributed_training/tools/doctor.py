@@ -20,17 +20,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from distributed_training.advise import checks
 from distributed_training.plan.machine import Machine, available_ram_bytes, detect_machine
-from distributed_training.records.display import WIDTH
+from distributed_training.records.display import GIB, WIDTH
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import find_gpu
 
-GIB = 2**30
 MIB = 2**20
 PROBE_BYTES = 128 * MIB  # written to see how fast a disk is
 SLOW_DISK = 100 * MIB  # bytes a second, below which checkpoints take long
@@ -49,7 +49,7 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the screen."""
 
@@ -59,16 +59,9 @@ class Finding:
     fix: str = ""  # what to type
 
 
-def ok(what: str, text: str) -> Finding:
-    return Finding(level="ok", what=what, text=text)
-
-
-def warn(what: str, text: str, fix: str = "") -> Finding:
-    return Finding(level="warn", what=what, text=text, fix=fix)
-
-
-def fail(what: str, text: str, fix: str) -> Finding:
-    return Finding(level="fail", what=what, text=text, fix=fix)
+ok = partial(Finding, "ok")
+warn = partial(Finding, "warn")
+fail = partial(Finding, "fail")
 
 
 def check(good: bool, what: str, text: str, fix: str) -> Finding:
@@ -106,13 +99,11 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if machine.num_gpus > 1 and topology:
         rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
         links = {row[i] for row in rows for i in range(1, 1 + machine.num_gpus) if i < len(row)}
-        slow = sorted(link for link in links if link in ("SYS", "NODE", "PHB"))
         text = f"between GPUs: {', '.join(sorted(links - {'X'}))}"
-        yield (
-            warn("links", f"{text}: no NVLink, so prefer dp or pp to tp")
-            if slow
-            else ok("links", text)
-        )
+        if links & {"SYS", "NODE", "PHB"}:
+            yield warn("links", f"{text}: no NVLink, so prefer dp or pp to tp")
+        else:
+            yield ok("links", text)
 
 
 def torch_and_driver(machine: Machine) -> Iterator[Finding]:
@@ -223,10 +214,10 @@ def launching() -> Iterator[Finding]:
     text = f"{name} is {address}" + ("" if reachable else ": other nodes could not reach it")
     yield check(reachable, "host", text, "on several nodes give --rdzv_endpoint an address")
     up = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
-    set_to = os.environ.get("NCCL_SOCKET_IFNAME")
-    interfaces = ", ".join(sorted(up)) or "none"
-    text = f"interfaces {interfaces}"
-    yield ok("network", text + (f"; NCCL_SOCKET_IFNAME={set_to}" if set_to else ""))
+    text = f"interfaces {', '.join(sorted(up)) or 'none'}"
+    if set_to := os.environ.get("NCCL_SOCKET_IFNAME"):
+        text += f"; NCCL_SOCKET_IFNAME={set_to}"
+    yield ok("network", text)
     store = "torchrun's store, which runs what it is sent, on every interface"
     yield ok("listening", f"--num_gpus: on loopback alone; several nodes: {store}")
 

@@ -6,15 +6,14 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from distributed_training.parallel.agree import from_rank_0
-from distributed_training.plan.topology import p2p_channels, process_group
+from distributed_training.plan.topology import process_group
 from distributed_training.run import launch, rendezvous, worker
 from distributed_training.run.process import Process, current_process, single_process
 from distributed_training.settings.config import RENDEZVOUS_S
@@ -30,17 +29,15 @@ class Group:
 
 
 @contextlib.contextmanager
-def open_group(runs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Group]:
+def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
     """Join the process group that the launcher describes (a group of one without a launcher), with
-    as many of NCCL's channels for messages as trainings of `runs` have, or as it likes."""
+    so many of NCCL's channels for messages, or as many as it likes."""
     process = current_process(os.environ) or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     store = rendezvous.meet(process, RENDEZVOUS_S)
-    compressions = [run.get("gradient_compression", "none") for run in (runs or {}).values()]
-    channels = p2p_channels(*compressions) if runs else None
     # Three minutes: another rank may have failed.
-    with process_group(device, store, minutes=3, p2p_channels=channels):
+    with process_group(device, store, minutes=3, p2p_channels=p2p_channels):
         folder = Path(from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
         try:
             yield Group(process=process, device=device, folder=folder)

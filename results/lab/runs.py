@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.records.record import Record, write_json
-from distributed_training.records.tables import table
 from distributed_training.settings.parser import Parser
-from distributed_training.tools.compare import free_name
+from distributed_training.tools.compare import record_path
+from results.lab.pages.columns import table
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
 Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there is none
@@ -57,7 +57,7 @@ def collect(
         record = Record.model_validate(values)
         records.append(record)
         print(table([record], columns).splitlines()[-1], flush=True)
-        write_json(arguments.out / free_name(record, arguments.out), values)
+        write_json(record_path(record, arguments.out), values)
     print(table(records, columns), flush=True)
     for name in left:
         print(f"not started: {name}", flush=True)

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from distributed_training.records.record import Record, load_record
-from distributed_training.records.tables import COLUMNS, table
 from distributed_training.settings.files import ROOT
+from results.lab.pages.columns import COLUMNS, table
 from tests.support import made_record, record_values
 
 PUBLISHED = {

@@ -1,6 +1,7 @@
 import pytest
 
-from distributed_training.records.tables import COLUMNS, layout_words, table
+from distributed_training.records.tables import layout_words
+from results.lab.pages.columns import COLUMNS, table
 from tests.support import made_record
 
 

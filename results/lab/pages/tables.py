@@ -11,10 +11,11 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.records.record import load_record
-from distributed_training.records.tables import COLUMNS, DEFAULT, MARKDOWN, table
+from distributed_training.records.tables import MARKDOWN
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json
 from distributed_training.settings.strategies import list_strategies
+from results.lab.pages.columns import COLUMNS, DEFAULT, table
 
 RECORDS_DIR = ROOT / "results" / "records"
 

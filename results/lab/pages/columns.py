@@ -1,0 +1,82 @@
+"""All that a document's table can say of runs, by heading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tabulate import tabulate
+
+from distributed_training.records import tables
+from distributed_training.records.display import GIB, NOT_MEASURED
+from distributed_training.records.record import Record
+from distributed_training.records.tables import MARKDOWN, SETTINGS, Number, of_pipelines, predicted
+
+DEFAULT = (
+    "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
+    "peak host memory", "loss", "perplexity", "status",
+)  # fmt: skip
+
+
+def _parts(record: Record) -> str:
+    """Where a bubble comes from, in points (results/lab/analysis/bubble.py)."""
+    if not record.pipeline:
+        return "-"
+    parts = (record.bubble or {}).get("parts")
+    if parts is None:
+        return NOT_MEASURED
+    return " ".join(f"{100 * part:+.1f}" for part in parts.values())
+
+
+def _by_rank(r: Record) -> str:
+    """Peaks in GiB without what earlier runs of the process left (results/lab/layouts.py)."""
+    peaks = [
+        f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
+        for rank in r.memory.get("by_rank", [])
+        if rank["peak_reserved_bytes"] is not None
+    ]
+    return ", ".join(peaks) + " GiB" if peaks else NOT_MEASURED
+
+
+def _disk(r: Record) -> str:
+    """Bytes per step. What would round to 0.0 GB is logging and the loading of libraries."""
+    if r.disk is None:
+        return NOT_MEASURED
+    steps = r.disk["num_steps"]
+    read = r.disk["read_bytes"] / steps / 1e9
+    written = r.disk["write_bytes"] / steps / 1e9
+    if max(read, written) < 0.05:
+        return "none"
+    return f"{read:.1f} GB read, {written:.1f} GB written"
+
+
+# What is known of a run before its first step.
+_START: dict[str, Callable[..., str]] = {
+    **SETTINGS,
+    "strategy": tables.COLUMNS["strategy"],
+    "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
+    "compression": lambda r: r.config.get("gradient_compression", "none"),
+    "steps": lambda r: f"{r.step} of {r.num_steps}",
+    "status": lambda r: r.status,
+}
+COLUMNS: Mapping[str, Callable[..., str]] = {
+    **_START,
+    **tables.COLUMNS,
+    "timed steps": lambda r: str(r.performance["num_timed_steps"]),
+    "GPU memory by rank": _by_rank,
+    "formula + operations + messages + gaps": _parts,
+    "ideal bubble": of_pipelines(
+        Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
+    ),
+    "disk a step": _disk,
+    "ms predicted": tables.MS_PREDICTED,
+    "GiB predicted": Number(predicted("peak_bytes"), lambda size: f"{size / GIB:,.2f}", "-"),
+}
+
+
+def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
+    """A Markdown table, one row per record; a run without results shows "-" for them."""
+    rows = [
+        [COLUMNS[name](r) if r.performance or name in _START else "-" for name in columns]
+        for r in records
+    ]
+    return tabulate(rows, columns, **MARKDOWN)
