@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +33,14 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
+from distributed_training.plan.topology import Topology, p2p_channels
 from distributed_training.run import assemble, worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from distributed_training.tools.group import Group, open_group
 
-__all__ = ["Group", "Kept", "Run", "each_run", "every_run", "open_group"]
+__all__ = ["Group", "Kept", "Run", "each_run", "every_run", "open_group", "open_group_for"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +56,12 @@ class Run:
     def batch(self, step: int) -> StepBatch:
         """This rank's samples of one step."""
         return self.sampler.step_batch(self.data.train, step)
+
+
+def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
+    """`open_group`, with as many of NCCL's channels for messages as trainings of `runs` have."""
+    compressions = [run.get("gradient_compression", "none") for run in runs.values()]
+    return open_group(p2p_channels(*compressions) if runs else None)
 
 
 class KeptTopology(Topology):

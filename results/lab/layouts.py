@@ -313,7 +313,7 @@ def _left_over() -> list[LeftOver]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
-    with harness.open_group(runs) as group:
+    with harness.open_group_for(runs) as group:
         measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
             collect(arguments, runs, measured, COLUMNS)

@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = arguments.out / "overlap.json"
     began = time.monotonic()
     done = runs_so_far(file, plan)  # before the processes meet: rank 0 has not written since
-    with harness.open_group(runs) as group:
+    with harness.open_group_for(runs) as group:
         first = group.process.rank == 0
         kept = harness.Kept()
         say = functools.partial(print, flush=True) if first else lambda text: None
