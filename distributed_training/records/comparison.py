@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distributed_training.records.display import NOT_MEASURED, gib, last_part, short_path
 from distributed_training.records.record import Record, is_alive
@@ -94,15 +95,29 @@ class Comparison:
         for layout in self.layouts:
             found += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
         works = [record.work for record in self.records]
-        keys = dict.fromkeys(key for work in works for key in work if key != "seed")
-        if differ := [key for key in keys if len({repr(work.get(key)) for work in works}) > 1]:
+        if differ := [key for key in differing(works) if key != "seed"]:
             found.append(f"The runs did not do the same work: they differ in {', '.join(differ)}.")
         return found
 
     def tables(self) -> list[Table]:
         """Those that there are figures for."""
-        found = [results(self), predictions(self), memory(self), traffic(self)]
+        fullest = "Of the fullest process at its fullest moment, as predicted."
+        sends = (
+            "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
+        )
+        found = [
+            results(self),
+            predictions(self),
+            _parts_table("Memory by component", fullest, self, memory_parts),
+            _parts_table("Bytes sent a step", sends, self, sent_bytes, "over "),
+        ]
         return [table for table in found if len(table.headers) > 1]
+
+
+def differing(runs: Sequence[Mapping[str, Any]], missing: Any = None) -> list[str]:
+    """The keys whose values are not equal in all."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    return [key for key in keys if len({repr(run.get(key, missing)) for run in runs}) > 1]
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
@@ -123,8 +138,7 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
     """A row a run, by the work they did, that of the newest run first."""
     records = sorted(records, key=lambda r: r.started_at)
     names = dict(zip(map(id, records), run_names(records), strict=True))
-    keys = dict.fromkeys(key for record in records for key in record.work)
-    telling = [key for key in keys if len({repr(r.work.get(key, ...)) for r in records}) > 1]
+    telling = differing([record.work for record in records], missing=...)
     groups: dict[str, list[Record]] = {}
     for record in reversed(records):
         work = repr([record.work.get(key, ...) for key in telling])
@@ -228,18 +242,6 @@ def memory_parts(r: Record) -> Mapping[str, float]:
 def sent_bytes(r: Record) -> Mapping[str, float]:
     """Axis -> predicted bytes a step of the process that sends most."""
     return (r.prediction or {}).get("sent_bytes", {})
-
-
-def memory(comparison: Comparison) -> Table:
-    """Components of the peak, as predicted."""
-    about = "Of the fullest process at its fullest moment, as predicted."
-    return _parts_table("Memory by component", about, comparison, memory_parts)
-
-
-def traffic(comparison: Comparison) -> Table:
-    """Bytes by axis."""
-    about = "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
-    return _parts_table("Bytes sent a step", about, comparison, sent_bytes, "over ")
 
 
 def _parts_table(

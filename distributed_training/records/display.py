@@ -156,7 +156,7 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     config = r.config
     data = r.data
     length = config["max_length"]
-    tokens = r.batch.global_batch_size * config["max_length"]
+    tokens = r.batch.global_batch_size * length
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
     split = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]

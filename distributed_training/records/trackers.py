@@ -94,7 +94,7 @@ def _wandb(run_dir: Path, about: dict[str, Any]) -> Tracker:
         run.summary.update(final)
         run.finish()
 
-    return Tracker(lambda values, step: run.log(values, step=step), close)
+    return Tracker(run.log, close)
 
 
 def _mlflow(run_dir: Path, about: dict[str, Any]) -> Tracker:
@@ -109,7 +109,7 @@ def _mlflow(run_dir: Path, about: dict[str, Any]) -> Tracker:
         mlflow.log_metrics(final)
         mlflow.end_run()
 
-    return Tracker(lambda values, step: mlflow.log_metrics(values, step=step), close)
+    return Tracker(mlflow.log_metrics, close)
 
 
 def _trackio(run_dir: Path, about: dict[str, Any]) -> Tracker:
@@ -122,7 +122,7 @@ def _trackio(run_dir: Path, about: dict[str, Any]) -> Tracker:
         trackio.log(final)
         trackio.finish()
 
-    return Tracker(lambda values, step: trackio.log(values, step=step), close)
+    return Tracker(trackio.log, close)
 
 
 _BUILD = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}

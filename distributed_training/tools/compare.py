@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from distributed_training.plan.machine import detect_machine
 from distributed_training.records import page
-from distributed_training.records.comparison import Comparison, Layout
+from distributed_training.records.comparison import Comparison, Layout, differing
 from distributed_training.records.display import WIDTH, gib, short_path
 from distributed_training.records.record import (
     METRICS_FILE,
@@ -376,8 +376,7 @@ def comparisons_of(wanted: Wanted) -> list[Comparison]:
 
 def layouts_of(runs: Sequence[Run]) -> list[Layout]:
     """Runs by layout, each named by what tells it from the others."""
-    keys = dict.fromkeys(key for run in runs for key in run.layout if key != "strategy")
-    telling = [key for key in keys if len({repr(run.layout.get(key)) for run in runs}) > 1]
+    telling = [key for key in differing([run.layout for run in runs]) if key != "strategy"]
     groups: dict[str, list[Run]] = {}
     for run in runs:
         words = [f"{key}={run.layout[key]}" for key in telling if key in run.layout]

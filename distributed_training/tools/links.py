@@ -115,18 +115,19 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in entries[0]["seconds"]:
         points = []
+        line = []
         for entry in entries:
             num_bytes = entry["bytes"]
             seconds = entry["seconds"][kind]
+            sent = sent_bytes(kind, num_bytes, members)
+            line.append((sent, seconds))
             points.append({
                 "bytes": num_bytes,
                 "seconds": seconds,
                 "algorithm_bytes_per_s": num_bytes / seconds,
-                "bus_bytes_per_s": sent_bytes(kind, num_bytes, members) / seconds,
+                "bus_bytes_per_s": sent / seconds,
             })  # fmt: skip
-        sent = [sent_bytes(kind, point["bytes"], members) for point in points]
-        line = zip(sent, (point["seconds"] for point in points), strict=True)
-        latency, each, error = fit_line(list(line))
+        latency, each, error = fit_line(line)
         found[kind] = {
             "points": points,
             "latency_s": latency,
