@@ -56,10 +56,11 @@ def printed_commands(document: str) -> list[str]:
 
 def typed(command: str) -> str:
     """The command as it is run here: two nodes' as the document says to try it, without torchrun
-    and with the processes of both; gpt2-xl's with the small model, for the sake of the RAM."""
+    and with the processes of both; large models' with the small one, for the sake of the RAM."""
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
-        command = "python real_model_example.py --num_gpus 8 " + command.partition(".py ")[2]
+        arguments = command.partition(".py ")[2].replace("gpt2-medium", "gpt2")
+        command = f"python real_model_example.py --model gpt2 --num_gpus 8 {arguments}"
     starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor)\b", command)
     return command if starts_nothing else f"{command} --dry-run"
 
