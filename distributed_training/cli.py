@@ -138,9 +138,18 @@ def configure(
     return config.model_copy(update={"force": arguments.force})
 
 
+def _load(module: str) -> Any:
+    """A module that only its command needs."""
+    return importlib.import_module(f"distributed_training.{module}")
+
+
+def _parser(program: Program, command: str, about: str | None) -> Parser:
+    return Parser(prog=f"{program.script.name} {command}", description=about)
+
+
 def plan(argv: Sequence[str], program: Program) -> int:
     """Every layout of every strategy, ranked by predicted time; nothing runs."""
-    module = importlib.import_module("distributed_training.tools.plan")
+    module = _load("tools.plan")
     arguments = parse(argv, program, module.add_options)
     build = functools.partial(configure, arguments, program)
     return module.run(arguments, build, program.script)
@@ -148,7 +157,7 @@ def plan(argv: Sequence[str], program: Program) -> int:
 
 def compare(argv: Sequence[str], program: Program) -> int:
     """The same work under several strategies, one after the other, on one page."""
-    module = importlib.import_module("distributed_training.tools.compare")
+    module = _load("tools.compare")
     arguments = parse(argv, program, module.add_options)
 
     def build(texts: Sequence[str]) -> RunConfig:
@@ -160,17 +169,15 @@ def compare(argv: Sequence[str], program: Program) -> int:
 
 def doctor(argv: Sequence[str], program: Program) -> int:
     """What this machine has and lacks for training; --nodes: the links between processes."""
-    parser = Parser(prog=f"{program.script.name} doctor", description=doctor.__doc__)
+    parser = _parser(program, "doctor", doctor.__doc__)
     add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
     add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
     add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     arguments = parser.parse_args(argv)
     if arguments.nodes:
-        nodes = importlib.import_module("distributed_training.tools.nodes")
-        return nodes.run(arguments.num_gpus, program.script)
-    module = importlib.import_module("distributed_training.tools.doctor")
-    return module.main(program.script.parent / str(program.config.get("output_dir", "runs")))
+        return _load("tools.nodes").run(arguments.num_gpus, program.script)
+    return _load("tools.doctor").main(output_dir_of(program)[1])
 
 
 def train(argv: Sequence[str], program: Program) -> int:
@@ -203,15 +210,12 @@ def output_dir_of(program: Program) -> tuple[str, Path]:
 
 def report(argv: Sequence[str], program: Program) -> int:
     """Tables and plots from run records."""
-    module = importlib.import_module("distributed_training.records.report")
-    return module.main(argv, output_dir_of(program)[1])
+    return _load("records.report").main(argv, output_dir_of(program)[1])
 
 
 def generate(argv: Sequence[str], program: Program) -> int:
     """Text from the model of a run."""
-    parser = Parser(
-        prog=f"{program.script.name} generate", description="Text from a trained model."
-    )
+    parser = _parser(program, "generate", "Text from a trained model.")
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add("--prompt", help="what the text begins with; without it, each line that you type")
@@ -224,8 +228,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     a = parser.parse_args(argv)
     if min(a.num_tokens, a.top_k) < 1 or a.temperature < 0:
         raise UserError("--num_tokens and --top_k are at least 1, --temperature at least 0")
-    module = importlib.import_module("distributed_training.tools.models")
-    return module.generate(
+    return _load("tools.models").generate(
         a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
         seed=a.seed, kind=BEST if a.best else LAST,
     )  # fmt: skip
@@ -234,42 +237,37 @@ def generate(argv: Sequence[str], program: Program) -> int:
 def export(argv: Sequence[str], program: Program) -> int:
     """The weights of a checkpoint, in Hugging Face's format."""
     about = "A checkpoint's weights in Hugging Face's format; the run may have been interrupted."
-    parser = Parser(prog=f"{program.script.name} export", description=about)
+    parser = _parser(program, "export", about)
     parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
     parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
     a = parser.parse_args(argv)
-    return importlib.import_module("distributed_training.tools.models").export_checkpoint(
-        a.run, a.to
-    )
+    return _load("tools.models").export_checkpoint(a.run, a.to)
 
 
 def push(argv: Sequence[str], program: Program) -> int:
     """The model of a run, to the Hugging Face Hub."""
-    parser = Parser(prog=f"{program.script.name} push", description="A run's model to the Hub.")
+    parser = _parser(program, "push", "A run's model to the Hub.")
     parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
     parser.add_argument("name", help="user/name on the Hub")
     parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
     a = parser.parse_args(argv)
-    return importlib.import_module("distributed_training.tools.models").push(
-        a.run, a.name, best=a.best
-    )
+    return _load("tools.models").push(a.run, a.name, best=a.best)
 
 
 def links(argv: Sequence[str], program: Program) -> int:
     """How fast this machine's processes talk to each other."""
-    parser = Parser(prog=f"{program.script.name} links", description=links.__doc__)
-    module = importlib.import_module("distributed_training.tools.links")
-    return module.start(argv, program.script, output_dir_of(program)[1], parser)
+    parser = _parser(program, "links", links.__doc__)
+    return _load("tools.links").start(argv, program.script, output_dir_of(program)[1], parser)
 
 
 def overlap(argv: Sequence[str], program: Program) -> int:
     """How much communication hides behind computing, from the traces of a run."""
-    return importlib.import_module("distributed_training.tools.overlap").main(argv)
+    return _load("tools.overlap").main(argv)
 
 
 def calibrate(argv: Sequence[str], program: Program) -> int:
     """What `plan --calibrate` runs in its processes."""
-    return importlib.import_module("distributed_training.tools.calibrate").main(argv)
+    return _load("tools.calibrate").main(argv)
 
 
 Command = Callable[[Sequence[str], Program], int]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
@@ -109,25 +109,10 @@ def this_machine(
     )
 
 
-def lay_out_on(
-    cluster: Cluster,
-    config: RunConfig,
-    *,
-    mesh: dict[str, int] | None = None,
-    requested: RunConfig | None = None,
-    notes: Sequence[str] = (),
-) -> Plan:
+def lay_out_on(cluster: Cluster, config: RunConfig, **options: Any) -> Plan:
     """A draft for the cluster's processes (`lay_out`), with the orders that a search finds."""
     here = cluster.processes_a_node
-    plan = lay_out(
-        config,
-        cluster.machine,
-        cluster.num_processes,
-        here,
-        mesh=mesh,
-        requested=requested,
-        notes=notes,
-    )
+    plan = lay_out(config, cluster.machine, cluster.num_processes, here, **options)
     return with_orders(plan, cluster.rates)
 
 

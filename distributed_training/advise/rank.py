@@ -14,7 +14,7 @@ from tqdm import tqdm
 from distributed_training.advise.cluster import Cluster, lay_out_on
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.mesh import all_meshes, show_settings, why_indivisible
+from distributed_training.plan.mesh import OPEN, all_meshes, show_settings, why_indivisible
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import estimate_memory
@@ -116,9 +116,9 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
 def _other_counts(first: Plan) -> list[int]:
     """More micro-batches than "auto" takes; fewer would hold more than `batch_size` sequences do
     under dp."""
-    if first.requested.micro_batch_size != AUTO or first.requested.num_microbatches != AUTO:
-        return []
-    if first.schedule.searched:  # a second or two for each
+    asked = first.requested
+    is_open = asked.micro_batch_size == asked.num_microbatches == AUTO
+    if first.schedule.searched or not is_open:  # a search takes a second or two for each
         return []
     return _more_microbatches(first)[:MOST_COUNTS]
 
@@ -140,10 +140,9 @@ def _identity(plan: Plan) -> object:
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The keys besides `strategy` that give this layout."""
     asked = plan.strategy.mesh
-    settings: dict[str, Any] = {}
-    for axis in MESH_AXES:
-        if asked[axis] not in (-1, plan.mesh[axis]):
-            settings[axis] = plan.mesh[axis]
+    settings: dict[str, Any] = {
+        axis: size for axis, size in plan.mesh.items() if asked[axis] not in (-1, size)
+    }
     # An open axis takes what is left, which may be another than is meant.
     rest = [axis for axis in MESH_AXES if asked[axis] == -1]
     if rest and plan.mesh[rest[0]] == 1 and plan.num_processes > 1:
@@ -157,8 +156,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
 
 def under_strategy(config: RunConfig, name: str) -> RunConfig:
     """The same work under another strategy: its defaults, and open axes and micro-batches."""
-    opened = {**dict.fromkeys(MESH_AXES), "deepspeed_config": None, "pipeline_cut": None}
-    opened |= {"micro_batch_size": AUTO, "num_microbatches": AUTO, "pipeline_schedule": AUTO}
+    opened = OPEN | {"pipeline_schedule": AUTO}
     if name != config.strategy:
         opened |= {"engine_options": {}, "engine_work": ()}
     return with_values(config, strategy=name, **opened, **_defaults_for(config, name))
@@ -176,9 +174,8 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
 
 def _defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
     """A strategy's defaults for the keys that CONFIG leaves open."""
-    given = dict(config)
-    defaults = strategy_defaults(name)
-    return {key: value for key, value in defaults.items() if given[key] in (None, AUTO)}
+    defaults = strategy_defaults(name).items()
+    return {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
 
 
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
@@ -224,10 +221,10 @@ def best_layout(
     alike = ALIKE if cluster.machine.num_gpus else ALIKE_ON_CPU
     longest = choices[0].order[1] * (1 + alike)
     quickest = [choice for choice in choices if choice.order[1] <= longest]
+    # Of equally simple ones the first of the strategies in their order.
     names = list(list_strategies())
-    return min(
-        quickest, key=lambda c: (len(settings_of(c.plan)), names.index(c.plan.strategy.name))
-    )
+    quickest.sort(key=lambda choice: names.index(choice.plan.strategy.name))
+    return min(quickest, key=lambda choice: len(settings_of(choice.plan)))
 
 
 def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunConfig:
@@ -265,8 +262,7 @@ def _none_found(
         plainest = "3d"
     tried = build(plainest)
     lay_out_on(cluster, tried)
-    batch = f"batch_size={tried.batch_size}"
-    what = f"strategy='auto' finds none that fits {config.model} with {batch}"
+    what = f"strategy='auto' finds none that fits {config.model} with batch_size={tried.batch_size}"
     return UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from distributed_training.models import ModelSize
 from distributed_training.plan.machine import Machine
@@ -48,16 +49,14 @@ def choose_settings(
     if config.max_length > positions:
         what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
         raise UserError(what, fix=f"set max_length to at most {positions}")
-    schedule: str = config.pipeline_schedule
-    if schedule == AUTO:
-        schedule = strategy.schedule
+    schedule = config.pipeline_schedule
     precision = _choose_precision(config, machine)
     _check_exchanges(config, precision, strategy, mesh, size)
     _check_loss(config, precision, mesh)
     compiled = _choose_compile(config, machine, strategy, mesh, notes)
     return with_values(
         config,
-        pipeline_schedule=schedule,
+        pipeline_schedule=strategy.schedule if schedule == AUTO else schedule,
         precision=precision,
         compile=compiled,
         async_tp=_choose_async_tp(config, compiled, machine, mesh),
@@ -153,15 +152,21 @@ def _choose_compile(
             obstacle = f"strategy={config.strategy!r}: DeepSpeed's hooks are between blocks"
         elif config.activation_checkpointing != "none":
             obstacle = f"activation_checkpointing={config.activation_checkpointing!r}"
-    if config.compile in (True, "whole") and obstacle:
-        what = f"compile={config.compile!r} does not work with {obstacle}"
-        raise UserError(what, fix="set compile to auto or False")
-    if config.compile != AUTO:
-        return config.compile
     able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
-    if able and obstacle:
+    if config.compile == AUTO and able and obstacle:
         notes.append(f"not compiled: {obstacle}")
-    return able and not obstacle
+    return _switch("compile", config.compile, obstacle, able)
+
+
+def _switch(key: str, asked: Any, obstacle: str, able: bool) -> Any:
+    """As asked; "auto" is whether it is `able` here. Raises UserError where an obstacle is in the
+    way of what is asked for."""
+    if asked == AUTO:
+        return able and not obstacle
+    if asked and obstacle:
+        what = f"{key}={asked!r} does not work with {obstacle}"
+        raise UserError(what, fix=f"set {key} to auto or False")
+    return asked
 
 
 def _choose_async_tp(
@@ -204,11 +209,8 @@ def _choose_cuda_graphs(
         obstacle = "precision='fp16', whose loss scale the host decides"
     elif config.dropout > 0 and (mesh["tp"] > 1 or config.activation_checkpointing != "none"):
         obstacle = "dropout under tp or activation checkpointing, which sets random generators"
-    if config.cuda_graphs is True and (obstacle or not machine.num_gpus):
-        what = f"cuda_graphs=True does not work with {obstacle or 'a CPU'}"
-        raise UserError(what, fix="set cuda_graphs to auto or False")
-    if config.cuda_graphs != AUTO:
-        return bool(config.cuda_graphs)
-    if machine.num_gpus and obstacle:
+    if not machine.num_gpus:
+        obstacle = obstacle or "a CPU"
+    elif config.cuda_graphs == AUTO and obstacle:
         notes.append(f"no CUDA graph: {obstacle}")
-    return machine.num_gpus > 0 and not obstacle
+    return bool(_switch("cuda_graphs", config.cuda_graphs, obstacle, True))

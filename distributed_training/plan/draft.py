@@ -8,9 +8,9 @@ from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_settings
 from distributed_training.plan.layouts import build_layout, cut_batch
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.mesh import fill_mesh
+from distributed_training.plan.mesh import OPEN_BATCH, fill_mesh
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
+from distributed_training.plan.schedules import find_schedule
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -40,7 +40,7 @@ def lay_out(
     if mesh is None:
         mesh = fill_mesh(strategy, num_processes, given, model)
     config = choose_settings(given, machine, strategy, model.size, mesh, notes)
-    schedule = SCHEDULES[strategy.schedule] if mesh["pp"] > 1 else NO_PIPELINE
+    schedule = find_schedule(strategy.schedule, mesh)
     layout = build_layout(config, strategy, model.size, schedule, mesh)
     batch = cut_batch(config, schedule, mesh)
     tp = mesh["tp"]
@@ -54,11 +54,10 @@ def lay_out(
     run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
+    cut = {key: getattr(batch, key) for key in OPEN_BATCH}
     plan = Plan(
         requested=requested or given,
-        config=with_values(
-            config, micro_batch_size=batch.micro_batch_size, num_microbatches=batch.num_microbatches
-        ),
+        config=with_values(config, **cut),
         strategy=strategy,
         machine=machine,
         num_processes=num_processes,

@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed_training.models import ModelSpec
 from distributed_training.plan.layouts import build_layout, cut_batch
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, Schedule, divisors
+from distributed_training.plan.schedules import SCHEDULES, Schedule, divisors, find_schedule
 from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -33,7 +33,7 @@ HARMLESS: Settings = {
     **OPEN_BATCH,
 }
 # With these fsdp takes any number of processes.
-FSDP: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
+OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
 def fill_mesh(
@@ -61,7 +61,7 @@ def fill_mesh(
     found = nearest_layouts(strategy, world_size, config, model)[:3]
     fix = "set " + "; or ".join(map(show_settings, found))
     if not found:
-        given = show_settings(_changes(config, FSDP))
+        given = show_settings(_changes(config, OPEN))
         fix = "take fsdp" + (f" with {given}" if given else "")
     raise UserError(what, why, fix)
 
@@ -145,7 +145,7 @@ def _needed_settings(
     """
     if any(why_indivisible(model, SCHEDULES[strategy.schedule], axes)):
         return None
-    schedule = SCHEDULES[strategy.schedule] if axes["pp"] > 1 else NO_PIPELINE
+    schedule = find_schedule(strategy.schedule, axes)
     changes = _changes(config, HARMLESS)
     if config.pipeline_schedule in strategy.traits.schedules:
         changes.pop("pipeline_schedule", None)

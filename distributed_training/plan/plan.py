@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from distributed_training.models import ModelSize, ModelSpec, find_model
 from distributed_training.plan.layouts import Layout
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, FoundOrders, Schedule
+from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, describe_work
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        return SCHEDULES[self.strategy.schedule] if self.mesh["pp"] > 1 else NO_PIPELINE
+        return find_schedule(self.strategy.schedule, self.mesh)
 
     @property
     def tp_parts(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ closed_forms.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -91,6 +91,11 @@ SCHEDULES: dict[str, Schedule] = {
 }
 # Without a pipeline micro-batches follow each other.
 NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
+
+
+def find_schedule(name: str, mesh: Mapping[str, int]) -> Schedule:
+    """The schedule of that name where the mesh has a pipeline."""
+    return SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
 
 
 def divisors(number: int) -> list[int]:
