@@ -21,9 +21,9 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import MemoryEstimate
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.gpus import GIB
 from distributed_training.settings.strategies import Strategy
 
-GIB = 2**30
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")
 REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp

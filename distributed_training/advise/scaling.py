@@ -24,7 +24,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_BUDGET = re.compile(r"(\S+)\s+([\d.]+)\s*([a-z]+)", re.IGNORECASE)
+_BUDGET = re.compile(r"(\S+)\s+(\d+\.?\d*|\.\d+)\s*([a-z]+)", re.IGNORECASE)
 MOST_LOSS = 12  # an untrained model's, with a vocabulary of 160,000
 MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
@@ -94,10 +94,7 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     found = _BUDGET.fullmatch(text.strip())
     unit = found and UNITS.get(found[3].lower())
     form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
-    try:
-        seconds = float(found[2]) * unit if found and unit else 0.0
-    except ValueError:
-        seconds = 0.0
+    seconds = float(found[2]) * unit if found and unit else 0.0
     if not found or seconds <= 0:
         raise UserError(f"--budget {shown(text)} is not understood", fix=form)
     return parse_cluster(found[1], gpu), seconds

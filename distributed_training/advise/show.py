@@ -12,8 +12,8 @@ from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.rank import Choice, settings_of
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.gpus import GIB
 
-GIB = 2**30
 STATE = ("parameters", "gradients", "optimizer")
 HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
 SPEED = ("s/step", "tok/s", "MFU", "bound by")

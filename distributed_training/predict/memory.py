@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.stages import find_orders
-from distributed_training.predict.state import estimate_state, lost_bytes
+from distributed_training.predict.state import estimate_state, own_bytes
 from distributed_training.predict.traffic import Formulas, formulas_by_place
 
 COMPONENTS = (
@@ -101,7 +101,7 @@ def estimate_copy(plan: Plan) -> int:
         return 0
     held = max(formulas.parameters for formulas in formulas_by_place(plan))
     each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])
-    own = plan.options.bytes_a_parameter() + lost_bytes(plan)
+    own = own_bytes(plan)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
         own += 12
     return round(held * (each + own))

@@ -35,6 +35,15 @@ def read_order(text: str) -> Order:
     return tuple(order)
 
 
+def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[tuple[str, int], float]:
+    """(kind, stage) -> seconds, of the durations of each stage's F, I and W."""
+    return {
+        (kind, stage): took
+        for stage, each in enumerate(stage_s)
+        for kind, took in zip("FIW", each, strict=True)
+    }
+
+
 def _gpipe(p: int, m: int, rank: int) -> list[Operation]:
     return [("F", rank, i) for i in range(m)] + [("B", rank, i) for i in range(m)]
 

@@ -18,7 +18,7 @@ import random
 from collections.abc import Sequence
 
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.orders import build_orders
+from distributed_training.predict.orders import build_orders, by_operation
 
 Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
 Words = list[Step]
@@ -48,11 +48,7 @@ class _Search:
         self.last = len(seconds) - 1
         self.p = len(seconds) // 2
         self.m = m
-        self.seconds = {
-            (kind, stage): took
-            for stage, each in enumerate(seconds)
-            for kind, took in zip("FIW", each, strict=True)
-        }
+        self.seconds = by_operation(seconds)
         # The loss goes backward at once, before there are logits of another micro-batch.
         self.at_once = ("I", self.last)
         self.seconds["F", self.last] += self.seconds[self.at_once]

@@ -7,7 +7,14 @@ from dataclasses import replace
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import FoundOrders
 from distributed_training.predict.kernels import Work
-from distributed_training.predict.orders import Operation, Order, build_orders, read_order, timeline
+from distributed_training.predict.orders import (
+    Operation,
+    Order,
+    build_orders,
+    by_operation,
+    read_order,
+    timeline,
+)
 from distributed_training.predict.rates import Rates, rates_of
 from distributed_training.predict.search import search_orders
 from distributed_training.settings.gpus import known_gpu
@@ -37,9 +44,8 @@ def with_orders(plan: Plan, rates: Rates | None) -> Plan:
 def find_orders(plan: Plan) -> tuple[Order, ...]:
     """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
     if not plan.schedule.searched:
-        name = plan.config.pipeline_schedule
-        pp = plan.mesh["pp"]
-        return build_orders(name, pp, plan.batch.num_microbatches)
+        schedule = plan.config.pipeline_schedule
+        return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
     assert plan.orders is not None, "with_orders comes first"
     return tuple(map(read_order, plan.orders.by_place))
 
@@ -47,9 +53,5 @@ def find_orders(plan: Plan) -> tuple[Order, ...]:
 def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
     """Begin and end of each operation of a step in seconds, by what the search went by."""
     assert plan.orders is not None
-    seconds = {
-        (kind, stage): took
-        for stage, each in enumerate(plan.orders.stage_s)
-        for kind, took in zip("FIW", each, strict=True)
-    }
+    seconds = by_operation(plan.orders.stage_s)
     return timeline(find_orders(plan), seconds, plan.layout.ranks, plan.orders.message_s)

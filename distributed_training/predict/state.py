@@ -27,7 +27,7 @@ class StateBytes:
 def estimate_state(plan: Plan) -> StateBytes:
     """Of the process that holds most of the model."""
     each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
-    each["optimizer"] += plan.options.bytes_a_parameter() + lost_bytes(plan)
+    each["optimizer"] += own_bytes(plan)
     count = plan.layout.num_parameters
     return StateBytes(**{part: round(size * count) for part, size in each.items()})
 
@@ -65,10 +65,12 @@ def bytes_a_parameter(
     return each
 
 
-def lost_bytes(plan: Plan) -> float:
-    """Bytes a parameter of what compressing gradients has lost and adds to the next."""
+def own_bytes(plan: Plan) -> float:
+    """Bytes a parameter that each process has for itself: what its engine keeps, and what
+    compressing gradients has lost and adds to the next."""
+    kept = plan.options.bytes_a_parameter()
     if plan.config.gradient_compression == "powersgd":
-        return 4
+        return kept + 4
     if plan.config.gradient_compression == "topk-int8":
-        return 4 + 4 / plan.mesh["dp_replicate"]
-    return 0
+        return kept + 4 + 4 / plan.mesh["dp_replicate"]
+    return kept

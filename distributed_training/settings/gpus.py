@@ -17,6 +17,7 @@ from distributed_training.settings.files import nearest, parse_as, shown
 
 GIB = 2**30
 Positive = Annotated[float, Field(gt=0)]
+_EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +35,13 @@ class Gpu:
 
 
 def _gpu(
-    name: str, gib: float, tflops: float, fp32: float, gb_s: float, link: float,
-    num_sms: int, capability: tuple[int, int],
+    name: str, memory_gib: float, tflops: float, fp32_tflops: float, memory_gb_s: float,
+    link_gb_s: float, num_sms: int, capability: tuple[int, int],
 ) -> Gpu:  # fmt: skip
     return Gpu(
-        name=name, memory_bytes=int(gib * GIB), flops=tflops * 1e12, fp32_flops=fp32 * 1e12,
-        memory_bytes_per_s=gb_s * 1e9, link_bytes_per_s=link * 1e9, num_sms=num_sms,
-        compute_capability=capability,
+        name=name, memory_bytes=int(memory_gib * GIB), flops=tflops * 1e12,
+        fp32_flops=fp32_tflops * 1e12, memory_bytes_per_s=memory_gb_s * 1e9,
+        link_bytes_per_s=link_gb_s * 1e9, num_sms=num_sms, compute_capability=capability,
     )  # fmt: skip
 
 
@@ -94,10 +95,11 @@ def find_gpu(device_name: str | None) -> Gpu | None:
         if all(word in words for word in gpu.name.split("-")):
             return gpu
     # A name without its memory or form: the first that the model's own word finds.
-    own = [gpu for gpu in GPUS.values() if not {"PCIe", "NVL"} & {*gpu.name.split("-")}]
-    return next(
-        (gpu for gpu in own if gpu.name.split("-")[0] in words and "RTX" not in words), None
-    )
+    for gpu in GPUS.values():
+        model, *form = gpu.name.split("-")
+        if model in words and "RTX" not in words and form not in (["PCIe"], ["NVL"]):
+            return gpu
+    return None
 
 
 def known_gpu(name: str) -> Gpu:
@@ -108,26 +110,14 @@ def known_gpu(name: str) -> Gpu:
     if found is not None:
         return found
     near = nearest(text, by_name)
-    close = f"did you mean {by_name[near].name}? " if near else ""
+    fix = f"did you mean {by_name[near].name}? " if near else ""
+    fix += f"or describe it: --gpu '{_EXAMPLE}'"
     why = f"the table has {', '.join(GPUS)}"
-    fix = (
-        close + """or describe it: --gpu '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'"""
-    )
     raise UserError(f"GPU {shown(name)} is not known", why, fix)
 
 
 def described_gpu(document: Mapping[str, Any]) -> Gpu:
     """The GPU that `--gpu` describes as JSON; UserError for a key that is wrong or missing."""
-    form = 'write {"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
-    given = parse_as(_Given, document, "--gpu", form)
-    fp32 = given.fp32_tflops or given.tflops / 4
-    return _gpu(
-        given.name,
-        given.memory_gib,
-        given.tflops,
-        fp32,
-        given.memory_gb_s,
-        given.link_gb_s,
-        given.num_sms,
-        (8, 0),
-    )
+    given = parse_as(_Given, document, "--gpu", f"write {_EXAMPLE}").model_dump()
+    given["fp32_tflops"] = given["fp32_tflops"] or given["tflops"] / 4
+    return _gpu(**given, capability=(8, 0))

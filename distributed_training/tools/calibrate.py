@@ -42,10 +42,6 @@ from distributed_training.tools.links import time_group
 VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
 MODELS = ("gpt2-medium", "gpt2-xl")
 TOKENS = (2048, 16384)
-NO_GPU = Machine(
-    num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0), ram_bytes=0,
-    num_cpus=1,
-)  # fmt: skip
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 BYTES = tuple(4**power for power in range(7, 15))  # of a collective's tensor: 16 KiB to 256 MiB
 
@@ -136,7 +132,10 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
     that they mean by predict/kernels.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
-    machine = dataclasses.replace(NO_GPU, ram_bytes=available_ram_bytes(), num_cpus=num_cpus)
+    machine = Machine(
+        num_gpus=0, gpu_name=None, gpu_memory_bytes=0, compute_capability=(0, 0),
+        ram_bytes=available_ram_bytes(), num_cpus=num_cpus,
+    )  # fmt: skip
     plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
     seconds = _parts_of_a_step(clock, plan)
     # Each part takes (arithmetic) + (bytes) / rate.

@@ -19,15 +19,15 @@ from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import fits_gpu
 from distributed_training.predict.rates import calibration_file
+from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
+from distributed_training.settings.gpus import GIB
 
-GIB = 2**30
 SHOWN = 15  # layouts, without --all
 BEST = 3
-CPU_PROCESSES = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
         help="measure this machine first, about a minute; used from then on")  # fmt: skip
-    add(
-        "--budget",
-        metavar='"8xH200 24h"',
-        help="what that compute is best spent on, by Chinchilla's law and its replication",
-    )
+    law = "what that compute is best spent on, by Chinchilla's law and its replication"
+    add("--budget", metavar='"8xH200 24h"', help=law)
     add("--target_loss", type=float, metavar="NATS",
         help="the other way round: what that loss costs; with --cluster also how long")  # fmt: skip
     add("--json", action="store_true", help="all layouts, for programs")
@@ -104,12 +101,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     if arguments.gpu is not None and machine.num_gpus == 0:
         what = "--gpu describes GPUs and this machine has none"
         raise UserError(what, fix=f"say how many: --cluster 1x8 --gpu {shlex.quote(arguments.gpu)}")
-    asked = arguments.num_gpus
-    if asked not in (None, "all") and not (asked.isdecimal() and int(asked) > 0):
-        raise UserError(f"--num_gpus {asked!r} is not a positive number or all")
-    count = machine.num_gpus or CPU_PROCESSES
-    if asked not in (None, "all"):
-        count = int(asked)
+    asked = "all" if arguments.num_gpus is None else arguments.num_gpus
+    count = requested_processes(asked, machine, mesh={})
     return this_machine(machine, count, count, arguments.gpu)
 
 
@@ -131,18 +124,17 @@ def _below(
     hidden = len(fitting) - SHOWN
     if hidden > 0 and not everything:
         lines.append(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
+    speeds = ""
+    if cluster.rates is None:
+        speeds = "This GPU is not in the table: --gpu describes it."
+    elif cluster.rates.estimated:
+        speeds = "Times are estimated from datasheets."
     lines.append(
         "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
-        "CUDA and NCCL). "
-        + ("Times are estimated from datasheets." if _estimated(cluster) else "")
-        + ("This GPU is not in the table: --gpu describes it." if cluster.rates is None else "")
+        "CUDA and NCCL). " + speeds
     )
     lines.append(why_first(fitting[0], fitting[1:]))
     return "\n" + "\n".join(textwrap.fill(line, 80) for line in lines) + "\n"
-
-
-def _estimated(cluster: Cluster) -> bool:
-    return cluster.rates is not None and cluster.rates.estimated
 
 
 def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
