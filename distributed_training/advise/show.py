@@ -36,12 +36,8 @@ def layout_name(plan: Plan) -> str:
 
 def table(choices: Sequence[Choice]) -> str:
     """One row a layout: GiB of the fullest process, in all and by component."""
-    offloaded = (
-        choice.plan.strategy.offload_device(what) != "none"
-        for choice in choices
-        for what in ("optimizer", "param")
-    )
-    away = any(offloaded)
+    strategies = [choice.plan.strategy for choice in choices]
+    away = any(each.steps_on_host or each.fetches_parameters for each in strategies)
     rows = [[*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]]
     rows += [_row(choice, away) for choice in choices]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -55,7 +51,7 @@ def table(choices: Sequence[Choice]) -> str:
 def _row(choice: Choice, away: bool) -> list[str]:
     prediction = choice.prediction
     memory = prediction.memory
-    parts = prediction.memory.fullest
+    parts = memory.fullest
     step = prediction.step
     sizes = [
         memory.needed_bytes,

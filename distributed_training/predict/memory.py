@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.stages import find_orders
-from distributed_training.predict.state import estimate_state, own_bytes
-from distributed_training.predict.traffic import Formulas, formulas_by_place
+from distributed_training.predict.state import estimate_copy, estimate_state
+from distributed_training.predict.traffic import Formulas
 
 COMPONENTS = (
     "parameters", "gradients", "optimizer", "copies", "buffers", "activations", "logits",
@@ -92,19 +92,6 @@ def _host_bytes(plan: Plan, peak: int, tokenised: bool) -> int:
     model = 4 * plan.size.num_parameters
     held += model if plan.machine.num_gpus else max(peak, model)
     return round(held + FITTED.pinned_factor * estimate_state(plan).host)
-
-
-def estimate_copy(plan: Plan) -> int:
-    """Bytes that a process copies for a checkpoint: weights and moments in fp32, which all that
-    hold the same divide, and what each process has for itself."""
-    if plan.config.checkpoint_every == 0 or plan.strategy.swaps_to_disk:
-        return 0
-    held = max(formulas.parameters for formulas in formulas_by_place(plan))
-    each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])
-    own = own_bytes(plan)
-    if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
-        own += 12
-    return round(held * (each + own))
 
 
 def block_bytes(plan: Plan) -> float:
@@ -189,8 +176,7 @@ class _Process(Formulas):
         if strategy.zero_stage < 3:
             return 0.0
         most = strategy.document["zero_optimization"].get("stage3_max_live_parameters", 1e9)
-        away = strategy.offload_device("param") != "none"
-        share = 1.0 if away else 1 - 1 / self.shards
+        share = 1.0 if strategy.fetches_parameters else 1 - 1 / self.shards
         return self.width * min(most, self.parameters) * share
 
     def _zero_buckets(self) -> float:

@@ -162,7 +162,7 @@ class _Step(Work):
         process = self.processes[place]
         blocks = process.num_blocks
         tensors = TENSORS * blocks
-        if not self.strategy.traits.takes_deepspeed_json:
+        if not strategy.traits.takes_deepspeed_json:
             each = 0.0
             if self.plan.uses_ddp:
                 each += host.ddp_tensor

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distributed_training.plan.plan import Plan
+from distributed_training.predict.traffic import formulas_by_place
 from distributed_training.settings.strategies import Strategy
 
 
@@ -74,3 +75,16 @@ def own_bytes(plan: Plan) -> float:
     if plan.config.gradient_compression == "topk-int8":
         return kept + 4 + 4 / plan.mesh["dp_replicate"]
     return kept
+
+
+def estimate_copy(plan: Plan) -> int:
+    """Bytes that a process copies for a checkpoint: weights and moments in fp32, which all that
+    hold the same divide, and what each process has for itself."""
+    if plan.config.checkpoint_every == 0 or plan.strategy.swaps_to_disk:
+        return 0
+    held = max(formulas.parameters for formulas in formulas_by_place(plan))
+    each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])
+    own = own_bytes(plan)
+    if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
+        own += 12
+    return round(held * (each + own))

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.settings.config import PIPELINE_SCHEDULES
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_code
-from distributed_training.settings.keys import Options
+from distributed_training.settings.files import load_code
 
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 
@@ -68,24 +66,3 @@ ENGINES: dict[str, Traits] = {
         schedules=("1f1b",),
     ),
 }
-
-
-def find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
-    """Traits of the engine that a strategy's folder names, and the options that it adds to CONFIG.
-
-    Raises UserError for an engine that is neither built in nor a file of the folder.
-    """
-    if engine in ENGINES:
-        return ENGINES[engine], Options
-    file = folder / engine
-    if not (engine.endswith(".py") and file.is_file()):
-        why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
-        what = f"{folder}: engine={engine!r} is not known"
-        fix = did_you_mean(engine, ENGINES)
-        raise UserError(what, why, fix)
-    module = load_code(file, f"the engine {file}")
-    traits = getattr(module, "TRAITS", None)
-    if not isinstance(traits, Traits):
-        raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
-    build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
-    return replace(traits, build=f"{folder}/{build}"), getattr(module, "OPTIONS", Options)

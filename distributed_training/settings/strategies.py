@@ -20,9 +20,16 @@ from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.engines import ALL_AXES as MESH_AXES
-from distributed_training.settings.engines import ENGINES, Traits, find_traits
+from distributed_training.settings.engines import ENGINES, Traits
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, did_you_mean, load_json, parse_as, user_path
+from distributed_training.settings.files import (
+    ROOT,
+    did_you_mean,
+    load_code,
+    load_json,
+    parse_as,
+    user_path,
+)
 from distributed_training.settings.keys import Options
 
 STRATEGIES_DIR = ROOT / "strategies"
@@ -166,7 +173,7 @@ def strategy_options(name: str) -> type[Options]:
     if name == AUTO:
         return Options
     path, folder = _find(name)
-    return find_traits(folder.engine, path.parent)[1]
+    return _find_traits(folder.engine, path.parent)[1]
 
 
 def own_options(config: RunConfig) -> Options:
@@ -182,7 +189,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     that is given to a strategy without DeepSpeed or has another ZeRO stage than the strategy.
     """
     path, folder = _find(config.strategy)
-    traits, _ = find_traits(folder.engine, path.parent)
+    traits, _ = _find_traits(folder.engine, path.parent)
     engine = f"{path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
@@ -220,6 +227,27 @@ def _find(name: str) -> tuple[Path, _Folder]:
     what = f"strategy={name!r} is not known"
     why = f"the strategies are {', '.join(known)}"
     raise UserError(what, why, did_you_mean(name, known))
+
+
+def _find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
+    """Traits of the engine that a strategy's folder names, and the options that it adds to CONFIG.
+
+    Raises UserError for an engine that is neither built in nor a file of the folder.
+    """
+    if engine in ENGINES:
+        return ENGINES[engine], Options
+    file = folder / engine
+    if not (engine.endswith(".py") and file.is_file()):
+        why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
+        what = f"{folder}: engine={engine!r} is not known"
+        fix = did_you_mean(engine, ENGINES)
+        raise UserError(what, why, fix)
+    module = load_code(file, f"the engine {file}")
+    traits = getattr(module, "TRAITS", None)
+    if not isinstance(traits, Traits):
+        raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
+    build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
+    return replace(traits, build=f"{folder}/{build}"), getattr(module, "OPTIONS", Options)
 
 
 def _folder_number(path: Path) -> tuple[int, str]:

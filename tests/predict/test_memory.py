@@ -9,7 +9,8 @@ import pytest
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import cut_data
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.memory import estimate_copy, estimate_memory
+from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.state import estimate_copy
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
