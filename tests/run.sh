@@ -9,8 +9,7 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# The tutorial's explorer and a run's trace in Perfetto are tested in a browser, the explorer also in
-# node; outside CI without them they are not.
+# The tutorial's explorer is tested in a browser and in node; outside CI without them it is not.
 missing=()
 command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
     missing+=(chromium)

@@ -113,25 +113,6 @@ def test_learning_rate_follows_the_weights(config, rate):
     assert decide(**config)[0].config.learning_rate == rate
 
 
-def test_what_is_given_is_kept():
-    given = {
-        "model": "gpt2",
-        "precision": "bf16",
-        "compile": True,
-        "cuda_graphs": False,
-        "async_tp": False,
-        "pipeline_schedule": "1f1b",
-        "tokenizer": "embedded",
-        "weights": "random",
-        "dataset": "my/own.txt",
-        "learning_rate": 0.5,
-    }
-    resolved, notes = decide(CPU_MACHINE, **given)
-    cut = {"micro_batch_size": 4, "num_microbatches": 1}
-    assert resolved.config == build_config({"strategy": "zero2", **given, **cut})
-    assert notes == []
-
-
 @pytest.mark.parametrize(
     ("key", "value", "command"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -39,51 +40,21 @@ def track(log_to, folder):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was called of packages that are not installed, in order; signatures are theirs."""
+    """What was called of packages that are not installed, in order, by the names of keywords."""
     found = []
 
-    def module(name, **functions):
+    def answer(of, name):
+        def call(*values, **named):
+            found.append((name, *values, *([named] if named else [])))
+            return of
+
+        return call
+
+    for name in ("wandb", "mlflow", "trackio"):
         fake = ModuleType(name)
-        vars(fake).update(functions)
+        fake.summary = SimpleNamespace(update=answer(fake, "summary"))
+        fake.__getattr__ = partial(answer, fake)
         monkeypatch.setitem(sys.modules, name, fake)
-
-    def saved(name):
-        return lambda *values: found.append((name, *values))
-
-    # wandb 0.31: init(entity, project, dir, id, name, ..., config), Run.log(data, step, commit)
-    wandb_run = SimpleNamespace(
-        log=lambda data, step=None, commit=None: saved("log")(data, step),
-        summary=SimpleNamespace(update=saved("summary")),
-        finish=lambda exit_code=None: saved("finish")(),
-    )
-    module(
-        "wandb",
-        init=lambda *, project, name, dir, config: (
-            saved("init")(project, name, dir, config) or wandb_run
-        ),
-    )
-    # mlflow 3.17's fluent interface
-    module(
-        "mlflow",
-        set_experiment=lambda experiment_name=None, experiment_id=None: saved("set_experiment")(
-            experiment_name
-        ),
-        start_run=lambda run_id=None, experiment_id=None, run_name=None: saved("start_run")(
-            run_name
-        ),
-        log_params=lambda params, synchronous=None, run_id=None: saved("log_params")(params),
-        log_metrics=lambda metrics, step=None: saved("log_metrics")(metrics, step),
-        end_run=lambda status="FINISHED": saved("end_run")(),
-    )
-    # trackio 0.43
-    module(
-        "trackio",
-        init=lambda project, name=None, group=None, *, config=None: saved("init")(
-            project, name, config
-        ),
-        log=lambda metrics, step=None: saved("log")(metrics, step),
-        finish=lambda: saved("finish")(),
-    )
     return found
 
 
@@ -110,26 +81,25 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
         assert word in hparams
 
 
-def test_wandb(calls, tmp_path):
-    track("wandb", tmp_path)
-    assert calls == [
-        ("init", "distributed-training", tmp_path.name, str(tmp_path), ABOUT),
-        ("log", STEP, 7), ("log", EVALUATED, 8), ("summary", FINAL), ("finish",),
-    ]  # fmt: skip
+# wandb 0.31, mlflow 3.17's fluent interface, trackio 0.43
+PROJECT = "distributed-training"
+ROWS = [("log", STEP, {"step": 7}), ("log", EVALUATED, {"step": 8})]
+WANDB = {"project": PROJECT, "name": "run", "config": ABOUT}
+CALLS = {
+    "wandb": [("init", WANDB), *ROWS, ("summary", FINAL), ("finish",)],
+    "mlflow": [
+        ("set_experiment", PROJECT), ("start_run", {"run_name": "run"}), ("log_params", ABOUT),
+        *(("log_metrics", *row[1:]) for row in ROWS), ("log_metrics", FINAL), ("end_run",),
+    ],
+    "trackio": [
+        ("init", {"project": PROJECT, "name": "run", "config": ABOUT}),
+        *ROWS, ("log", FINAL), ("finish",),
+    ],
+}  # fmt: skip
 
 
-def test_mlflow(calls, tmp_path):
-    track("mlflow", tmp_path)
-    assert calls == [
-        ("set_experiment", "distributed-training"), ("start_run", tmp_path.name),
-        ("log_params", ABOUT), ("log_metrics", STEP, 7), ("log_metrics", EVALUATED, 8),
-        ("log_metrics", FINAL, None), ("end_run",),
-    ]  # fmt: skip
-
-
-def test_trackio(calls, tmp_path):
-    track("trackio", tmp_path)
-    assert calls == [
-        ("init", "distributed-training", tmp_path.name, ABOUT),
-        ("log", STEP, 7), ("log", EVALUATED, 8), ("log", FINAL, None), ("finish",),
-    ]  # fmt: skip
+@pytest.mark.parametrize("name", CALLS)
+def test_packages_are_called_by_their_own_interfaces(name, calls, tmp_path, monkeypatch):
+    monkeypatch.setitem(WANDB, "dir", str(tmp_path / "run"))
+    track(name, tmp_path / "run")
+    assert calls == CALLS[name]

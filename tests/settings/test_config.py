@@ -44,16 +44,7 @@ NOT_WORK = {
     "on_nonfinite": "rollback", "hang_timeout_s": 60, "profile": 3, "rendezvous_timeout_s": 30,
 }  # fmt: skip
 OTHER = WORK | NOT_WORK
-ALIASES = {
-    "lr": "learning_rate", "gradient_accumulation_steps": "grad_accum_steps",
-    "seq_len": "max_length", "max_seq_length": "max_length", "block_size": "max_length",
-    "per_device_train_batch_size": "batch_size", "num_train_epochs": "epochs",
-    "num_epochs": "epochs", "gradient_clipping": "max_grad_norm", "warmup": "warmup_steps",
-    "num_warmup_steps": "warmup_steps", "save_steps": "checkpoint_every",
-    "eval_steps": "eval_every", "model_name": "model", "model_name_or_path": "model",
-    "data": "dataset", "train_file": "dataset", "validation_file": "validation_dataset",
-    "eval_dataset": "validation_dataset", "out_dir": "output_dir",
-}  # fmt: skip
+ALIASES = {alias: name for name, declared in KEYS.items() for alias in declared.aliases}
 
 
 def write(path, value):

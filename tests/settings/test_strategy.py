@@ -63,28 +63,6 @@ def test_traits_name_a_class(name):
     assert bool(traits.schedules) == ("pp" in traits.axes)
 
 
-def test_meshes_and_what_is_divided():
-    own = {
-        "dp": {"dp_replicate": -1},
-        "tp": {"tp": -1},
-        "pp": {"pp": -1},
-        "3d": {"pp": 2, "dp_shard": -1, "tp": 2},
-        "hybrid": {"pp": 2, "dp_shard": -1},
-    }
-    whole = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
-    assert {name: named_strategy(name).mesh for name in NAMES} == {
-        name: {**whole, **own.get(name, {"dp_shard": -1})} for name in NAMES
-    }
-    named = {name: named_strategy(name).named_axes for name in NAMES}
-    assert named == {name: tuple(own.get(name, {"dp_shard": -1})) for name in NAMES} | {
-        "3d": ("pp", "dp_replicate", "dp_shard", "tp"), "hybrid": ("dp_shard", "pp"),
-    }  # fmt: skip
-    divided = {name for name in NAMES if named_strategy(name).divides_parameters}
-    assert divided == {"zero3", "infinity", "fsdp", *SPLIT}
-    assert named_strategy("hybrid").describe_sharding() == "layers over pp; optimizer state"
-    assert named_strategy("infinity").describe_sharding().count("kept on nvme") == 2
-
-
 @pytest.mark.parametrize(
     ("config", "divided"),
     [

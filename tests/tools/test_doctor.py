@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.advise import checks
 from distributed_training.tools import doctor
 from tests.support import CPU_MACHINE, GPU_MACHINE
 
@@ -76,18 +74,6 @@ def test_a_torch_that_sees_no_gpu_fails(machine):
 
 def test_a_machine_without_gpus_is_a_rehearsal():
     assert [f.level for f in doctor.gpus(CPU_MACHINE)] == ["warn"]
-
-
-def test_a_stale_lock_is_found_with_what_to_type(tmp_path, monkeypatch):
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    old = time.time() - 600
-    os.utime(lock, (old, old))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(checks, "has_libaio", lambda: True)
-    (found,) = [f for f in doctor.building(CPU_MACHINE) if f.level == "fail"]
-    assert found.fix == f"rm {lock}"
 
 
 def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from distributed_training.tools.overlap import clip, kind_of, length, main, minu
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings
 from tests.e2e.support import run_folders
 from tests.support import refused
-from tests.tools.perfetto import opened
 
 TICKS = 80
 
@@ -124,25 +123,6 @@ def traced(tmp_path_factory):
     return shown, only_record(runs), folder
 
 
-def test_perfetto_opens_a_trace_and_finds_its_steps(traced, tmp_path):
-    _, record, folder = traced
-    first, trace = record["profile"]["first_step"], folder / "trace-rank0.json.gz"
-    with gzip.open(trace) as file:
-        events = json.load(file)["traceEvents"]
-    (pid,) = {event["pid"] for event in events if event.get("name") == "aten::addmm"}
-    with opened(trace, tmp_path) as perfetto:
-        steps = perfetto.slices("ProfilerStep#*")
-        (updates,) = perfetto.slices("Optimizer.step#*").values()
-        (sums,) = perfetto.slices("gloo:all_reduce").values()
-        perfetto.wait_for(f" {pid}\n")  # of a row: process and its number
-    assert sorted(steps) == [f"ProfilerStep#{first - 1}", f"ProfilerStep#{first}"]  # from 0
-    for name, (count, ns) in steps.items():
-        (event,) = (event for event in events if event.get("name") == name)
-        assert (count, ns) == (1, pytest.approx(1000 * event["dur"], abs=2))
-    assert updates[0] == 2
-    assert sums[0] >= 2
-
-
 def test_two_processes_leave_a_trace_each(traced, capsys):
     shown, run, folder = traced
     traces = "trace-rank*.json.gz of the run's folder, for ui.perfetto.dev"
@@ -150,6 +130,11 @@ def test_two_processes_leave_a_trace_each(traced, capsys):
     assert f"profile 2 steps after a warm-up in {traces}" in header
     assert f"profile steps 4 to 5 in {traces}" in summary
     assert "USDT" not in shown.stderr
+    with gzip.open(folder / "trace-rank0.json.gz") as file:
+        names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+    steps = {name for name in names if name.startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}  # from 0
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 2
     assert run["profile"] == {
         "first_step": 4, "last_step": 5, "traces": "trace-rank*.json.gz", "memory": None,
     }  # fmt: skip
