@@ -9,7 +9,6 @@ from results.lab.pages.laws import GIB
 
 N = 1_557_611_200  # parameters of gpt2-xl
 ALL, QUARTERS = ["████████"] * 4, ["██······", "··██····", "····██··", "······██"]
-HALVES = ["████····", "████····", "····████", "····████"]
 
 
 def rows(strategy):
@@ -41,18 +40,3 @@ def test_state_where_processes_see_other_samples(strategy, expected):
     found, blocks, samples = rows(strategy)
     assert found == {label: (gib(size), bars) for label, (size, bars) in expected.items()}
     assert (blocks, samples) == (["48"] * 4, ["1/4"] * 4)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "bars", "blocks", "sample"),
-    [
-        ("tp", [QUARTERS] * 3, ["48/4"] * 4, "all"),
-        ("pp", [QUARTERS] * 3, ["13", "13", "12", "10"], "all"),
-        ("3d", [QUARTERS] * 3, ["25/2", "25/2", "23/2", "23/2"], "all"),
-        ("hybrid", [HALVES, HALVES, QUARTERS], ["25", "25", "23", "23"], "1/2"),
-    ],
-)
-def test_state_where_the_model_is_cut(strategy, bars, blocks, sample):
-    found = rows(strategy)
-    assert [cells for _, cells in found[0].values()] == bars
-    assert found[1:] == (blocks, [sample] * 4)
