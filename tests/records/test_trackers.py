@@ -83,7 +83,7 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
 
 # wandb 0.31, mlflow 3.17's fluent interface, trackio 0.43
 PROJECT = "distributed-training"
-ROWS = [("log", STEP, {"step": 7}), ("log", EVALUATED, {"step": 8})]
+ROWS = [("log", STEP, 7), ("log", EVALUATED, 8)]
 WANDB = {"project": PROJECT, "name": "run", "config": ABOUT}
 CALLS = {
     "wandb": [("init", WANDB), *ROWS, ("summary", FINAL), ("finish",)],
