@@ -18,8 +18,9 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.pool import HEAVY, LIGHT, ROOT, SCRIPT, Pool  # noqa: F401
 from tests.support import small_text
 
-# A shell without job control has what it starts in the background ignore Ctrl-C.
+# A shell without job control has what it starts in the background ignore Ctrl-C; nohup, hang-ups.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Not what `plan --calibrate` measured here.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 

@@ -59,8 +59,10 @@ def typed(command: str) -> str:
     and with the processes of both; large models' with the small one, for the sake of the RAM."""
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
-        arguments = command.partition(".py ")[2].replace("gpt2-medium", "gpt2")
+        arguments = command.partition(".py ")[2]
         command = f"python real_model_example.py --model gpt2 --num_gpus 8 {arguments}"
+    if "--num_gpus 8" in command:
+        command = command.replace("gpt2-medium", "gpt2")
     starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor)\b", command)
     return command if starts_nothing else f"{command} --dry-run"
 
