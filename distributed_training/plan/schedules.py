@@ -25,7 +25,7 @@ class Schedule:
     stages_per_rank: int = 1
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
-    searched: bool = False  # an order for what this model's operations take (plan/search.py)
+    searched: bool = False  # an order for what this model's operations take (predict/search.py)
     minimum: Callable[[int], int] = lambda p: 1  # p -> fewest micro-batches
     equal_rounds: bool = False  # m micro-batches make max(1, m // p) rounds of equal length
 

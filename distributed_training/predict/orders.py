@@ -22,6 +22,7 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     one = {"gpipe": _gpipe, "zb-v": _zb_v}.get(schedule)
     if one is not None:
         return tuple(tuple(one(p, m, rank)) for rank in range(p))
+    assert schedule in ("1f1b", "interleaved", "zb-h1"), schedule
     return tuple(tuple(_one_f_one_b(schedule, p, m, rank)) for rank in range(p))
 
 

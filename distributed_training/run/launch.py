@@ -1,6 +1,6 @@
 """From CONFIG to processes: the plan is made here, once, unless a launcher came first.
 
-The only module that reads the environment for launch settings. No torch before training begins.
+Launch settings are read from the environment here and in ranks.py. No torch before training begins.
 """
 
 from __future__ import annotations
