@@ -249,8 +249,11 @@ class Trainer:
         return ending.NonFiniteError(step, what, fix)
 
     def _saved_checkpoints(self) -> list[Path]:
-        """As rank 0 sees them. Collective."""
-        found = [str(folder) for folder in list_checkpoints(self.plan.run_dir)]
+        """Of steps that this run has taken, as rank 0 sees them: later ones, which whoever resumed
+        passed over, are there until the next save. Collective."""
+        taken = f"step-{self.step:08d}"
+        folders = list_checkpoints(self.plan.run_dir)
+        found = [str(folder) for folder in folders if folder.name <= taken]
         return [Path(folder) for folder in from_rank_0(found)]
 
     def _roll_back(self, error: ending.NonFiniteError) -> None:
