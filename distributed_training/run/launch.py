@@ -28,7 +28,7 @@ from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_
 from distributed_training.run.prepare import make_plan, reserve_run_dir
 from distributed_training.run.process import Process, current_process, single_process
 from distributed_training.run.ranks import RESTARTS, run_ranks
-from distributed_training.run.saving.resume import list_checkpoints
+from distributed_training.run.saving.resume import last_of_run
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -110,9 +110,9 @@ def start_planned(run_dir: Path) -> int:
     assert process is not None
     plan = load_plan(run_dir)
     if count := int(os.environ.get(RESTARTS, 0)):
-        saved = list_checkpoints(run_dir)
-        note = f"started again ({count}), from {saved[-1].name if saved else 'the beginning'}"
-        plan = replace(plan, checkpoint=saved[-1] if saved else None, notes=[*plan.notes, note])
+        saved = last_of_run(run_dir, plan.checkpoint)
+        note = f"started again ({count}), from {saved.name if saved else 'the beginning'}"
+        plan = replace(plan, checkpoint=saved, notes=[*plan.notes, note])
     return _work(plan, process)
 
 

@@ -21,7 +21,7 @@ from distributed_training.run.saving.resume import (
     describe_change,
     find_resume,
     identity,
-    list_checkpoints,
+    last_of_run,
     read_meta,
 )
 from distributed_training.settings import config as settings
@@ -108,10 +108,10 @@ def go_on(
     if run_dir is None:
         return config, []
     before = load_plan(run_dir)
-    saved = list_checkpoints(run_dir)
+    saved = last_of_run(run_dir, before.checkpoint)
     if saved:
-        config = settings.replace(config, resume=str(run_dir))
-    note = f"started again, from {saved[-1].name if saved else 'the beginning'}"
+        config = settings.replace(config, resume=str(saved))
+    note = f"started again, from {saved.name if saved else 'the beginning'}"
     size = before.batch.global_batch_size
     was = before.num_processes
     each, odd = divmod(size, num_processes)

@@ -1,10 +1,12 @@
 """What torchrun starts again goes on with the same work, on as many processes as there are."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
 from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
+from distributed_training.run.saving.resume import last_of_run
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, refused
 
@@ -61,5 +63,22 @@ def test_it_is_the_run_of_these_launchers(begun, tmp_path):
     (older.run_dir / "checkpoints/step-00000007").mkdir(parents=True)
     assert go_on(asked, ["a 101 1.5"], 2) == go_on(asked, [], 2) == (asked, [])
     config, notes = go_on(asked, AGENTS[1:], 2)
-    assert config == asked.model_copy(update={"resume": str(older.run_dir.resolve())})
+    saved = older.run_dir.resolve() / "checkpoints/step-00000007"
+    assert config == asked.model_copy(update={"resume": str(saved)})
     assert notes == ["started again, from step-00000007"]
+
+
+def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
+    """Resumed from the older of two checkpoints, and started again before and after a save."""
+    older, newer = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 5))
+    older.mkdir(parents=True)
+    newer.mkdir()
+    (tmp_path / "plan.json").touch()
+    for folder in (older, newer):
+        os.utime(folder, (1, 1))
+    assert last_of_run(tmp_path, older) == older
+    newer.rmdir()
+    saved = tmp_path / "checkpoints/step-00000003"
+    saved.mkdir()
+    assert last_of_run(tmp_path, older) == saved
+    assert last_of_run(tmp_path, None) == saved

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.records.record import RECORD_FILE, RunState, is_alive, load_state
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import UserError
@@ -60,6 +60,15 @@ class Meta(BaseModel, strict=True):
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
     return sorted((run_dir / CHECKPOINTS).glob("step-*"))
+
+
+def last_of_run(run_dir: Path, resumed_from: Path | None) -> Path | None:
+    """Where a run that is started again goes on: the last checkpoint that it has saved since its
+    plan was written; until there is one, where it was resumed from. Later ones in its folder were
+    passed over then."""
+    planned_at = (run_dir / PLAN_FILE).stat().st_mtime
+    own = [one for one in list_checkpoints(run_dir) if one.stat().st_mtime >= planned_at]
+    return own[-1] if own else resumed_from
 
 
 def read_meta(folder: Path) -> Meta:
