@@ -19,7 +19,7 @@ from distributed_training.records.record import Record, load_record
 from distributed_training.records.tables import layout_words
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
-from results.lab.pages.learning import draw_losses, draw_scaling_law
+from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
 # Okabe and Ito's colours, which the colour-blind tell apart: one for each way to divide.
@@ -80,10 +80,11 @@ def tradeoff(records: Path) -> Figure:
         "tp tp4": (-24, -14), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
         "3d pp2 tp2 zb-auto-m8": (8, -3), "hybrid pp2 dp_shard2 1f1b-m8": (8, -7),
         "pp pp4 1f1b-m8": (8, -8), "pp pp4 zb-h1-m8": (-68, -4), "pp pp4 interleaved-m8": (8, -3),
-        "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-36, 9), "pp pp4 zb-auto-m8": (8, -3),
+        "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-62, -12), "pp pp4 zb-auto-m8": (8, -3),
+        "pp pp4 zb-auto-m16": (-40, 9),
     }  # fmt: skip
     figure, axes = _figure("Where state fits, copies are fastest; pipelines need least memory", 4.4)
-    axes.set_title(MEDIUM, fontsize=9, loc="left")
+    axes.set_title(f"{MEDIUM}; pipelines on a second machine", fontsize=9, loc="left")
     best = _medium(records)
     for name, shift in chosen.items():
         record = best[name]
@@ -153,7 +154,7 @@ def memory(records: Path) -> Figure:
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
     figure, axes = _figure("What the fullest GPU holds, GiB", 4.0)
-    axes.set_title(MEDIUM, fontsize=9, loc="left")
+    axes.set_title(f"{MEDIUM}; pipelines on a second machine", fontsize=9, loc="left")
     best = _medium(records)
     state = [
         sum(best[name].estimated_state_bytes[part] for part in ("parameters", "gradients",
@@ -178,15 +179,6 @@ def overlap(records: Path) -> Figure:
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
 
 
-def overlap_options(records: Path) -> Figure:
-    """The same with other buckets and prefetching."""
-    record = _overlap(records / "h200-x4-overlap", "options.json")
-    names = ("dp, buckets of 1 MiB", "dp, one bucket", "fsdp, no prefetch", "fsdp, 2 blocks ahead",
-             "fsdp, 16 times 4 x 512", "fsdp, 16 times 4 x 512, no prefetch")  # fmt: skip
-    about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step, or 512 in 16 micro-batches; GPU 0"
-    return draw_timelines(record, names, "What buckets and prefetching change of it", about)
-
-
 def from_scratch(records: Path) -> Figure:
     """From random weights on Python's own code, then on English, with and without the former."""
     first, tuned, random = _read(records / "h200-from-scratch")
@@ -195,12 +187,7 @@ def from_scratch(records: Path) -> Figure:
         "WikiText-2's validation text, 1.1 MB": {
             "from the code's weights": tuned, "from random weights": random,
         },
-    })  # fmt: skip
-
-
-def scaling_law(records: Path) -> Figure:
-    """Loss by parameters and tokens, and the fit."""
-    return draw_scaling_law(load_json(records / "h200-scaling-law" / "scaling-law.json", "record"))
+    }, "gpt2 learns Python's code, and English better with its weights")  # fmt: skip
 
 
 def overlap_slow_link(records: Path) -> Figure:
@@ -270,9 +257,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "bubbles.svg": bubbles,
     "memory.svg": memory,
     "overlap.svg": overlap,
-    "overlap-options.svg": overlap_options,
     "from-scratch.svg": from_scratch,
-    "scaling-law.svg": scaling_law,
     "overlap-slow-link.svg": overlap_slow_link,
 }
 
