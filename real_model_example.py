@@ -32,7 +32,7 @@ CONFIG = {
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
     "generate": "The value of",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file
-    "checkpoint_every": None,  # steps; None: each epoch's end, 0: never
+    "checkpoint_every": None,  # steps; None: each epoch's end, signal: on Ctrl-C, 0: never
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder
     "log_to": None,  # tensorboard, wandb, mlflow, trackio: install it first
 }

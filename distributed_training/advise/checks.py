@@ -118,8 +118,8 @@ def check_disk(plan: Plan) -> None:
     config = plan.config
     count = plan.size.num_parameters
     output = 0
-    if config.checkpoint_every != 0:
-        output += 12 * count * (config.keep_checkpoints + 1)
+    num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
+    output += 12 * count * num_saved
     if config.export:
         output += 4 * count
     if config.keep_best:

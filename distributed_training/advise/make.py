@@ -60,4 +60,6 @@ def _draft(config: RunConfig, cluster: Cluster) -> Plan:
     notes: list[str] = []
     decided = choose_model(config, cluster.machine, notes)
     decided = choose_spread(decided, cluster, notes)
+    if config.checkpoint_every == 0:
+        notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
     return lay_out_on(cluster, decided, requested=config, notes=notes)

@@ -80,7 +80,7 @@ def own_bytes(plan: Plan) -> float:
 def estimate_copy(plan: Plan) -> int:
     """Bytes that a process copies for a checkpoint: weights and moments in fp32, which all that
     hold the same divide, and what each process has for itself."""
-    if plan.config.checkpoint_every == 0 or plan.strategy.swaps_to_disk:
+    if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     held = max(formulas.parameters for formulas in formulas_by_place(plan))
     each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])

@@ -140,7 +140,10 @@ class Trainer:
         epoch_ends = last or self.step % steps_per_epoch == 0
         evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
         every = config.checkpoint_every
-        due = epoch_ends if every is None else every > 0 and (last or self.step % every == 0)
+        if every is None:
+            due = epoch_ends
+        else:
+            due = isinstance(every, int) and every > 0 and (last or self.step % every == 0)
         save = due or (bool(stop) and every != 0)
         if flush or stop or evaluate or save:
             self._flush()

@@ -51,12 +51,11 @@ def make_plan(
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
     found = find_resume(plan)
-    if found is None:
-        return plan
-    plan = replace(plan, run_dir=found[0], checkpoint=found[1])
-    if change := describe_change(read_meta(found[1]).spread, plan.spread):
-        plan.notes.append(change)
-    return plan
+    if found is not None:
+        plan = replace(plan, run_dir=found[0], checkpoint=found[1])
+        if change := describe_change(read_meta(found[1]).spread, plan.spread):
+            plan.notes.append(change)
+    return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
 
 
 def _with_deepspeed_json(plan: Plan) -> Plan:

@@ -148,8 +148,9 @@ class RunConfig(Options):
         help="a folder for each run goes here; in CONFIG relative to the script")
     shared_disk: bool = keeping(True,
         help="whether all nodes see output_dir; False: each keeps its own part of a checkpoint")
-    checkpoint_every: CountOrZero | None = keeping(None, aliases=("save_steps",),
-        help="steps between checkpoints; None: at epochs' ends, 0: never")
+    checkpoint_every: CountOrZero | Literal["signal"] | None = keeping(None,
+        aliases=("save_steps",), help="steps between checkpoints; None: at epochs' ends, signal: "
+        "on Ctrl-C or SIGTERM only, which otherwise save, too; 0: never")
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = keeping(1,
         aliases=("save_total_limit",), help="older ones are deleted")
     keep_best: bool = keeping(False,

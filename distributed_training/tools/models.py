@@ -18,11 +18,12 @@ from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, ask
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model
+from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan.plan import PLAN_FILE, load_plan
+from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import short_path
-from distributed_training.records.record import BEST, LAST, load_record
+from distributed_training.records.record import BEST, LAST, Record, load_record
 from distributed_training.run.saving import resume
 from distributed_training.run.saving.export import continuation, push_folder, write_folder
 from distributed_training.settings.errors import UserError
@@ -51,6 +52,23 @@ def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
     return load_plan(run).model, run / kind
 
 
+def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
+    """(the model on the CPU, its tokenizer, whether it was trained on conversations) of a run; its
+    newest checkpoint's where it has no hf/ yet."""
+    checkpoint = resume.newest_checkpoint(given_path(given).resolve())
+    if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
+        spec, folder = find_weights(given, kind)
+        model = spec.build(dropout=0.0, seed=0)
+        spec.load(model, folder)
+        return model, Tokenizer(folder), is_chat(folder)
+    print(f"no {LAST}/ yet: reading {short_path(checkpoint)}", file=sys.stderr)
+    plan, record, _, state = read_checkpoint(checkpoint)
+    model = plan.model.build(dropout=0.0, seed=0)
+    for name, values in model.state_dict().items():
+        values[: len(state[name])] = state[name]  # without the vocabulary's padding
+    return model, Tokenizer(plan.tokenizer_dir), record.data.get("form") == MESSAGES
+
+
 def generate(
     given: str,
     prompt: str | None,
@@ -62,23 +80,20 @@ def generate(
     kind: str,
 ) -> int:
     """Print what the model of a run makes of `prompt`, or of each line of standard input."""
-    spec, folder = find_weights(given, kind)
-    tokenizer = Tokenizer(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = spec.build(dropout=0.0, seed=0)
-    spec.load(model, folder)
+    model, tokenizer, chat = load_model(given, kind)
     model = model.eval().to(device)
+    before = list[int]()
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor) -> torch.Tensor:
         return model(ids.to(device))
 
-    chat, before = is_chat(folder), list[int]()
     for text in _lines(chat) if prompt is None else [prompt]:
         asked = tokenizer.encode_batch([ask(text) if chat else text])[0].tolist()
         ids = continuation(
             logits, [*before, *asked], num_tokens=num_tokens,
-            context=spec.size.num_positions, eos_id=tokenizer.eos_id, seed=seed, top_k=top_k,
+            context=model.size.num_positions, eos_id=tokenizer.eos_id, seed=seed, top_k=top_k,
             temperature=temperature,
         )  # fmt: skip
         answer = list[int]()
@@ -123,22 +138,27 @@ def export_checkpoint(given: str, to: str | None = None) -> int:
         what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or a folder of its checkpoints/"
         raise UserError(f"{given} {what}", fix=fix)
-    run_dir = checkpoint.parents[1]
-    folder = run_dir / LAST if to is None else Path(to).expanduser()
+    folder = checkpoint.parents[1] / LAST if to is None else Path(to).expanduser()
     if folder.exists():
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
+    plan, record, step, state = read_checkpoint(checkpoint)
+    chat = record.data.get("form") == MESSAGES
+    write_folder(state, plan, Tokenizer(plan.tokenizer_dir), chat, folder)
+    write_card(folder, record.model_copy(update={"step": step}))
+    print(f"exported {short_path(folder)} (Hugging Face's format, after step {step})")
+    return 0
+
+
+def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, int, dict[str, torch.Tensor]]:
+    """Plan and record of its run, its step, and its weights, under the model's names."""
     meta = resume.read_meta(checkpoint)
     names = resume.files_to_read(checkpoint, meta)
     resume.check_files(checkpoint, meta, names)
     saved = TensorFiles(checkpoint / name for name in names)
     weights = [name for name in saved.stored if name.startswith("weight/")]
     state = {name.removeprefix("weight/"): saved.whole(name) for name in weights}
-    plan, record = load_plan(run_dir), load_record(run_dir)
-    chat = record.data.get("form") == MESSAGES
-    write_folder(state, plan, Tokenizer(plan.tokenizer_dir), chat, folder)
-    write_card(folder, record.model_copy(update={"step": meta.step}))
-    print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
-    return 0
+    run_dir = checkpoint.parents[1]
+    return load_plan(run_dir), load_record(run_dir), meta.step, state
 
 
 def push(given: str, repo_id: str, *, best: bool) -> int:

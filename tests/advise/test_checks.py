@@ -163,6 +163,7 @@ def free_disk(monkeypatch, num_bytes):
         ({}, 12 * 2 + 4),
         ({"keep_checkpoints": 3}, 12 * 4 + 4),
         ({"checkpoint_every": 0}, 4),
+        ({"checkpoint_every": "signal"}, 12 + 4),
         ({"export": False}, 12 * 2),
         ({"keep_best": True}, 12 * 2 + 4 * 2),
         ({"checkpoint_every": 0, "export": False}, 0),

@@ -72,7 +72,7 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD, checkpoint=None):
     config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     names = {"run_dir": run_dir, "work": work, "spread": spread, "checkpoint": checkpoint}
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
-    names |= {"processes_here": 1, "strategy": strategy}
+    names |= {"processes_here": 1, "strategy": strategy, "notes": []}
     names |= {"own_disks": False, "ranks_beside": lambda _: None}
     return SimpleNamespace(config=config, **names)
 
@@ -107,7 +107,7 @@ class Gate:
 def find_resume(given, output_dir, work=WORK, strategy="zero2"):
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.config.resume, plan.output_dir = given, output_dir
-    return resume.find_resume(plan)
+    return resume.find_resume(plan) or plan.notes
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
@@ -308,6 +308,19 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work(tmp_path):
     (tmp_path / "a-file").write_text("")
     found = find_resume("auto", tmp_path)
     assert found == (wanted, wanted / "checkpoints" / "step-00000004")
+
+
+def test_auto_says_why_it_found_nothing(tmp_path):
+    for name, status, work, why in (
+        ("a", "failed", {**WORK, "seed": 1}, "seed was 1 and is"),
+        ("b", "ok", WORK, "has finished"),
+    ):
+        (said,) = find_resume("auto", tmp_path / name)
+        assert f"no run in '{tmp_path / name}' has a checkpoint" in said
+        make_run(tmp_path / name, "20260101-a", 1, status=status, work=work)
+        (said,) = find_resume("auto", tmp_path / name)
+        assert "20260101-a" in said
+        assert why in said
 
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):

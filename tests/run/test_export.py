@@ -82,8 +82,12 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(tmp_path):
     run_dir = Path(record["run_dir"])
     (run_dir / "hf").rename(tmp_path / "expected")
     (run_dir / "record.json").write_text(json.dumps({**record, "status": "running"}))
+    words = ["generate", run_dir, "--prompt", "def ", "--num_tokens", 5]
+    from_checkpoint = heavy_pool().script(words)
+    assert "no hf/ yet" in from_checkpoint.stderr
     result = export(run_dir)
     assert_ok(result)
+    assert heavy_pool().script(words).stdout == from_checkpoint.stdout
     assert result.stdout.startswith("exported ")
     assert "/hf (Hugging Face's format, after step 4)" in result.stdout
     for file in (tmp_path / "expected").iterdir():

@@ -69,7 +69,7 @@ class Saver:
 
     def prepare(self, engine: Engine) -> None:
         """Begin to find memory, once all of the state is there, for the first save. Collective."""
-        if self._keeps and self.plan.config.checkpoint_every != 0:
+        if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
             self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:

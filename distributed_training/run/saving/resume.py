@@ -164,7 +164,8 @@ def find_resume(plan: Plan) -> tuple[Path, Path] | None:
     its newest checkpoint that can be read, and warns of what it passes over. A path names a run
     (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
     its run's record, or of another work. Strategy and processes may be others: `describe_change`.
-    Either way raises UserError for a run that is going on, or whose files are on other nodes.
+    Either way raises UserError for a run that is going on, or whose files are on other nodes. Where
+    "auto" finds none, the plan's notes say why.
     """
     resume = plan.config.resume
     if resume is None:
@@ -194,16 +195,22 @@ def _newest(plan: Plan) -> Path | None:
     claims.refuse_doubling(plan.output_dir, identity(plan))
     strategy = plan.strategy.name
     found = list[tuple[Path, Meta]]()
+    obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         run_dir = checkpoint.parents[1]
         if run_dir.is_symlink():  # latest
             continue
         state = None
+        why = "is damaged"
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
-            if not _differences(meta, plan.work):
+            if differences := _differences(meta, plan.work):
+                why = f"is of other work: {differences}"
+            else:
                 state = _load_state(checkpoint, meta)
+                why = "has finished"
         if state is None or state.status == "ok":
+            obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
             continue
         if not is_alive(state):
             found.append((checkpoint, meta))
@@ -215,6 +222,10 @@ def _newest(plan: Plan) -> Path | None:
         with _passing_over(checkpoint):
             check_files(checkpoint, meta, files_to_read(checkpoint, meta, plan))
             return checkpoint
+    if found:
+        obstacle = "every checkpoint of this work is damaged"
+    obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a checkpoint"
+    plan.notes.append(f"resume=auto starts a new run: {obstacle}")
     return None
 
 
