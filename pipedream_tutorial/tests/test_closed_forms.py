@@ -9,7 +9,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.building_blocks import v_half, v_min
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, idle_fraction, short_run_versions
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, idle_fraction
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
@@ -62,10 +62,6 @@ def even(p: int, m: int, v: int = 1, f: int = 1, i: int = 1, w: int = 1) -> Case
     return Case(p, m, v, Fraction(f), Fraction(i), Fraction(w))
 
 
-def test_there_is_a_row_for_every_schedule() -> None:
-    assert list(CLOSED_FORMS) == list(SCHEDULES)
-
-
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_idle_time_equals_its_closed_form_within_the_range(name: str) -> None:
     form, seen = CLOSED_FORMS[name], 0
@@ -105,18 +101,6 @@ def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
             assert use.staleness == expected, (c, stage)
         seen += 1
     assert seen >= 6
-
-
-def test_stashing_in_a_short_run_keeps_fewer_versions() -> None:
-    for p in RANKS:
-        for m in range(1, 2 * p + 3):
-            c = even(p, m)
-            used = weight_use(build_schedule("pipedream", p, m), POLICIES["stash"], m)
-            assert [used[s].peak_versions for s in range(p)] == [
-                short_run_versions(c, s) for s in range(p)
-            ]
-            if m >= 2 * p - 2:
-                assert [short_run_versions(c, s) for s in range(p)] == list(range(p, 0, -1))
 
 
 def test_interleaved_when_p_does_not_divide_m() -> None:
@@ -166,13 +150,6 @@ def test_zb_v_idles_for_nothing_only_when_all_three_take_equally_long() -> None:
             assert (set(spans) == {0}) == (f == i == w)
     for c in cases("zb-v", lambda c: c.m >= 2 * c.p - 1 and c.f >= c.w >= c.i):
         assert simulated("zb-v", c).span[0] == (c.p - 1) * (c.f - (c.i + c.w) / 2)
-
-
-def test_zb_v_with_few_microbatches_idles_for_each_that_is_missing() -> None:
-    for p in RANKS:
-        for m in range(1, 2 * p):
-            missing = 2 * p - 1 - m
-            assert makespan_idle("zb-v", even(p, m)) == max(Fraction(p - 1, 2), Fraction(missing))
 
 
 def test_zb_h1_takes_every_batch() -> None:

@@ -163,17 +163,3 @@ def test_commands_run_and_print_what_the_pages_say(copy: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         wrong = [text for found in pool.map(run_chain, chains) for text in found]
     assert not wrong, "\n\n".join(wrong)
-
-
-def test_what_a_page_says_is_compared() -> None:
-    """The comparison itself: a figure that is off, a line that is missing, an order that is not."""
-    output = "a 1\nb 2.5\nc 3\n"
-    assert not differences(output, "", "a 1\nb 2.5\n")
-    assert not differences(output, "", "a 1\n...\nc 3\n")
-    assert differences(output, "", "b 2.6\n") == ["b 2.6\n"]
-    assert differences(output, "", "c 3\n...\na 1\n") == ["a 1\n"]
-    assert differences(output, "", "2.5\n") == ["2.5\n"]
-    assert not differences(output, "measured", "b   7\n")
-    assert differences(output, "measured", "d 7\n") == ["d 7"]
-    assert not differences(output, "trained", "b  2.501\n")
-    assert differences(output, "trained", "b 2.6\nd 2.5\n") == ["b 2.6", "d 2.5"]

@@ -3,14 +3,11 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pipedream.errors import UserError
 
 from results.lab.tutorial import pages as results
-from results.lab.tutorial.pages import FOLDER, drawn_from, fill, load_records, stale, tables
-from results.lab.tutorial.text import render_page
+from results.lab.tutorial.pages import FOLDER, drawn_from, stale
 
 PAGES = ["README.md", "ADVANCED.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -97,55 +94,3 @@ def test_a_page_that_disagrees_is_found_and_mended(
     assert stale(tmp_path) == []
     shown = drawn_from(tmp_path / "figures/prediction.png")
     assert shown != drawn_from(FOLDER / "figures/prediction.png")
-
-
-def made_to_look_like_four_gpus(name: str, **changes: Any) -> dict[str, Any]:
-    record = results._load(FOLDER / "records" / name)
-    machine = record["machine"] | {"device": "NVIDIA H200, 139 GiB", "gpus": 4}
-    return record | {"machine": machine, "emulated_ms": {"forward": 0, "backward": 0}} | changes
-
-
-def test_a_gpu_record_that_misses_the_goal_and_is_not_exact_says_so() -> None:
-    records = {
-        name: each for name, each in load_records(FOLDER / "records").items() if "h200" not in name
-    }
-    record = next(iter(records.values()))
-    case = dict(next(case for case in record["cases"] if not case["calibrated_on"]))
-    case["measured"] = case["measured"] | {"utilisation": 0.5, "peak_memory_mib": [2048.0, 20.0]}
-    case["measured"] |= {"weights_equal": False, "peak_versions": [9, 9]}
-    case["predicted"] = case["predicted"] | {"utilisation": 0.5391}
-    cases = [case, dict(case, predicted=None, schedule="search-4")]
-    gpu = made_to_look_like_four_gpus(next(iter(records)), cases=cases, note="Odd, this one.")
-    study = results._load(FOLDER / "records/cpu-staleness.json")
-    text = " ".join(render_page({**records, "h200-p4.json": gpu}, study).split())
-    for part in (
-        "Real work: ",
-        "| 3.9 points | not met |",
-        "3 of 4 records are predicted within their goal; missed: 2 stages, NVIDIA H200, ",
-        "28 of 30 final weights compared with one process's are equal bit for bit",
-        "28 of 29 predicted runs kept as many weight versions as simulated",
-        "| 2.0 |",
-        "| Search, 4 held |",
-        "Odd, this one.",
-    ):
-        assert part in text, part
-
-
-def test_tables_on_the_pages_are_known_and_all_are_used() -> None:
-    used = [
-        name
-        for page in results.PAGES
-        for name in re.findall(r"<!-- table: (.*?) -->", (FOLDER / page).read_text())
-    ]
-    assert sorted(used) == sorted(tables(FOLDER))
-    with pytest.raises(UserError, match="no table 'idle tim'; did you mean 'idle time'"):
-        fill("<!-- table: idle tim -->\n<!-- end -->", tables(FOLDER))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"), [('{"format": 99}', "no record of format 1; make it anew"), ("{", "no JSON")]
-)
-def test_a_record_of_another_format_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "cpu-runtime.json").write_text(text)
-    with pytest.raises(UserError, match=said):
-        load_records(tmp_path)

@@ -158,11 +158,6 @@ def assert_critical(path, found):
         assert bounds[after] in before
 
 
-def test_the_explorer_has_the_python_registry():
-    wanted = [[name, entry.title, entry.policy] for name, entry in SCHEDULES.items()]
-    assert ask([{"ask": "names"}]) == [wanted]
-
-
 def test_the_formulas_of_idle_time_are_the_simulators():
     """Beside each schedule stands one; some of these sizes are in the range of each."""
     sizes = [(2, 6), (3, 6), (3, 9), (4, 4), (4, 8), (4, 16), (6, 12)]

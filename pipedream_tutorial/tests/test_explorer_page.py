@@ -357,18 +357,6 @@ def test_csv_goes_out_and_comes_in(browser, tmp_path):
     assert "stage 1 is on ranks 0 and 1" in text(browser, "said")
 
 
-def test_a_csv_cannot_say_everything(browser):
-    browser.open(PAGE)
-    for choice, reason in (
-        ("{ schedule: 'pipedream' }", "does not flush"),
-        ("{ schedule: 'chimera' }", "two copies of the model"),
-        ("{ schedule: '1f1b', n: 2 }", "one batch"),
-    ):
-        browser.js(f"explorer.store.change({choice})")
-        browser.js("document.getElementById('save-csv').click()")
-        assert reason in text(browser, "said")
-
-
 LATE = ("B", 1, 2)
 
 
@@ -511,25 +499,3 @@ def test_it_works_over_http_too(browser):
         browser.open_url(f"http://127.0.0.1:{server.server_port}/explorer.html#schedule=zb-h1")
         assert numbers(browser)["time"] == "27"
         server.shutdown()
-
-
-def test_sixteen_ranks_play_at_sixty_frames_a_second(browser):
-    """The time that drawing takes is measured too: a frame has 16.7 ms."""
-    browser.open(PAGE, "#schedule=zb-h2&p=16&m=64&arrows=1&path=1")
-    drawing = browser.js(
-        """new Promise((done) => {
-            const { main, player } = explorer;
-            player.start();
-            const times = [];
-            const frame = () => {
-                const begun = performance.now();
-                main.focus = { rank: times.length % 16, index: times.length };
-                main.draw();
-                times.push(performance.now() - begun);
-                if (times.length < 60) requestAnimationFrame(frame);
-                else done(times.sort((a, b) => a - b));
-            };
-            requestAnimationFrame(frame);
-        })"""
-    )
-    assert drawing[30] < 8

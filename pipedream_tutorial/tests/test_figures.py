@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import product
@@ -19,27 +19,21 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 from pipedream.draw.charts import draw_gradient_error
-from pipedream.draw.data import forwards_only, idle_curves, standings, wrong_backwards
-from pipedream.draw.grids import KINDS, awaited, draw_picture, kind_colours, naive
+from pipedream.draw.data import forwards_only, idle_curves, standings
+from pipedream.draw.grids import draw_picture, kind_colours
 from pipedream.draw.page import LEAST, number
 from pipedream.errors import main_with_errors
 from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
 from pipedream.schedules.closed_forms import Case as ClosedCase
-from pipedream.schedules.ops import FORWARD
-from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
 
 from results.lab.tutorial.figures import PICTURES as STEPS
-from results.lab.tutorial.figures import draw_prediction
-from results.lab.tutorial.pages import load_records
-from results.lab.tutorial.text import describe
 
 PICTURES = pipedream_visual.PICTURES
-FOLDER = Path(pipedream_visual.__file__).parent
 GRIDS = ("naive_pipeline", "microbatch_forward", "microbatch_backward", "all_schedules",
          "weight_versioning")  # fmt: skip
 
@@ -180,42 +174,6 @@ def test_rectangles_are_the_timeline(shipped: dict[str, Drawn], name: str) -> No
                 assert to_hex(r.get_facecolor()) == to_hex(colour(ops[str(r.get_gid())]))
 
 
-def test_uneven_slow_and_overlapped_cells_are_the_timeline(tmp_path: Path, study: Path) -> None:
-    """At sizes that some schedules refuse: fewer panels, and a note."""
-    changes = {"num_stages": 3, "num_microbatches": 7,
-               "stage_scale": [Fraction(k, 3) for k in (1, 4, 2)], "communication": "1/7",
-               "overlap_saving": "1/2", "weight_gradient": 0, "input_gradient": "5/3"}  # fmt: skip
-    work = work_on(case_of(**changes), study)
-    drawn = draw("all_schedules", work, tmp_path)
-    timelines = timelines_of("all_schedules", work.case)
-    for ax, timeline in zip(drawn.figure.axes, timelines, strict=True):
-        assert drawn_cells(ax) == expected_cells(timeline)
-    check_texts(drawn)
-
-
-def test_version_colours_are_the_versions(shipped: dict[str, Drawn]) -> None:
-    case = case_of()
-    schedule = measure("pipedream", case).batch.schedule
-    shades: dict[int, set[str]] = defaultdict(set)
-    panels = shipped["weight_versioning"].figure.axes[:2]
-    outlined = []
-    for ax, policy in zip(panels, ("stash", "in-place"), strict=True):
-        use = weight_use(schedule, POLICIES[policy], case.num_microbatches)
-        ops = {str(op): op for op in schedule.ops()}
-        thick = set()
-        for r in rectangles(ax):
-            op = ops[str(r.get_gid())]
-            side = use[op.stage].forward if op.kind == FORWARD else use[op.stage].backward
-            shades[side[op.microbatch]].add(to_hex(r.get_facecolor()))
-            if r.get_linewidth() > 1:
-                thick.add((op.kind, op.stage, op.microbatch))
-        assert thick == {("B", *where) for where in wrong_backwards(use)}
-        outlined.append(len(thick))
-    assert all(len(shade) == 1 for shade in shades.values())
-    assert len(set.union(*shades.values())) == len(shades) == case.num_microbatches
-    assert outlined[0] == 0 < outlined[1]
-
-
 def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
     case = case_of()
     ax = shipped["utilization_comparison"].figure.axes[0]
@@ -275,15 +233,6 @@ def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[s
             assert {m: on_line[m] for m in counts if m in on_line} == {
                 point[0]: float(point[field]) for point in curve.closed
             }
-
-
-def test_no_closed_form_is_drawn_where_none_holds() -> None:
-    for changes in ({"communication": 1}, {"stage_scale": [Fraction(1), 1, 2, 1]}):
-        for curve in idle_curves(("gpipe", "zb-v"), case_of(**changes), [4, 8], [4, 8]):
-            assert curve.closed == ()
-            assert len(curve.simulated) == 2
-    (scaled,) = idle_curves(("gpipe",), case_of(stage_scale=[Fraction(3)] * 4), [8], [8])
-    assert scaled.closed == scaled.simulated
 
 
 def test_memory_points_are_the_peaks(shipped: dict[str, Drawn]) -> None:
@@ -363,62 +312,6 @@ def test_steps_are_their_timelines(tmp_path: Path, name: str) -> None:
         assert tuple(label.get_text() for label in axes[0].get_yticklabels()) == picture.rows
 
 
-def test_arrows_are_the_messages_that_ranks_wait_for(tmp_path: Path) -> None:
-    """A rank that begins late begins when its message arrives, sent by a neighbour that is done."""
-    picture = STEPS["communication"]()
-    axes = draw_picture(picture, tmp_path / "c.png").axes
-    for ax, panel in zip(axes, picture.panels, strict=True):
-        timeline = panel.timeline
-        late = [
-            (rank, event.start)
-            for rank, events in enumerate(timeline.events)
-            for before, event in zip([None, *events], events, strict=False)
-            if event.start > (before.end if before else 0)
-        ]
-        found = awaited(timeline)
-        assert [(one.receiver, one.arrives) for one in found] == late
-        ends = {(event.rank, event.end) for event in timeline.all_events()}
-        for one in found:
-            assert abs(one.sender - one.receiver) == 1
-            assert (one.sender, one.sent) in ends
-            assert one.arrives - one.sent == timeline.costs.communication
-        arrows = [text for text in ax.texts if isinstance(text, Annotation)]
-        assert [(*arrow.xy, *arrow.xyann) for arrow in arrows] == [
-            (float(one.arrives), one.receiver, float(one.sent), one.sender) for one in found
-        ]
-
-
-def test_two_copies_have_two_shades() -> None:
-    schedule = measure("chimera", case_of()).batch.schedule
-    colour = kind_colours(schedule)
-    forwards = [op for op in schedule.ops() if op.kind == FORWARD]
-    shades = {(op.stage >= schedule.num_ranks, to_hex(colour(op))) for op in forwards}
-    assert len(shades) == 2
-    assert (False, to_hex(KINDS[FORWARD][0])) in shades
-    assert (True, to_hex(KINDS[FORWARD][0])) not in shades
-
-
-def test_predicted_points_are_the_records(tmp_path: Path) -> None:
-    records = [(describe(one), one) for one in load_records(FOLDER / "records").values()]
-    drawn = watched(lambda: draw_prediction(records, tmp_path / "p.png"))
-    check_texts(drawn)
-    (ax,) = drawn.figure.axes
-    points = Counter(
-        (line.get_xdata()[0], line.get_ydata()[0], line.get_markerfacecolor() != "none")
-        for line in ax.get_lines()
-        if line.get_linestyle() == "None"
-    )
-    cases = [case for _, one in records for case in one["cases"] if case["predicted"] is not None]
-    assert points == Counter(
-        (
-            case["measured"]["utilisation"],
-            100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"]),
-            bool(case["calibrated_on"]),
-        )
-        for case in cases
-    )
-
-
 def check_texts(drawn: Drawn) -> None:
     """No two texts share a pixel, none leaves the page, none is too small to read."""
     boxes = np.array([box for _, box, _ in drawn.texts])
@@ -436,46 +329,6 @@ def check_texts(drawn: Drawn) -> None:
 def test_no_text_lies_on_another(shipped: dict[str, Drawn]) -> None:
     for drawn in shipped.values():
         check_texts(drawn)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_stages", "num_microbatches"),
-    [("activations_and_versions", 3, 7), ("weight_versioning", 8, 32)],
-)
-def test_other_sizes_are_drawn_without_overlap(
-    tmp_path: Path, study: Path, name: str, num_stages: int, num_microbatches: int
-) -> None:
-    case = case_of(num_stages=num_stages, num_microbatches=num_microbatches)
-    check_texts(draw(name, work_on(case, study), tmp_path))
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_cell_texts_stay_inside_their_cells(shipped: dict[str, Drawn], name: str) -> None:
-    renderer = shipped[name].figure.canvas.get_renderer()
-    numbered = 0
-    for ax in shipped[name].figure.axes:
-        centres = {}
-        for r in rectangles(ax):
-            box = r.get_window_extent(renderer)
-            centres[r.get_x() + r.get_width() / 2, r.get_y() + r.get_height() / 2] = box
-        for text in ax.texts:
-            cell, own = centres[text.get_position()], text.get_window_extent(renderer)
-            assert cell.x0 <= own.x0
-            assert own.x1 <= cell.x1
-            numbered += 1
-    assert numbered > 30
-
-
-def test_the_same_data_gives_the_same_file(tmp_path: Path) -> None:
-    timeline = measure("naive", case_of(num_microbatches=2)).batch
-    for suffix in (".png", ".svg"):
-        files = []
-        for folder in ("a", "b"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            path = tmp_path / folder / f"naive{suffix}"
-            draw_picture(naive(timeline), path)
-            files.append(path.read_bytes())
-        assert files[0] == files[1]
 
 
 @pytest.fixture
@@ -540,17 +393,3 @@ def test_bad_values_get_one_line(
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert said in err
-
-
-def test_a_record_or_folder_that_is_none_gets_one_line(typed: Any, tmp_path: Path) -> None:
-    for text in ("{", "[]", "{}"):
-        record = tmp_path / "record.json"
-        record.write_text(text)
-        code, _, err = typed(
-            "--only", "gradient_error", "--study", str(record), "--output", str(tmp_path)
-        )
-        assert (code, err.count("\n")) == (2, 1)
-        assert "no record of gradient errors" in err
-    code, _, err = typed("--only", "naive_pipeline", "--output", str(record))
-    assert (code, err.count("\n")) == (2, 1)
-    assert str(record) in err

@@ -2,13 +2,12 @@
 
 import math
 import re
-import sys
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.draw.terminal import cells, choose_scale, draw, time_unit, use_colour
+from pipedream.draw.terminal import cells, choose_scale, draw
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
@@ -105,17 +104,6 @@ def test_any_durations_are_drawn_in_order_within_the_width(
     assert max(map(len, lines)) <= max(columns, 10 + prefix)
 
 
-@given(st.lists(st.fractions(min_value=0, max_value=9, max_denominator=30), min_size=1))
-@settings(derandomize=True, max_examples=50, deadline=None)
-def test_the_unit_divides_every_time_and_is_the_longest_that_does(scale):
-    scale = [factor or Fraction(1) for factor in scale][:6]
-    shown = timeline("1f1b", len(scale), 3, scale=scale)
-    unit = time_unit(shown)
-    multiples = [t / unit for e in shown.all_events() for t in (e.start, e.end)]
-    assert all(multiple.denominator == 1 for multiple in multiples)
-    assert math.gcd(*(int(multiple) for multiple in multiples)) == 1
-
-
 def test_the_picture_of_a_small_pipeline():
     assert draw(timeline("1f1b", 2, 2), 40).splitlines() == [
         "time   0              5",
@@ -138,12 +126,6 @@ def test_letters_alone_where_numbers_do_not_fit_and_a_note_where_the_end_does_no
     assert cut[-1].startswith("(shown up to time 17 of 96: ")
 
 
-def test_rounded_columns_are_noted():
-    shown = timeline("gpipe", 2, 3, communication="1/97")
-    assert not choose_scale(shown, 60).exact
-    assert draw(shown, 60).splitlines()[-1].startswith("(a column is 0.333 of time: ")
-
-
 def test_colour_changes_no_character():
     shown = timeline("zb-v", 4, 8)
     plain, coloured = draw(shown, 100), draw(shown, 100, colour=True)
@@ -151,14 +133,3 @@ def test_colour_changes_no_character():
     assert coloured.count("\x1b[0m") >= shown.schedule.num_ranks
     stripped = [line.rstrip() for line in ANSI.sub("", coloured).splitlines()]
     assert stripped == plain.splitlines()
-
-
-def test_colour_is_for_terminals_and_no_color_turns_it_off(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert use_colour()
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not use_colour()
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    assert not use_colour()

@@ -165,22 +165,6 @@ def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(go_on, ran, t
     assert not go_on or (tmp_path / "ran").read_text() == ran
 
 
-SPAWNED = """
-import pipedream.runtime.launch
-import pipedream_runtime
-pipedream.runtime.launch.START = "spawn"
-pipedream_runtime.main()
-"""
-
-
-@pytest.mark.timeout(90)
-def test_stages_that_are_not_forked_do_the_same():
-    arguments = ["--device=cpu", "--num_stages=1", "--schedule=gpipe", "--num_microbatches=4"]
-    done = run(["-c", SPAWNED, *arguments, *FAST], start=[sys.executable])
-    assert done.returncode == 0, done.stderr
-    assert "gpipe" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -192,15 +176,6 @@ def test_stages_that_are_not_forked_do_the_same():
 def test_values_that_cannot_be_are_refused_before_a_stage_starts(arguments, words):
     with pytest.raises(UserError, match=words):
         read_config(arguments)
-
-
-@pytest.mark.timeout(60)
-def test_what_a_stage_refuses_is_one_line():
-    done = run(["--schedule=chimera", "--num_stages=2"])
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert "chimera is simulated only" in done.stderr
 
 
 def test_a_launchers_number_of_processes_has_to_be_the_number_of_stages():

@@ -8,7 +8,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, Schedule, one_chain
-from pipedream.simulate.measures import activation_steps, critical_path, idle, peak_activations
+from pipedream.simulate.measures import activation_steps, idle, peak_activations
 from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
 
@@ -71,19 +71,3 @@ def test_activations_are_those_between_a_forward_and_its_last_backward(name: str
             assert born.keys() == freed.keys()
             most = max(sum(born[k] <= at < freed[k] for k in born) for at in born.values())
             assert peaks[rank] == Fraction(most, v)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_critical_path_leads_without_a_gap_from_0_to_the_makespan(name: str) -> None:
-    for t in random_timelines(name):
-        path = critical_path(t)
-        assert path[0].start == 0
-        assert path[-1].end == t.makespan
-        crossings = 0
-        for before, after in pairwise(path):
-            sent = t.costs.communication if before.rank != after.rank else 0
-            crossings += bool(sent)
-            assert after.start == before.end + sent
-        assert all(event in t.events[event.rank] for event in path)
-        lengths = sum((event.end - event.start for event in path), Fraction(0))
-        assert lengths + crossings * t.costs.communication == t.makespan

@@ -7,7 +7,6 @@ from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Schedule, load_csv, repeat, save_csv
 from pipedream.simulate.measures import peak_activations
-from pipedream.simulate.simulator import build_costs, simulate
 
 SIZES = {"dualpipe-v": (3, 7), "dualpipe": (4, 8), "chimera": (4, 8)}
 
@@ -22,22 +21,6 @@ def test_a_saved_order_is_read_back_as_it_was(name: str, tmp_path: Path) -> None
     save_csv(saved, tmp_path / f"{saved.name}.csv")
     loaded = load_csv(tmp_path / f"{saved.name}.csv")
     assert loaded == saved
-
-
-def test_two_copies_of_a_model_cannot_be_told_from_a_csv(tmp_path: Path) -> None:
-    """A CSV says nothing of Chimera's two chains: its stages would be read as one long chain."""
-    save_csv(built("chimera"), tmp_path / "chimera.csv")
-    loaded = load_csv(tmp_path / "chimera.csv")
-    assert loaded.orders == built("chimera").orders
-    assert loaded.chains == (tuple(range(8)),)
-    with pytest.raises(ValueError, match="which no rank runs"):
-        simulate(loaded, build_costs(loaded))
-
-
-def test_empty_cells_are_bubbles_and_are_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "orders.csv"
-    path.write_text("0F0,,0F1,, 0B0 ,0B1\n,1F0,1B0,1F1,1B1,\n")
-    assert load_csv(path).orders == build_schedule("1f1b", 2, 2).orders
 
 
 def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
@@ -84,13 +67,6 @@ def test_stages_that_cannot_be_and_files_that_are_no_csv_are_refused(
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_csv(path)
-
-
-def test_a_csv_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.csv is not a file; give the path"):
-        load_csv(tmp_path / "none.csv")
-    with pytest.raises(UserError, match="is not a file"):
-        load_csv(tmp_path)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -152,24 +152,6 @@ def test_the_order_between_stages_cannot_change_the_bits(name: str) -> None:
         assert same_bits([t.weights for t in trainers], trained(name, p, m, num_batches))
 
 
-def loss_in_one_piece(num_stages: int, layers: int) -> float:
-    """Over all samples, at the initial weights."""
-    task = build_task(seed=SEED)
-    model = nn.Sequential(*build_stages(num_stages, layers, seed=SEED))
-    return nn.functional.cross_entropy(model(task.inputs), task.targets).item()
-
-
-def test_losses_are_those_of_the_model_in_one_piece_however_it_is_cut() -> None:
-    whole = loss_in_one_piece(1, 4)
-    assert loss_in_one_piece(2, 2) == loss_in_one_piece(4, 1) == whole
-    assert run("1f1b", 4, 64, 1).losses == pytest.approx([whole], rel=1e-12)
-
-
-def test_divergence_is_noticed() -> None:
-    assert not run("pipedream-2bw", 4, 4, 8, rate=0.1).diverged
-    assert run("pipedream-2bw", 4, 4, 8, rate=50.0).diverged
-
-
 @pytest.mark.parametrize(
     ("name", "p", "m", "text"),
     [

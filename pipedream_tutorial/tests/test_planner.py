@@ -132,14 +132,6 @@ def test_the_bottleneck_can_be_synchronisation_or_a_link():
     )
 
 
-def test_idle_workers_where_synchronising_costs_more_than_it_saves():
-    layers = [layer(4, weight=100)]
-    both = plan_pipeline(layers, num_workers=2, bandwidth=5, use_all_workers=True)
-    alone = plan_pipeline(layers, num_workers=2, bandwidth=5)
-    assert (both.period_s, both.num_workers) == (10, 2)
-    assert (alone.period_s, alone.num_workers) == (4, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -154,12 +146,6 @@ def test_what_cannot_be_planned_is_said(change, text):
     given_values = {"layers": [layer(1)], "num_workers": 1, "bandwidth": 1, **change}
     with pytest.raises(UserError, match=text):
         plan_pipeline(given_values.pop("layers"), **given_values)
-
-
-@pytest.mark.parametrize("cuts", [[], [(0, 1)], [(0, 1), (0, 1), (1, 1)], [(0, 0), (1, 1)]])
-def test_cuts_have_to_cover_the_layers(cuts):
-    with pytest.raises(ValueError, match=r"cuts|stage"):
-        make_plan([layer(1), layer(1)], cuts, bandwidth=1)
 
 
 @pytest.fixture

@@ -1,13 +1,9 @@
 """Versions and staleness against a count of which weights are still to be read."""
 
-import random
-from fractions import Fraction
-
 import pytest
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy, WeightUse, weight_use
-from pipedream.simulate.simulator import Costs, simulate
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(max(1, p - 1), p + 3)]
 
@@ -78,41 +74,3 @@ def test_in_place_updates_change_the_weights_between_forward_and_backward(p: int
             assert use.forward[i] == i - min(i, p - 1 - s)
             assert use.backward[i] == i  # all earlier microbatches have updated it by now
     assert used[p - 1].forward == used[p - 1].backward
-
-
-def test_2bw_needs_p_minus_1_microbatches_a_batch_for_its_version_to_be_there_in_time() -> None:
-    """With fewer, stage 0 would have to run a microbatch before the update it waits for."""
-    policy = POLICIES["2bw"]
-    for p in range(1, 7):
-        for m in range(1, 8):
-            ops = stage_ops(build_schedule("pipedream-2bw", p, 5 * m))[0]
-            before = [0, *updates_by_hand(ops, policy, m)]
-            in_time = all(
-                policy.forward_version(updates, op.microbatch, m, p) <= updates
-                for op, updates in zip(ops, before, strict=False)
-                if op.kind == "F"
-            )
-            assert in_time == (m >= p - 1)
-
-
-def test_versions_depend_on_the_order_and_never_on_timing() -> None:
-    """Counted along the clock of runs with quite different durations, they are the same."""
-    rng = random.Random(7)
-    for p, m in ((2, 6), (3, 9), (5, 11)):
-        s, used = run("pipedream", p, m, 1)
-        for _ in range(6):
-            f, i, w = (tuple(Fraction(rng.randint(1, 50)) for _ in range(p)) for _ in range(3))
-            costs = Costs(
-                forward=f,
-                input_gradient=i,
-                weight_gradient=w,
-                communication=Fraction(rng.randint(0, 90)),
-            )
-            updates = dict.fromkeys(range(p), 0)
-            for event in sorted(simulate(s, costs).all_events(), key=lambda e: e.end):
-                for kind, stage, microbatch in event.item.parts:
-                    if kind == "F":
-                        assert used[stage].forward[microbatch] == updates[stage]
-                    else:
-                        updates[stage] += 1
-            assert set(updates.values()) == {m}

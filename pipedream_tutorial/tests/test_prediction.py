@@ -5,23 +5,18 @@ hold that (TEST_RESULTS.md), and no test does.
 """
 
 import json
-import random
 from dataclasses import replace
 from fractions import Fraction
-from itertools import product
 
 import pytest
 from measured import events_of
 from pipedream.runtime.prediction import (
     MeasuredRun,
     calibrate,
-    can_predict,
     communication_ns,
-    durations_ns,
     makespan_ns,
     predict,
     received_before_sent,
-    utilisation,
 )
 from pipedream.runtime.record import build_record, render
 from pipedream.schedules.catalogue import build_schedule
@@ -88,15 +83,6 @@ def as_run(name, schedule, events, m, *, policy="flush"):
     )
 
 
-def test_calibration_recovers_the_costs_exactly():
-    schedule = build_schedule("gpipe", 4, 8)
-    events, timeline = pretend_measured(schedule, UNEVEN)
-    assert calibrate(events, schedule) == UNEVEN
-    assert makespan_ns(events) == timeline.makespan
-    busy = 8 * sum(UNEVEN.forward + UNEVEN.input_gradient)
-    assert utilisation(events, 4) == Fraction(busy, 4 * timeline.makespan)
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
 @pytest.mark.parametrize("m", [4, 12, 17])
 def test_other_schedules_and_sizes_are_predicted_exactly_when_durations_are_exact(name, m):
@@ -110,16 +96,6 @@ def test_other_schedules_and_sizes_are_predicted_exactly_when_durations_are_exac
     assert 1 - idle(found).makespan_fraction == Fraction(busy, 4 * truth.makespan)
 
 
-def test_a_run_with_cut_backward_passes_predicts_whole_ones_but_not_the_other_way_round():
-    cut, whole = build_schedule("zb-h1", 4, 8), build_schedule("1f1b", 4, 12)
-    events, _ = pretend_measured(cut, SPLIT)
-    assert calibrate(events, cut) == SPLIT
-    _, truth = pretend_measured(whole, SPLIT)
-    assert predict(whole, calibrate(events, cut)).makespan == truth.makespan
-    assert can_predict(cut, whole)
-    assert not can_predict(whole, cut)
-
-
 def test_communication_counts_only_stages_that_waited():
     schedule = build_schedule("1f1b", 3, 6)
     costs = build_costs([10, 10, 10], [20, 20, 20], communication=4)
@@ -128,19 +104,6 @@ def test_communication_counts_only_stages_that_waited():
     alone = build_schedule("1f1b", 1, 3)
     events, _ = pretend_measured(alone, build_costs([10], [20]))
     assert communication_ns(events, alone) == 0
-
-
-def test_mean_durations_are_by_stage():
-    schedule = build_schedule("gpipe", 2, 2)
-    events, _ = pretend_measured(schedule, build_costs([10, 12], [20, 24]))
-    longer = [
-        replace(e, end_ns=e.end_ns + 2 * MS)
-        if (e.kind, e.stage, e.microbatch, e.thread) == ("B", 0, 1, "compute")
-        else e
-        for e in events
-    ]
-    assert sorted(durations_ns(longer)[0, "B"]) == [20 * MS, 22 * MS]
-    assert calibrate(longer, schedule).input_gradient == (21 * MS, 24 * MS)
 
 
 def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
@@ -205,43 +168,3 @@ def test_a_prediction_outside_its_goal_is_named(gpus, goal, off):
     text = render(build_record(runs, quick, about))
     assert f"predicted worse than the goal of {goal}: {off}; " in text
     assert "worse than the goal" not in render(build_record([quick], quick, about))
-
-
-def with_jitter(schedule, costs, rng):
-    """A run of whole backward passes on a clock of this test's own: operations take 0 to 10% longer
-    at random."""
-    last = schedule.num_ranks - 1
-    left = [list(order) for order in schedule.orders]
-    ends = {}
-    events = []
-    while any(left):
-        for rank, ops in enumerate(left):
-            kind, stage, i = ops[0] if ops else (None, 0, 0)
-            before = ("F", stage - 1, i) if kind == "F" else ("B", stage + 1, i)
-            from_outside = stage > 0 if kind == "F" else stage < last
-            if kind is None or (from_outside and before not in ends):
-                continue
-            arrived = ends[before] + int(costs.communication) if from_outside else 0
-            begun = max(arrived, ends.get(rank, 0))
-            mean = (costs.forward if kind == "F" else costs.input_gradient)[stage]
-            ends[kind, stage, i] = ends[rank] = begun + int(mean) * rng.randrange(100, 110) // 100
-            event = MeasuredEvent(
-                rank=rank, kind=kind, stage=stage, microbatch=i, start_ns=begun, end_ns=ends[rank],
-                thread="compute",
-            )  # fmt: skip
-            events.append(event)
-            ops.pop(0)
-    return tuple(events)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_runs_with_jitter_are_predicted_from_the_mean_durations_of_another(seed):
-    rng = random.Random(seed)
-    costs = build_costs([20] * 4, [40] * 4, communication=1)
-    calibrated_on = build_schedule("gpipe", 4, 8)
-    found = calibrate(with_jitter(calibrated_on, costs, rng), calibrated_on)
-    for name, m in product(("gpipe", "1f1b", "naive"), (4, 12)):
-        other = build_schedule(name, 4, m)
-        measured = makespan_ns(with_jitter(other, costs, rng))
-        assert predict(other, found).makespan == pytest.approx(measured, rel=0.03), (name, m)
-        assert predict(other, costs).makespan < 0.98 * measured  # another machine's would not do

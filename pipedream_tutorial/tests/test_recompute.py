@@ -16,10 +16,9 @@ from pipedream.schedules.closed_forms import (
     recomputed_activations,
     zb_recomputed_activations,
 )
-from pipedream.schedules.ops import Op, Schedule, recomputed, repeat
-from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.measures import held_activations, idle, peak_activations, times_of
-from pipedream.simulate.simulator import DeadlockError, Timeline, build_costs, simulate
+from pipedream.schedules.ops import Schedule, recomputed
+from pipedream.simulate.measures import idle, peak_activations, times_of
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import handed_on
 
 SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 4), (6, 12)]
@@ -96,38 +95,6 @@ def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
         found = peak_activations(recomputed(schedule, KEPT))
         assert found == tuple(zb_recomputed_activations(c, r, ahead, KEPT) for r in range(c.p))
         assert found[-1] == peak_activations(schedule)[-1]
-
-
-def test_activations_over_time_rise_with_f_and_r() -> None:
-    schedule = recomputed(build_schedule("gpipe", 1, 2), Fraction(1, 4))
-    found = timed(schedule, Case(1, 2, 1, *map(Fraction, (1, 1, 1))))
-    assert [str(e.item) for e in found.events[0]] == ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]
-    quarters = [
-        (time, count * 4)
-        for time, count in held_activations(schedule, times_of(found), Fraction(0))[0]
-    ]
-    # F0 whole, F1 on top of a quarter, then R0's three quarters on top of two.
-    assert quarters == [(0, 4), (1, 5), (5, 4), (8, 0)]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_weights_are_the_same_ones(name: str) -> None:
-    policy = POLICIES[SCHEDULES[name].policy]
-    schedule = repeat(build_schedule(name, 4, 8), 2)
-    before = weight_use(schedule, policy, 8)
-    after = weight_use(recomputed(schedule, KEPT), policy, 8)
-    for stage, use in before.items():
-        assert (after[stage].forward, after[stage].backward) == (use.forward, use.backward)
-        assert after[stage].peak_versions == use.peak_versions
-
-
-def test_r_before_its_forward_pass_is_a_circle() -> None:
-    schedule = recomputed(build_schedule("1f1b", 1, 1), KEPT)
-    first, again, backward = schedule.orders[0]
-    broken = Schedule(name="broken", orders=((again, first, backward),), chains=schedule.chains)
-    with pytest.raises(DeadlockError) as caught:
-        simulate(broken, build_costs(broken))
-    assert caught.value.cycle == [Op("R", 0, 0)]
 
 
 def test_it_is_a_key_of_the_script(

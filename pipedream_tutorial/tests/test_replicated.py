@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.plan.planner import make_plan, plan_pipeline
+from pipedream.plan.planner import plan_pipeline
 from pipedream.plan.replicated import (
     full_speed_in_flight,
     noam_in_flight,
@@ -15,9 +15,8 @@ from pipedream.plan.replicated import (
     steady_period,
 )
 from pipedream.schedules.orders import one_f_one_b
-from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, simulate
-from test_planner import layer, small_layers
+from test_planner import small_layers
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -26,28 +25,6 @@ def test_one_worker_a_stage_is_plain_1f1b(p, m):
     counts = tuple(range(p, 0, -1))
     assert noam_in_flight([1] * p) == full_speed_in_flight([1] * p) == counts
     assert replicated_1f1b([1] * p, m, counts).orders == one_f_one_b(p, m).orders
-
-
-def test_replicas_take_microbatches_in_turn_and_each_operation_is_there_once():
-    replicas, m = (3, 2, 1), 11
-    schedule = replicated_1f1b(replicas, m, full_speed_in_flight(replicas))
-    assert sorted(schedule.ops()) == sorted(
-        op for kind in "FB" for stage in range(3) for i in range(m) for op in [(kind, stage, i)]
-    )
-    rank_of = {(op.stage, op.microbatch): rank for op, rank in schedule.ranks().items()}
-    first = [0, 3, 5]
-    assert rank_of == {
-        (stage, i): first[stage] + i % replicas[stage] for stage in range(3) for i in range(m)
-    }
-
-
-@pytest.mark.parametrize(
-    ("replicas", "m", "in_flight"),
-    [((0,), 1, (1,)), ((1,), 0, (1,)), ((1,), 1, (0,)), ((1, 1), 1, (1,))],
-)
-def test_counts_below_one_are_refused(replicas, m, in_flight):
-    with pytest.raises(ValueError, match="1 or more"):
-        replicated_1f1b(replicas, m, in_flight)
 
 
 def period_of(replicas, in_flight, forward, backward, m=120):
@@ -102,27 +79,6 @@ def test_with_busy_links_the_simulation_has_the_predicted_period(layers, workers
     run = simulate_plan(plan, 160, busy_links=True)
     assert run.period_s == plan.period_s
     assert 0 < run.utilisation <= 1
-
-
-def test_without_communication_both_pictures_of_a_link_are_the_same_run():
-    layers = [layer(seconds) for seconds in (9, 1, 4, 1, 3, 5)]
-    plan = make_plan(layers, [(0, 3), (3, 2), (5, 1)], bandwidth=1)
-    busy, delay = (simulate_plan(plan, 60, busy_links=flag) for flag in (True, False))
-    assert busy == delay
-    assert busy.in_flight == full_speed_in_flight((3, 2, 1))
-    assert busy.utilisation == 1 - idle(busy.timeline).makespan_fraction
-    assert busy.period_s == plan.period_s == 8
-
-
-@pytest.mark.parametrize("p", [2, 3, 5])
-def test_delays_cost_what_they_cost_1f1b(p):
-    layers = [layer(6, activation=2) for _ in range(p)]
-    plan = make_plan(layers, [(k, 1) for k in range(p)], bandwidth=4)
-    delay = Fraction(1, 2)
-    run = simulate_plan(plan, 80, busy_links=False)
-    assert plan.period_s == 6
-    assert run.period_s == 6 + 2 * delay * (p - 1) / p
-    assert simulate_plan(plan, 80, busy_links=True).period_s == 6
 
 
 def test_a_run_that_is_too_short_gives_no_period_rather_than_a_wrong_one():

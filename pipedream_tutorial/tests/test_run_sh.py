@@ -127,16 +127,6 @@ def test_an_active_environment_that_lacks_something_is_left_alone(tmp_path, copy
     assert [path.name for path in bare.iterdir()] == ["python"]
 
 
-@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock runs do not wait")
-def test_runs_that_start_together_set_up_once(copy, with_uv):
-    env, log, _ = with_uv
-    processes = [start(copy, env, str(number)) for number in range(3)]
-    found = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert found == ["['0']\n", "['1']\n", "['2']\n"]
-    assert log.read_text() == "venv --quiet\npip install\n"
-
-
 def test_a_failed_setup_is_an_error_and_is_tried_again(copy, with_uv):
     env, _, fails = with_uv
     fails.touch()
@@ -156,14 +146,3 @@ def test_no_python_is_one_line(tmp_path, copy):
     assert (code, out) == (2, "")
     assert err.startswith("error: no Python 3.10 to 3.13 found; install one")
     assert err.count("\n") == 1
-
-
-def test_pip_where_there_is_no_uv(tmp_path, copy):
-    """With nothing to install: venv and pip are real here, and there is no network."""
-    tools = link_tools(tmp_path / "tools")
-    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
-    (tools / "python3").symlink_to(base)
-    (copy / "requirements.txt").write_text("# nothing\n")
-    code, out, err = run(copy, environment(str(tools), PIP_NO_INDEX="1"), "x")
-    assert (code, out) == (0, "['x']\n"), err
-    assert (copy.parent / ".venv/pyvenv.cfg").is_file()

@@ -3,20 +3,18 @@
 import json
 import sys
 import time
-from itertools import pairwise
 
 import pytest
 import torch
 from pipedream.errors import UserError
 from pipedream.runtime.channels import Inbox, Peer
-from pipedream.runtime.prediction import makespan_ns
 from pipedream.runtime.session import build_cases
-from pipedream.runtime.stage import EventClock, Station, pace_from_ms, run_rank
+from pipedream.runtime.stage import EventClock
 from pipedream.runtime.workload import build_workload, on_gpus
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
-from pipedream.train.models import build_stages, build_task
+from pipedream.train.models import build_stages
 from pipedream.train.oracle import train
 from pipedream_runtime import BENCHMARKS, read_config
 from starting import FAST, no_process_is_left, run, warm  # noqa: F401
@@ -122,53 +120,6 @@ def test_two_gpus_give_the_bits_of_one(tmp_path):
         assert case["measured"]["weights_equal"] is True
         assert case["measured"]["received_before_sent"] == 0
         assert min(case["measured"]["peak_memory_mib"]) > 0
-
-
-def recorded(path, arguments, **options):
-    """(the cases that a run of two stages left in its record, the finished process)"""
-    done = warm([*arguments, "--record", str(path)], 2, **options)
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text())["cases"], done
-
-
-def _train_alone_slowly():
-    """Make the one-process training take longer than the stages wait for a message."""
-    from pipedream.runtime import session
-
-    quick = session.train_alone
-
-    def slow(*arguments):
-        time.sleep(4)
-        return quick(*arguments)
-
-    session.train_alone = slow
-
-
-QUICK = ["--num_stages=2", "--forward_ms=0", "--backward_ms=0"]
-
-
-@pytest.mark.timeout(120)
-def test_the_others_do_not_wait_while_one_process_trains_alone(tmp_path):
-    cases, _ = recorded(
-        tmp_path / "record.json",
-        [*QUICK, "--schedule=1f1b", "--num_microbatches=4", "--timeout_s=3",
-         "--microbatch_size=7"],
-        before=_train_alone_slowly,
-    )  # fmt: skip
-    assert [case["measured"]["weights_equal"] for case in cases] == [True]
-
-
-@pytest.mark.timeout(120)
-def test_what_diverged_is_equal_too_and_its_record_is_json(tmp_path):
-    """In-place updates at a rate at which every weight becomes NaN."""
-    (case,), done = recorded(
-        tmp_path / "record.json",
-        [*QUICK, "--schedule=pipedream-no-stash", "--num_microbatches=4", "--num_batches=60",
-         "--learning_rate=100", "--layers_per_stage=4", "--warmups=0"],
-    )  # fmt: skip
-    assert case["measured"]["weights_equal"] is True
-    assert case["measured"]["losses"][-1] is None
-    assert "DIFFER" not in done.stdout
 
 
 def test_all_leaves_out_what_the_sizes_refuse_and_says_so(capsys):
@@ -277,42 +228,6 @@ def test_event_clock_times_the_work_and_not_the_launches():
         assert third - second == pytest.approx(5_000_000, abs=10)
         # On the host's clock, but for what the anchor is off.
         assert launched + 57_000_000 < third < finished + 1_000_000
-
-
-def test_a_run_timed_by_events(monkeypatch):
-    """The path that a GPU takes: anchored, marked, waited for, and only then read."""
-    monkeypatch.setattr("pipedream.runtime.stage.dist.barrier", lambda: None)
-    device, m = FakeDevice(), 3
-    task = build_task(seed=1)
-    (module,) = build_stages(1, 1, seed=1)
-    station = Station(
-        rank=0,
-        modules={0: module},
-        num_stages=1,
-        loss=torch.nn.functional.cross_entropy,
-        task=task,
-        peers={},
-        clock=EventClock(device.event, device.synchronize),
-        receive_depth=2,
-        learning_rate=0.1,
-        device=torch.device("cpu"),
-    )
-    schedule, policy = schedule_for_training("1f1b", 1, m, 1)
-    begun = time.perf_counter_ns()
-    done = run_rank(
-        station, schedule, policy, num_microbatches=m, num_batches=1, pace=pace_from_ms(2, 4)
-    )
-    ended = time.perf_counter_ns()
-    assert [(e.kind, e.microbatch) for e in done.events] == [
-        (op.kind, op.microbatch) for op in schedule.orders[0]
-    ]
-    assert makespan_ns(done.events) >= m * 6_000_000
-    assert begun < done.events[0].start_ns + 1_000_000
-    assert done.events[-1].end_ns < ended + 1_000_000
-    assert all(a.end_ns <= b.start_ns for a, b in pairwise(done.events))
-    assert done.peak_memory_bytes is None
-    assert done.losses.keys() == set(range(m))
-    assert done.waited_for_host == 1  # a device that does nothing is done at once
 
 
 class FakeWork:

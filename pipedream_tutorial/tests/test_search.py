@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.config import FOLDER
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
-from pipedream.schedules.ops import Op, repeat, save_csv
+from pipedream.schedules.ops import repeat, save_csv
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound, makespan, search
 from pipedream.simulate.simulator import Costs, build_costs, load_order, simulate
@@ -92,21 +91,6 @@ def test_small_sizes_against_every_order(m, memory, times, communication):
     assert simulate(found.schedule, costs).makespan == found.makespan
 
 
-@pytest.mark.parametrize(("p", "m", "memory"), [(1, 3, 1), (3, 7, 2), (6, 12, 9), (8, 32, 8)])
-def test_any_size_gives_a_legal_order_no_longer_than_the_fixed_ones(p, m, memory):
-    scale = [Fraction(2 + rank % 3, 2) for rank in range(p)]
-    costs = build_costs(build_schedule("1f1b", p, m), communication=Fraction(1, 3), scale=scale)
-    found = search(costs, m, memory, tries=300)
-    assert simulate(found.schedule, costs).makespan == found.makespan >= found.lower_bound
-    assert max(peak_activations(found.schedule)) <= memory
-    assert sorted(found.schedule.ops()) == sorted(
-        Op(kind, rank, i) for kind in "FIW" for rank in range(p) for i in range(m)
-    )
-    if memory >= p and m % p == 0:
-        fixed = simulate(build_schedule("zb-h1", p, m), costs)
-        assert found.makespan <= fixed.makespan
-
-
 def test_no_memory_is_refused():
     with pytest.raises(UserError, match="a rank holds 1 microbatch at least"):
         search(costs_of(2), 2, 0)
@@ -172,30 +156,3 @@ def test_the_runtime_searches_at_measured_times(tmp_path):
         order = as_schedule(case["found"], case["schedule"])
         assert max(peak_activations(order)) <= memory
         assert max(map(len, case["found"])) == min(map(len, case["found"])) == 18
-
-
-def test_without_measured_halves_there_is_nothing_to_search_by():
-    done = warm(["--num_stages=2", "--schedule=1f1b,search"], 2)
-    assert done.returncode == 2
-    assert last_line(done.stderr).endswith("; set schedule=zb-h1,search")
-
-
-def test_a_csv_of_other_sizes_is_refused_in_one_line(tmp_path):
-    save_csv(build_schedule("zb-h1", 2, 4), tmp_path / "two.csv")
-    done = warm(["--num_stages=3", "--num_microbatches=6", f"--schedule={tmp_path / 'two.csv'}"], 3)
-    assert done.returncode == 2
-    assert "two.csv has 2 ranks and 4 microbatches; set num_stages=2 and" in done.stderr
-
-
-def test_the_record_of_the_frontier_holds_what_it_says():
-    """Each row's words run, keep to the memory and take that long; OR-Tools had proved them."""
-    record = json.loads((FOLDER / "records/frontier.json").read_text())
-    assert len(record["rows"]) == 2 * 8
-    for row in record["rows"]:
-        costs = costs_of(4, communication=row["communication"])
-        schedule = as_schedule(row["words"], "found")
-        timeline = simulate(schedule, costs)
-        assert str(timeline.makespan) == row["makespan"] == row["lower_bound"]
-        assert max(peak_activations(schedule)) <= row["memory"]
-        problem = build_problem(costs, 8, row["memory"])
-        assert lower_bound(problem) * problem.tick <= timeline.makespan

@@ -16,7 +16,7 @@ from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import Case, Refused, Row, compare, measure, measure_csv
+from pipedream.simulate.comparison import Case, Refused, compare, measure, measure_csv
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 
@@ -73,11 +73,6 @@ def test_the_script_says_what_the_engine_says(name):
                 assert tuple(found.staleness) == row.staleness
 
 
-def test_a_deadlock_is_said():
-    with pytest.raises(ValueError, match="deadlock"):
-        simple.simulate([[("B", 0, 0), ("F", 0, 0)]], dict.fromkeys("FBIW", 1), 0)
-
-
 @pytest.mark.parametrize("name", simple.SCHEDULES)
 def test_the_script_prints_the_package_s_grid_and_row(name, capsys, monkeypatch):
     for sizes in ([], ["--num_stages=2", "--num_microbatches=5", "--weight_gradient=1/2"]):
@@ -123,31 +118,6 @@ def test_a_row_is_what_the_measures_say(name):
     assert row.mixed == (name == "pipedream-no-stash")
 
 
-def test_no_closed_form_is_shown_where_none_is_valid():
-    scale = [Fraction(1), Fraction(2), Fraction(1), Fraction(1)]
-    assert measure("gpipe", replace(CASE, stage_scale=scale)).formula is None
-    assert measure("gpipe", replace(CASE, communication=Fraction(1, 9))).formula is None
-    assert measure("gpipe", replace(CASE, overlap_saving=Fraction(1))).formula is not None
-    assert measure("dualpipe-v", replace(CASE, overlap_saving=Fraction(1))).formula is None
-
-
-def test_all_schedules_do_the_same_work():
-    """Every schedule runs the same uneven model on the same microbatches."""
-    scale = [1, 2, 3, Fraction(1, 2)]
-    work = Fraction(4) * sum(scale) * 8
-    for row in compare(replace(CASE, stage_scale=scale)):
-        assert isinstance(row, Row)
-        for shown, batches in ((row.batch, 1), (row.stream, 3)):
-            assert sum(e.end - e.start for e in shown.all_events()) == work * batches
-            assert shown.schedule.num_microbatches == 8 * batches
-
-
-def test_a_share_keeps_its_factor_however_it_is_cut():
-    """Interleaved with the first half of the model twice as slow: stages 0 to 3 of 8."""
-    row = measure("interleaved", replace(CASE, stage_scale=[2, 2, 1, 1]))
-    assert row.batch.costs.forward == (1, 1, 1, 1, *[Fraction(1, 2)] * 4)
-
-
 def test_chunks_may_be_uneven():
     """A factor a chunk, and the mean of two for a stage of that size: one model for all."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
@@ -164,13 +134,6 @@ def test_chunks_may_be_uneven():
 
 def busy_times(timeline):
     return [sum(event.end - event.start for event in events) for events in timeline.events]
-
-
-def test_weight_copies_count_both_of_chimera_s_models():
-    copies = {row.name: row.weight_copies for row in compare(CASE)}
-    assert copies["dualpipe"] == copies["chimera"] == (2, 2, 2, 2)
-    assert copies["pipedream"] == (4, 3, 2, 1)
-    assert copies["interleaved"] == copies["zb-v"] == (1, 1, 1, 1)
 
 
 def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monkeypatch):
@@ -246,15 +209,6 @@ def test_a_trace_is_written(tmp_path, capsys, monkeypatch):
     assert len([e for e in events if e["ph"] == "X"]) == 2 * 4 * 8 * 4
 
 
-def test_grids_are_shown_of_one_schedule_or_where_asked_for(capsys, monkeypatch):
-    def grids(*arguments: str) -> int:
-        return call(capsys, monkeypatch, "--steps=0", *arguments).count("\nrank 0 ")
-
-    assert (grids(), grids("--schedule=gpipe")) == (0, 1)
-    assert grids("--schedule=gpipe", "--verbose=no") == 0
-    assert grids("--verbose=yes") > 5
-
-
 def test_the_largest_pipeline_is_simulated_in_integers(monkeypatch):
     """p = 64, m = 512 took over 100 s when the simulator's clock was made of fractions."""
     case = replace(CASE, num_stages=64, num_microbatches=512, num_batches=4)
@@ -280,19 +234,6 @@ def test_the_largest_pipeline_is_simulated_in_integers(monkeypatch):
     assert set(row.batch_idle.makespan) == {row.formula.makespan_idle} == {4}  # (p - 1) (F + B)
 
 
-def test_rows_come_as_they_finish():
-    rows = compare(replace(CASE, num_stages=3, num_microbatches=6))
-    first = next(rows)
-    assert first.name == "naive"
-    assert "stream" not in first.__dict__  # batches in a row are never built for a table
-    assert [row.name for row in rows] == list(SCHEDULES)[1:]
-
-
-def test_simulated_only_schedules_say_that_they_are_not_trained(capsys, monkeypatch):
-    text = call(capsys, monkeypatch, "--schedule", "chimera", "--steps", "5")
-    assert "Not trained: Chimera: chimera is simulated only" in text
-
-
 @pytest.mark.parametrize(
     ("order", "problem"),
     [
@@ -308,14 +249,6 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
     with pytest.raises(UserError, match=re.escape(problem)) as caught:
         measure_csv(path, replace(CASE, num_stages=2))
     assert str(path) in str(caught.value)
-
-
-def test_a_file_s_own_sizes_are_checked_against_stage_scale(tmp_path):
-    path = tmp_path / "two.csv"
-    path.write_text("0F0,0B0\n1F0,1B0\n")
-    assert measure_csv(path, replace(CASE, stage_scale=[1, 2])).batch.makespan == 12
-    with pytest.raises(UserError, match="stage_scale has length 3 for 2 stages; give 2, such as"):
-        measure_csv(path, replace(CASE, stage_scale=[1, 2, 3]))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Item, Op, Pair, Schedule, one_chain
+from pipedream.schedules.ops import Item, Op, Schedule, one_chain
 from pipedream.simulate.simulator import (
     Costs,
     DeadlockError,
@@ -95,15 +94,6 @@ def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Tim
             assert event.end == event.start + t.costs.duration(event.item, t.schedule.position())
 
 
-@FIXED
-@given(timelines())
-def test_a_rank_runs_its_order_one_operation_at_a_time(t: Timeline) -> None:
-    for line, order in zip(t.events, t.schedule.orders, strict=True):
-        assert tuple(event.item for event in line) == order
-        assert all(a.end <= b.start for a, b in pairwise(line))
-        assert all(event.end > event.start for event in line)
-
-
 def swapped(s: Schedule, rank: int, a: int, b: int) -> Schedule:
     """The same schedule with two places of one rank's order exchanged."""
     orders: list[list[Item]] = [list(order) for order in s.orders]
@@ -127,14 +117,6 @@ def test_two_ranks_that_wait_for_each_other_are_named() -> None:
     assert str(caught.value) == (
         "deadlock: rank 0 is at 0B0, which needs 1B0; rank 1 is at 1F1, which needs 0F1"
     )
-
-
-def test_a_rank_that_waits_for_itself_is_a_circle_of_one() -> None:
-    s = swapped(build_schedule("gpipe", 2, 1), 1, 0, 1)
-    with pytest.raises(DeadlockError) as caught:
-        simulate(s, build_costs(s))
-    assert caught.value.cycle == [Op("B", 1, 0)]
-    assert str(caught.value) == "deadlock: rank 1 is at 1B0, which needs 1F0"
 
 
 @FIXED
@@ -173,19 +155,6 @@ def test_an_operation_that_is_missing_or_there_twice_is_named(name: str) -> None
                 orders = (*s.orders[:rank], edited, *s.orders[rank + 1 :])
                 with pytest.raises(ValueError, match="|".join(str(op) for op in item.parts)):
                     simulate(replace(s, orders=orders), build_costs(s))
-
-
-def test_a_forward_pass_alone_can_be_simulated() -> None:
-    s = build_schedule("gpipe", 3, 4)
-    only = tuple(tuple(op for op in order if op.kind == "F") for order in s.orders)
-    assert simulate(replace(s, orders=only), build_costs(s)).makespan == 4 + 3 - 1
-
-
-def test_a_pair_takes_both_halves_less_what_is_hidden() -> None:
-    s = build_schedule("1f1b", 1, 1)
-    costs = build_costs(s, forward=2, input_gradient=1, weight_gradient=4, overlap_saving="1/4")
-    pair = Pair(Op("F", 0, 0), Op("B", 0, 0))
-    assert costs.duration(pair, s.position()) == Fraction(2 + 5) - Fraction(1, 4) * 2
 
 
 def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:

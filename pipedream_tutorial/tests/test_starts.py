@@ -27,23 +27,3 @@ def test_ten_starts_without_a_hang(tmp_path):
         assert done.returncode == 0, f"start {number}: {done.returncode} {done.stderr}"
         (case,) = json.loads(record.read_text())["cases"]
         assert case["measured"]["weights_equal"] is True, f"start {number}"
-
-
-@pytest.mark.timeout(120)
-def test_fifty_runs_in_one_start(tmp_path):
-    """The same case again and again, receives posted late, and the one-process check of the
-    runtime's own, in words."""
-    done = warm(
-        [
-            "--num_stages=3", "--num_microbatches=4", "--schedule=pipedream", "--repeats=50",
-            "--forward_ms=0", "--backward_ms=0", "--receive_depth=0",
-            "--record", str(tmp_path / "record.json"),
-        ],
-        3,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
-    assert len(case["measured"]["repeat_makespans_ms"]) == 50
-    assert case["measured"]["weights_equal"] is True
-    table_line = next(x for x in done.stdout.splitlines() if x.startswith("pipedream*"))
-    assert table_line.split()[-2:] == ["3,2,1", "equal"]

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import load_csv, save_csv
 from pipedream.simulate.simulator import build_costs, simulate
@@ -88,34 +87,6 @@ def test_orders_equal_torchs(name: str, kind: str, v: int) -> None:
     assert compared >= 54
 
 
-@pytest.mark.parametrize(("name", "kind", "v"), BOTH, ids=IDS)
-def test_sizes_that_torch_refuses(name: str, kind: str, v: int) -> None:
-    """We refuse the same ones, but for 1F1B with fewer microbatches than stages, which works."""
-    refused_by_both = 0
-    for p, m in SIZES:
-        try:
-            build_theirs(kind, p, m, v)
-            refused = False
-        except ValueError:
-            refused = True
-        if name == "1f1b":
-            assert refused == (m < p)
-            s = build_schedule(name, p, m)
-            assert simulate(s, build_costs(s)).makespan == 3 * (m + p - 1)
-        elif refused and name == "zb-h1":  # torch's is its interleaved order with one stage a rank
-            build_schedule(name, p, m)
-        elif refused:
-            with pytest.raises(UserError):
-                build_schedule(name, p, m, v)
-            refused_by_both += 1
-        else:
-            build_schedule(name, p, m, v)
-    rounds = sum(m % max(1, m // p) > 0 for p, m in SIZES)
-    short = sum(m < 2 * p for p, m in SIZES)
-    expected = {"interleaved": rounds, "dualpipe-v": short}
-    assert refused_by_both == expected.get(name, 0)
-
-
 @pytest.mark.parametrize(("name", "kind", "v"), MULTI, ids=IDS[-len(MULTI) :])
 def test_a_csv_that_torch_wrote_is_read_and_simulated_as_ours(
     name: str, kind: str, v: int, tmp_path: Path
@@ -127,13 +98,6 @@ def test_a_csv_that_torch_wrote_is_read_and_simulated_as_ours(
         durations = {"forward": 2, "input_gradient": 3, "weight_gradient": 1, "communication": 1}
         before, after = (simulate(s, build_costs(s, **durations)) for s in (ours, loaded))
         assert before.events == after.events
-
-
-def test_a_csv_with_what_is_no_computation_is_refused_by_name(tmp_path: Path) -> None:
-    """What _dump_csv writes unless told otherwise: with sends, receives and marks for sharding."""
-    build_theirs("ScheduleInterleaved1F1B", 2, 2, 2)._dump_csv(tmp_path / "comms.csv")
-    with pytest.raises(UserError, match=r"line 1: '0UNSHARD' is no operation"):
-        load_csv(tmp_path / "comms.csv")
 
 
 @pytest.fixture(scope="module")

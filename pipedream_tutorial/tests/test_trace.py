@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import FORWARD, Op, repeat
+from pipedream.schedules.ops import Op, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
@@ -172,13 +171,6 @@ def test_a_predicted_trace_is_the_timeline(tmp_path: Path, name: str, communicat
     assert {ns(e["dur"]) for e in on_the_way} == ({latency * unit * 10**9} if latency else set())
 
 
-def test_times_that_are_no_whole_nanoseconds_still_do_not_overlap(tmp_path: Path) -> None:
-    events = written(
-        tmp_path / "t.json", predicted=timeline_of("zb-v", "1/11"), unit_s=Fraction(1, 10**6 + 3)
-    )
-    check_format(events)
-
-
 @pytest.mark.parametrize("name", ["pipedream", "zb-v", "chimera"])
 def test_counters_are_the_measures(name: str) -> None:
     schedule = build_schedule(name, P, M)
@@ -207,24 +199,6 @@ def test_counters_are_the_measures(name: str) -> None:
             assert {count for _, count in versions} == {len(stages) / v}
         for times in (held, versions):
             assert [t for t, _ in times] == sorted({t for t, _ in times})
-
-
-def test_slices_carry_the_weight_versions() -> None:
-    timeline = timeline_of("pipedream")
-    for key in ("stash", "in-place"):
-        use = weight_use(timeline.schedule, POLICIES[key], M)
-        document = trace_document(predicted=timeline, policy=POLICIES[key])
-        slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
-        assert len(slices) == 2 * P * M
-        for e in slices:
-            args = e["args"]
-            assert e["name"] == f"{args['stage']}{args['kind']}{args['microbatch']}"
-            one = use[args["stage"]]
-            versions = one.forward if args["kind"] == FORWARD else one.backward
-            assert args["weight version"] == versions[args["microbatch"]]
-    wrong = trace_document(predicted=timeline)["traceEvents"]
-    assert all("weight version" not in e["args"] for e in wrong if e["ph"] == "X")
-    assert all(e["name"] != "live weight versions" for e in wrong)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
@@ -273,19 +247,3 @@ def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
     check_arrows(events, {(str(a), str(b)) for a, b in sends if (str(a), str(b)) != ("0F0", "1F0")})
     (noted,) = [e for e in events if "starts before the end of" in e.get("args", {})]
     assert (noted["name"], noted["args"]["starts before the end of"]) == ("1F0", "0F0")
-
-
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    timeline = timeline_of("gpipe")
-    with pytest.raises(UserError, match="nothing to trace"):
-        write_trace(tmp_path / "t.json", predicted=None, measured=[])
-    with pytest.raises(UserError, match=r"cannot write .*No such file"):
-        write_trace(tmp_path / "no" / "t.json", predicted=timeline)
-    events = measured_like(timeline)
-    with pytest.raises(ValueError, match="twice"):
-        trace_document(measured=[*events, next(e for e in events if e.thread == "compute")])
-    for wrong in ({"kind": "X"}, {"thread": "nccl"}, {"end_ns": 0, "start_ns": 1}):
-        fields = {"rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start_ns": 0,
-                  "end_ns": 1, "thread": "compute"}  # fmt: skip
-        with pytest.raises(ValueError, match="no event"):
-            trace_document(measured=[MeasuredEvent(**(fields | wrong))])

@@ -1,12 +1,10 @@
 """StageTrainer against torch's own optimizer and against the counting in policies.weight_use."""
 
-import json
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from pipedream.config import FOLDER
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import POLICIES, weight_use
@@ -18,27 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"]
 NAMES += ["pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"]
-
-
-def sgd(
-    num_stages: int,
-    *,
-    batch_size: int,
-    num_batches: int,
-    learning_rate: float,
-    per_microbatch: bool,
-) -> list[torch.Tensor]:
-    """torch.optim.SGD on the whole model in one piece; the parameters after training."""
-    model = nn.Sequential(*build_stages(num_stages, 2, seed=3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-    task = build_task(seed=3)
-    for i in range(batch_size * num_batches):
-        inputs, target = task.microbatch(i)
-        (nn.functional.cross_entropy(model(inputs), target) / batch_size).backward()
-        if per_microbatch or (i + 1) % batch_size == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
 
 
 def final_weights(name: str, p: int, m: int, num_batches: int, lr: float) -> list[torch.Tensor]:
@@ -64,15 +41,6 @@ def one_trainer_a_stage(p: int, name: str, m: int, num_batches: int) -> list[Sta
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "pipedream-2bw"])
-def test_one_stage_is_sgd_bit_for_bit(name: str) -> None:
-    """2BW is not: it runs one batch behind even with one stage (test_oracle.py)."""
-    per_microbatch = schedule_for_training(name, 1, 3, 4)[1].per_microbatch
-    expected = sgd(1, batch_size=3, num_batches=4, learning_rate=0.5, per_microbatch=per_microbatch)
-    found = final_weights(name, 1, 3, 4, 0.5)
-    assert all(map(torch.equal, found, expected))
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 8), (4, 1), (4, 6)])
 def test_microbatched_equals_full_batch(p: int, m: int) -> None:
     model = nn.Sequential(*build_stages(p, 2, seed=3))
@@ -86,23 +54,6 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
     expected = torch.cat([w.detach().flatten() for w in model.parameters()])
     found = torch.cat([w.flatten() for w in final_weights("1f1b", p, m, 4, 0.3)])
     assert float((found - expected).norm() / expected.norm()) < 1e-12
-
-
-def test_split_backward_gives_the_bits_of_the_whole_one() -> None:
-    x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    from_above = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = []
-    for split in (False, True):
-        trainer = middle_stage(build_stages(3, 2, seed=0)[1], cut=split)
-        trainer.forward(0, x)
-        if split:
-            gradient = trainer.input_gradient(0, from_above)
-            trainer.weight_gradient(0)
-        else:
-            gradient = trainer.backward(0, from_above)
-        found.append([gradient, *trainer.gradients])
-    assert all(map(torch.equal, *found))
-    assert all(float(g.norm()) > 0 for g in found[0])
 
 
 @pytest.mark.parametrize("name", ["stash", "in-place"])
@@ -211,15 +162,3 @@ class CountProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
         return func(*args, **(kwargs or {}))
-
-
-def test_the_record_says_that_cutting_is_nearly_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    from results.lab.tutorial import (
-        cut_cost,  # torch's pipelines with it: two seconds of each worker
-    )
-
-    record = json.loads((FOLDER / "records/cpu-cut.json").read_text())
-    ways = record["ways"]
-    assert ways["cut"]["ratio"] < 1.15 < ways["twice"]["ratio"]
-    monkeypatch.setitem(cut_cost.SETTINGS, "tokens", 8)
-    assert cut_cost.measure(repeats=1).keys() == ways.keys()
