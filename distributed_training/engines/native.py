@@ -108,7 +108,9 @@ class NativeEngine(base.Engine):
         self.set_learning_rate(rate)
         self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
         self._good_steps = 0
-        if self.remembered is not None:
+        if self.remembered is not None or (
+            on_gpu and isinstance(self.module, DistributedDataParallel)
+        ):
             self._arrange_buckets(plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
@@ -146,7 +148,9 @@ class NativeEngine(base.Engine):
 
     def _arrange_buckets(self, size: int) -> None:
         """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
-        first, and what compression loses is kept by bucket, in a resumed run, too."""
+        first, and what compression loses is kept by bucket, in a resumed run, too. Torch may hold
+        the first buckets through the next pass (its watchdog lets go of what NCCL was given): now
+        there are no moments yet, and the peak stays what later steps need."""
         shape = (size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         self.parts.train()

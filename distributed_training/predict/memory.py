@@ -164,7 +164,9 @@ class _Process(Formulas):
             parts["copies"] = self.width * (self.around + blocks)
             parts["buffers"] = 4 * block  # whole gradients on their way to a reduce-scatter
         elif self.width == 2:
-            parts["copies"] = 2.0 * held  # rounded weights, kept for the backward pass
+            # Rounded weights, kept for the backward pass where it does not round them again.
+            recomputes = plan.config.activation_checkpointing != "none"
+            parts["copies"] = 2.0 * (self.around if recomputes else held)
         if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
@@ -216,8 +218,11 @@ class _Process(Formulas):
         values = 2 * between + (4 + 2 * self.mlp_ratio) * split
         values += 2  # whole: what both column-split layers multiply
         if self.config.activation_checkpointing == "selective":
-            # Inputs, and what matrix products and attention return.
-            values = 3 * between + (4 + self.mlp_ratio) * split
+            # Inputs, and what attention and matrix products return; the last of them only eagerly,
+            # as nobody's gradient needs it.
+            values = (2 if self.config.compile else 3) * between + (4 + self.mlp_ratio) * split
+        elif self.config.dropout:  # a byte for each value that two masks are for
+            values += 2 * between / self.width
         statistics = 4 * self.size.num_heads * split + STATISTICS_BYTES * between
         return self.hidden * values + self.tokens * statistics
 

@@ -136,3 +136,22 @@ def test_replicas_that_differ_are_copied_whole(tmp_path):
         plan = make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2)
         found[name] = estimate_copy(plan) / plan.size.num_parameters
     assert found == pytest.approx({"as it is": 18, "outer rate": 22, "DiLoCo": 26}, rel=0.01)
+
+
+def test_recomputing_rounds_weights_again(tmp_path):
+    """What torch 2.13's compiled block was seen to save: with selective checkpointing its input,
+    q k v, attention, its product and the MLP's hidden units; rounded weights only without."""
+    none, some, full = (
+        peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
+        for mode in ("none", "selective", "full")
+    )
+    padded = SIZE.num_parameters + (VOCABULARY - SIZE.vocab_size) * D
+    assert none["copies"] == pytest.approx(2 * padded)
+    assert some["copies"] == full["copies"] == pytest.approx(2 * VOCABULARY * D, rel=0.03)
+    kept = TOKENS * (2 * D * (1 + 3 + 1 + 1 + 4) + 4 * H + 16)
+    assert some["activations"] == pytest.approx(L * kept, rel=0.05)
+
+
+def test_dropout_keeps_two_masks_a_block(tmp_path):
+    none, some = (peak(tmp_path, strategy="dp", dropout=d).fullest for d in (0.0, 0.1))
+    assert some["activations"] - none["activations"] == pytest.approx(L * 2 * TOKENS * D)
