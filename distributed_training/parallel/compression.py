@@ -84,7 +84,8 @@ def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Fu
     lost = state.lost_of_means.setdefault(index, own.new_zeros(1, part))
     sent = dist.all_to_all_single(received, message, async_op=True)
 
-    def answer(_: Any) -> torch.Tensor:
+    def answer(arrived: Any) -> torch.Tensor:
+        arrived.value()  # raises what failed
         mean = decompress(received, k).mean(0, keepdim=True) + lost
         reply = compress(mean, k)
         lost.copy_(mean - decompress(reply, k))

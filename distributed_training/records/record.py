@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,6 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from distributed_training.records.provenance import git_commit, timestamp, versions
-from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import Model, load_json, parse_as
 
 SCHEMA_VERSION = 2
@@ -30,7 +30,7 @@ BEST = "best"  # the same, of the lowest validation loss
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
-FAILURE_FILE = ".failure"
+FAULTS_FILE = ".faults"  # a line of JSON for each that a process of the run has noted
 LOST = "lost another process"
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 # Axis -> size. The earliest records have no tp and pp.
@@ -141,13 +141,12 @@ class RunRecord:
 
     def update(self, **values: Any) -> None:
         """Change top-level entries and write the file. Why the run is about to stop, which another
-        process may have written into it, is kept unless it ended well after all."""
+        process may have noted, is kept unless it ended well after all."""
         self.values.update(values)
-        said = {}
-        if self.values["status"] != "ok":
-            with contextlib.suppress(UserError):  # somebody has removed the file
-                said = {"error": self.values["error"] or load_state(self.run_dir).error}
-        write_json(self.run_dir / RECORD_FILE, self.values | said)
+        if self.values["status"] == "ok":
+            write_json(self.run_dir / RECORD_FILE, self.values)
+        else:
+            _write_with_cause(self.run_dir, self.values, [], write_json)
 
 
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
@@ -164,7 +163,7 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
         "pid": os.getpid(),
     }
     record = RunRecord(run_dir, {**about, **values})
-    write_json(run_dir / RECORD_FILE, record.values)
+    record.update()
     return record
 
 
@@ -198,43 +197,54 @@ def process_lives(pid: int, began_before: float) -> bool:
         return False
 
 
-def claim_failure(run_dir: Path) -> bool:
-    """Whether this process is the first of its run to report a failure."""
+def mark_stopped(
+    run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
+) -> bool:
+    """Note why the run stops, from any rank or the launcher, `ago_s` after it happened, and set the
+    status of a record that rank 0 has not ended itself. The earliest cause counts; what follows
+    from another process's end (`consequence`) only until there is a cause. Whether this is the
+    first cause to be noted."""
+    fault = {
+        "at": time.time() - ago_s, "consequence": consequence,
+        "said": {"status": status, "error": error, "finished_at": timestamp()},
+    }  # fmt: skip
+    with contextlib.suppress(OSError), open(run_dir / FAULTS_FILE, "ab") as file:  # a full disk
+        file.write(to_json(fault) + b"\n")
+    record = run_dir / RECORD_FILE
+    if record.is_file():
+        values = json.loads(record.read_text(encoding="utf-8"))
+        if values["status"] == "running" or values["error"] is not None:
+            _write_with_cause(run_dir, values, [fault], _write_even_if_full)
+    causes = [each for each in _read_faults(run_dir, [fault]) if not each["consequence"]]
+    return causes[:1] == [fault]
+
+
+def _read_faults(run_dir: Path, known: list[Any]) -> list[dict[str, Any]]:
+    """Those in the file, in the order in which they were noted, and `known` ones that it lacks."""
+    found = list[Any]()
+    with contextlib.suppress(OSError, ValueError):  # not there; cut off by a full disk
+        found.extend(map(json.loads, (run_dir / FAULTS_FILE).read_bytes().splitlines()))
+    return found + [fault for fault in known if fault not in found]
+
+
+def _write_with_cause(
+    run_dir: Path, values: dict[str, Any], known: list[Any], write: Callable[[Path, Any], None]
+) -> None:
+    """Write a record with what ended the run in it; once more where that was noted meanwhile."""
+    before = None
+    while (faults := _read_faults(run_dir, known)) != before:
+        first = min(faults, key=lambda each: (each["consequence"], each["at"]), default={})
+        write(run_dir / RECORD_FILE, values | first.get("said", {}))
+        before = faults
+
+
+def _write_even_if_full(file: Path, values: Any) -> None:
     try:
-        (run_dir / FAILURE_FILE).touch(exist_ok=False)
-    except OSError as error:  # for any other reason, reported twice is better than never
-        return not isinstance(error, FileExistsError)
-    return True
-
-
-def wait_until_stopped(run_dir: Path, limit_s: float) -> None:
-    """Wait until another process has set the record's terminal status; `limit_s` at most."""
-    file = run_dir / RECORD_FILE
-    ends = time.monotonic() + limit_s
-    while file.is_file() and time.monotonic() < ends:
-        with contextlib.suppress(ValueError):  # being written where the disk is full
-            if json.loads(file.read_text(encoding="utf-8"))["status"] != "running":
-                return
-        time.sleep(0.05)
-
-
-def mark_stopped(run_dir: Path, status: str, error: str, *, consequence: bool = False) -> None:
-    """Set a terminal status on a record that says "running", from any rank or the launcher: the
-    first reason is kept, unless it follows from another process's end (`LOST`) and the cause comes.
-    """
-    file = run_dir / RECORD_FILE
-    if not file.is_file():
-        return
-    values = json.loads(file.read_text(encoding="utf-8"))
-    replaces = LOST in (values["error"] or "") and not consequence
-    if values["status"] == "running" or replaces:
-        values.update(status=status, error=error, finished_at=timestamp())
-        try:
-            write_json(file, values)
-        except OSError:  # no room for another file; without indentation it is shorter than it was
-            with open(file, "r+b") as same:
-                same.write(to_json(values, inf_nan_mode="null") + b"\n")
-                same.truncate()
+        write_json(file, values)
+    except OSError:  # no room for another file; without indentation it is shorter than it was
+        with open(file, "r+b") as same:
+            same.write(to_json(values, inf_nan_mode="null") + b"\n")
+            same.truncate()
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -265,7 +275,7 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old one or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

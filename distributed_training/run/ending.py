@@ -107,7 +107,7 @@ def advise_nonfinite(saved: Sequence[Path]) -> str:
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
-    """Print and record what went wrong, then leave at once."""
+    """Record and print what went wrong, then leave at once."""
     error = cause_of(error)
     if found := find_full_disk(error):
         remove_unfinished(plan.run_dir)
@@ -115,41 +115,37 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         error = RunError(what, found, "make room, then go on with --resume auto")
     first_line = str(error).strip().partition("\n")[0]
     rank = f"rank {topology.rank}"
-    reports = True
     status = "failed"
     reason = f"{rank}: {type(error).__name__}: {first_line}"
+    said = "".join(traceback.format_exception(error))
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
     if lost:
-        reason = f"{rank} {records.LOST}: {first_line}"
-        print(reason, file=sys.stderr)
+        reason = said = f"{rank} {records.LOST}: {first_line}"
     elif isinstance(error, UserError):
         reason = str(error)
-        if reports := records.claim_failure(plan.run_dir):
-            print(f"error: {error}", file=sys.stderr)
+        said = f"error: {error}"
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
-        print(explain_out_of_memory(plan, topology, first_line), file=sys.stderr)
+        said = explain_out_of_memory(plan, topology, first_line)
     elif isinstance(error, KeyboardInterrupt):  # while it starts or ends: training itself saves
         status = "interrupted"
-        if topology.rank == 0:
-            saved = list_checkpoints(plan.run_dir)
-            then = "go on with --resume auto" if saved else "nothing was trained"
-            print(f"interrupted; {then}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    sys.stderr.flush()
+        saved = list_checkpoints(plan.run_dir)
+        said = f"interrupted; {'go on with --resume auto' if saved else 'nothing was trained'}"
+    once = status == "interrupted" or isinstance(error, UserError)  # each rank finds the same
+    first = True
     try:
-        if reports:
-            records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
-        else:  # whoever printed its reason records that one; torchrun ends it once this one is gone
-            records.wait_until_stopped(plan.run_dir, 2.0)
-        if lost:  # so that the launcher sees the other's end first
-            time.sleep(2)
-        elif status == "failed" and not isinstance(error, UserError):
+        try:
+            first = records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
+        finally:  # even where the disk is full
+            if first or not once:
+                print(said.rstrip(), file=sys.stderr, flush=True)
+        if status == "failed" and not (lost or isinstance(error, UserError)):
             get_error_handler().record_exception(error)  # torchrun prints it last
+        if not first:  # so that launchers see the other's end first, and it can print
+            time.sleep(2)
         if plan.offload_dir is not None and topology.local_rank == 0:
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    finally:  # even where the disk is full
+    finally:
         os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
 
 

@@ -24,7 +24,13 @@ from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import LastingStream, describe_prediction
-from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
+from distributed_training.records.record import (
+    FAULTS_FILE,
+    METRICS_FILE,
+    RECORD_FILE,
+    load_state,
+    mark_stopped,
+)
 from distributed_training.run.prepare import make_plan, reserve_run_dir
 from distributed_training.run.process import Process, current_process, single_process
 from distributed_training.run.ranks import RESTARTS, run_ranks
@@ -34,6 +40,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
 
+SEEN_WITHIN_S = 5.0  # a process's end; the memory of a GPU is freed before
 TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
@@ -110,6 +117,8 @@ def start_planned(run_dir: Path) -> int:
     assert process is not None
     plan = load_plan(run_dir)
     if count := int(os.environ.get(RESTARTS, 0)):
+        if process.rank == 0:
+            (run_dir / FAULTS_FILE).unlink(missing_ok=True)
         saved = last_of_run(run_dir, plan.checkpoint)
         note = f"started again ({count}), from {saved.name if saved else 'the beginning'}"
         plan = replace(plan, checkpoint=saved, notes=[*plan.notes, note])
@@ -165,8 +174,11 @@ def spawn(plan: Plan, script: str, max_restarts: int) -> int:
         if status == "failed" and reason:
             print(f"failed: {reason}, before training began", file=sys.stderr)
         return code
-    said = reason or "a process ended without a message"
-    mark_stopped(plan.run_dir, status, said, consequence=not reason)
+    said = reason or ended.left_early or "a process ended without a message"
+    known = bool(reason or ended.left_early)
+    # Its peers may have failed for want of it before its end was seen here.
+    ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
+    mark_stopped(plan.run_dir, status, said, consequence=not known, ago_s=ago_s)
     state = load_state(plan.run_dir)
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)

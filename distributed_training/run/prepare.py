@@ -15,7 +15,7 @@ from distributed_training.data.samples import Data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
-from distributed_training.records.record import new_run_dir
+from distributed_training.records.record import FAULTS_FILE, new_run_dir
 from distributed_training.run.saving import claims
 from distributed_training.run.saving.resume import (
     describe_change,
@@ -88,6 +88,7 @@ def _reserve(plan: Plan) -> Plan:
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
     claims.claim(plan.run_dir, identity(plan))
+    (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)  # of an earlier attempt
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
     with contextlib.suppress(OSError):  # a file system without links
         latest = plan.output_dir / f".latest-{plan.run_dir.name}"

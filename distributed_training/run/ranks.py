@@ -53,12 +53,23 @@ class Ended:
         """The signal to stop, or who was killed; "" where each ended by itself."""
         if self.signum:
             return signal.Signals(self.signum).name
-        killed = sorted(rank for rank, code in self.codes.items() if code < 0)
-        if not killed:
+        # Some abort for want of a peer that was killed.
+        codes = {code for code in self.codes.values() if code < 0}
+        code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
+        if not code:
             return ""
-        name = signal.Signals(-self.codes[killed[0]]).name
+        killed = sorted(rank for rank, its in self.codes.items() if its == code)
+        name = signal.Signals(-code).name
         more = "; most often memory ran out" if name == "SIGKILL" else ""
         return f"rank {', '.join(map(str, killed))}: killed by {name}{more}"
+
+    @property
+    def left_early(self) -> str:
+        """Who was gone when others failed for want of it."""
+        left = sorted(rank for rank, code in self.codes.items() if code == 0)
+        if not left or not any(self.codes.values()):
+            return ""
+        return f"rank {', '.join(map(str, left))}: left before the run's end, with exit code 0"
 
 
 def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ended:

@@ -34,6 +34,7 @@ from distributed_training.settings.errors import RunError
 
 BEAT_S = 2.0
 LOST_S = 30.0  # without a sign of life from another process
+NOTED_WITHIN_S = 10.0  # who failed and is silent since had time to say why
 SLOW_S = 45.0  # of one step, after which rank 0 says who is waited for
 GRACE_S = 10.0  # to save in, once the launcher is gone
 # Modules whose functions wait for other ranks: collectives, or what has some inside of it. Not
@@ -160,18 +161,15 @@ class Watch:
             before = now
             if not orphaned and not all(map(_lives, self.launchers)):
                 orphaned = self._clock
-                self._mark_orphaned()
+                pids = ", ".join(str(process.pid) for process in self.launchers)
+                reason = f"the launcher (process {pids}) was killed"
+                mark_stopped(self.run_dir, "interrupted", reason)
                 # Training saves and ends; before and after it the process just ends.
                 os.kill(os.getpid(), signal.SIGTERM)
             elif orphaned and self._clock - orphaned > GRACE_S:
-                self._mark_orphaned()  # rank 0 may have written that it runs since
                 os._exit(128 + signal.SIGTERM)
             if self.world_size > 1:
                 self._look_at_others()
-
-    def _mark_orphaned(self) -> None:
-        pids = ", ".join(str(process.pid) for process in self.launchers)
-        mark_stopped(self.run_dir, "interrupted", f"the launcher (process {pids}) was killed")
 
     def _look_at_others(self) -> None:
         following = (self.rank + 1) % self.world_size
@@ -179,17 +177,16 @@ class Watch:
         silent = f"shows no sign of life for {LOST_S:.0f} s"
         if self._clock - self._answered > LOST_S:
             host = self.address[0]
-            self._report(
-                f"rank {self.rank} on {platform.node()} lost rank 0 on {host}: it {silent}"
-            )
+            who = f"rank {self.rank} on {platform.node()}"
+            self._report(f"{who} lost rank 0 on {host}: it {silent}", LOST_S - NOTED_WITHIN_S)
             for launcher in self.launchers[: self._far]:  # torchrun would wait for minutes
                 with contextlib.suppress(psutil.Error):
                     launcher.kill()
             os._exit(1)
         elif self._clock - self._heard > LOST_S:
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"
-            place = other.get("place", "starting")
-            self._report(f"lost {at}, last seen in {place}: it {silent}, is frozen or cut off")
+            said = f"lost {at} in {self._place}: it {silent}, is frozen or cut off"
+            self._report(said, LOST_S - NOTED_WITHIN_S)
             if other and other["host"] == platform.node():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other["pid"], signal.SIGKILL)  # frozen, it would not hear SIGTERM
@@ -207,15 +204,15 @@ class Watch:
                 said += f"; after {self.limit_s:g} s (hang_timeout_s) the run ends"
             print(f"note: {said}", file=sys.stderr, flush=True)
         if self.limit_s and seconds > self.limit_s:
-            self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}")
+            self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}", seconds)
             os._exit(1)
 
-    def _report(self, reason: str) -> None:
+    def _report(self, reason: str, ago_s: float) -> None:
         """Before this process ends, after which its launcher ends the others."""
-        print(f"error: {reason}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):  # a full disk
-            mark_stopped(self.run_dir, "failed", reason)
+            mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))
+        print(f"error: {reason}", file=sys.stderr, flush=True)
 
 
 def find_launchers() -> list[psutil.Process]:

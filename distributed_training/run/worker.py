@@ -186,7 +186,6 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     history = History(**from_rank_0(vars(history)))
     if topology.rank == 0:
         values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
-        (plan.run_dir / records.FAILURE_FILE).unlink(missing_ok=True)
         record = records.start_record(plan.run_dir, **values)
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)

@@ -74,7 +74,7 @@ def fail_without_room(how: str, strategy: str, folder: str) -> None:
     hidden = {
         path.name for where in (run_dir, run_dir / "checkpoints") for path in where.glob(".*")
     }
-    assert hidden == {".owner.json", ".failure"}, "nothing half-written"
+    assert hidden == {".owner.json", ".faults"}, "nothing half-written"
 
 
 def test_a_full_disk_is_said_and_leaves_what_was_saved(small_disk):

@@ -46,7 +46,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
     said = fail_on(nodes, "with_torchrun", arguments=settings(values))
     assert "exit codes [0, -9]" in said
     silent = "it shows no sign of life for 15 s"
-    assert "error: lost rank 1 on node1, last seen in " in said
+    assert "error: lost rank 1 on node1 in " in said
     assert f"error: rank 1 on node1 lost rank 0 on node0: {silent}" in said
     assert "note: started again, from step-00000003; the global batch stays 6: " in said
     assert left_over(str(tmp_path / "runs")) == []

@@ -33,7 +33,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     assert record["status"] == "failed"
     if how == "frozen":
         assert "exit codes [1, -9]" in str(caught.value), "the frozen one is ended, too"
-        expected = f"lost rank 1 on {host}, last seen in step 5: it shows no sign of life for 10 s"
+        expected = f"lost rank 1 on {host} in step 5: it shows no sign of life for 10 s"
     else:
         late = f"waiting for rank 1 on {host}, in step 5 at "
         assert re.search(rf"note: step 5 has taken \d+ s: {late}", str(caught.value))

@@ -15,7 +15,6 @@ from distributed_training.records.record import (
     RECORD_FILE,
     SCHEMA_VERSION,
     append_metrics,
-    claim_failure,
     is_alive,
     load_record,
     load_state,
@@ -93,7 +92,6 @@ def test_why_a_run_is_about_to_stop_is_not_lost_while_it_saves(tmp_path):
     assert load_state(tmp_path).error == "the launcher was killed"
     record.update(status="ok")
     assert load_state(tmp_path).error is None
-    assert start_record(tmp_path).values["error"] is on_disk(tmp_path)["error"] is None
     (tmp_path / RECORD_FILE).unlink()
     record.update(status="interrupted")
     assert load_state(tmp_path).status == "interrupted"
@@ -198,6 +196,23 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
     assert row == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_the_first_to_fail_is_the_one_that_speaks(tmp_path):
-    assert [claim_failure(tmp_path) for _ in range(3)] == [True, False, False]
-    assert claim_failure(tmp_path / "no such folder")
+def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
+    """Not who notes it first, nor rank 0, which writes its record while others fail."""
+    record = start_record(tmp_path)
+    assert not mark_stopped(tmp_path, "failed", "rank 0 lost another", consequence=True, ago_s=9)
+    assert mark_stopped(tmp_path, "failed", "rank 2 saw nonsense", ago_s=1)
+    assert not mark_stopped(tmp_path, "failed", "rank 1: killed", ago_s=5)
+    record.update(step=3)  # the end of a save
+    state = load_state(tmp_path)
+    assert (state.status, state.error, state.step) == ("failed", "rank 1: killed", 3)
+
+    def write_late(file, values, replace=os.replace):
+        monkeypatch.setattr(os, "replace", replace)
+        mark_stopped(tmp_path, "oom", "rank 3: no memory", ago_s=7)
+        replace(file, values)
+
+    monkeypatch.setattr(os, "replace", write_late)
+    record.update(step=4)
+    state = load_state(tmp_path)
+    assert (state.status, state.error, state.step) == ("oom", "rank 3: no memory", 4)
+    mark_stopped(tmp_path / "no such folder", "failed", "nobody sees it")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.records.record import LOST, load_state, start_record
+from distributed_training.records.record import LOST, load_state, mark_stopped, start_record
 from distributed_training.run import launch, rendezvous
 from distributed_training.run.launch import describe_plan
 from distributed_training.run.process import Process, current_process, single_process
@@ -123,6 +123,8 @@ def test_exit_code_of_processes_that_left_no_record(codes, signum, code, earlier
     [
         ({3: -9, 1: -9, 0: 1}, "rank 1, 3: killed by SIGKILL; most often"),
         ({2: -11, 0: 1}, "rank 2: killed by SIGSEGV"),
+        ({0: -9, 1: -6}, "rank 0: killed by SIGKILL"),
+        ({0: 1, 1: 0}, "rank 1: left before the run's end, with exit code 0"),
         ({0: 1}, "a process ended without a message"),
     ],
 )
@@ -146,9 +148,11 @@ def test_a_process_killed_after_the_end_takes_nothing_back(push, code, spawn, tm
 
 
 def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
-    start_record(tmp_path).update(status="failed", error=f"rank 0 {LOST}: closed")
+    start_record(tmp_path)
+    mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
     assert spawn({0: 1}) == 1
     assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
+    mark_stopped(tmp_path, "failed", "rank 0: IndexError: what it was sent was nonsense")
     assert spawn(KILLED) == 1
     assert load_state(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
 

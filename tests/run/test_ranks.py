@@ -16,6 +16,8 @@ BEGIN = """
 import os, pathlib, signal, sys, time
 rank, restarts = int(os.environ["RANK"]), os.environ["RANKS_RESTARTS"]
 (pathlib.Path(sys.argv[1]) / f"pid-{rank}").write_text(str(os.getpid()))
+while rank == 1 and not (pathlib.Path(sys.argv[1]) / "pid-0").exists():
+    time.sleep(0.01)
 """
 WAIT = "time.sleep(60)\n"
 

@@ -13,7 +13,7 @@ from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.parallel.tensor_files import Part
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.record import FAILURE_FILE
+from distributed_training.records.record import FAULTS_FILE
 from distributed_training.run.process import Process
 from distributed_training.run.saving import resume
 from distributed_training.settings.errors import UserError
@@ -75,7 +75,7 @@ def _make_folder(process: Process, plan: Plan, mark: Path) -> None:
         mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
         if process.rank:
             (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
-            (plan.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+            (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
     except FileExistsError:
         what = f"rank {process.rank} on {host} sees another node's {plan.run_dir}"
         raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None
