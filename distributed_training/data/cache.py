@@ -1,8 +1,7 @@
 """Texts -> token ids on disk, once, in little memory; every process maps them. No torch import.
 
 A folder of the cache is named by a hash of all that decides its contents: the texts, the tokenizer,
-and whether a text or a line is a sample. While it is filled it is called <name>.partial, and what
-was finished of it before a kill is not done again.
+and whether a text or a line is a sample. While it is filled it is called <name>.partial.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -28,11 +27,12 @@ from distributed_training.data.corpus import Corpus, Source
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import crc32
 
-_VERSION = 3
+_VERSION = 4
 _META = "meta.json"
+_CHECKSUM = "checksum"  # of all other files
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
-_PART = 8  # batches between two notes of how far it is
 _AHEAD = 2  # batches in work while one is written
 _LONG = 20_000_000  # bytes that are worth a line
 _THREADS = 64  # of the tokenizer at most; with so many it takes 0.7 GiB
@@ -66,29 +66,37 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) 
 
 
 def is_whole(folder: Path, *, say: bool = False) -> bool:
-    """Whether a folder of the cache has all that it should; `say` what a damaged one lacks."""
+    """Whether a folder of the cache is as it was written; `say` where it is damaged."""
     try:
-        load_tokens(folder)
-    except (OSError, ValueError, EOFError) as error:
-        if say and folder.is_dir():
-            logger.warning("rebuilding the token cache %s: %s", folder, error)
-        return False
-    return True
+        whole = (folder / _CHECKSUM).read_bytes() == _checksum(folder)
+    except OSError:
+        whole = False
+    if say and not whole and folder.is_dir():
+        logger.warning("rebuilding the token cache %s, which is damaged", folder)
+    return whole
+
+
+def _checksum(folder: Path) -> bytes:
+    found = 0
+    for file in sorted(folder.iterdir()):
+        if file.name != _CHECKSUM:
+            found = crc32(file, found)
+    return str(found).encode()
 
 
 def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
-    """(form of the texts, splits); OSError, ValueError or EOFError where it is not whole."""
+    """(form of the texts, splits) of a folder that is whole."""
     meta = json.loads((folder / _META).read_bytes())
     return meta["form"], {
         split: Tokens(
-            **{part: _map(_array(folder, split, part), *of) for part, of in arrays.items()}
+            **{part: _map(_array(folder, split, part), dtype) for part, dtype in dtypes.items()}
         )
-        for split, arrays in meta["splits"].items()
+        for split, dtypes in meta["splits"].items()
     }
 
 
-def _map(path: Path, dtype: str, length: int) -> np.ndarray:
-    return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
+def _map(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def _array(folder: Path, split: str, part: str) -> Path:
@@ -110,15 +118,15 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     if not sizes[0]:
         raise UserError(f"dataset={corpus.name!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
-    building.mkdir(exist_ok=True)
+    shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
+    building.mkdir()
     with _progress("tokenising", sum(sizes)) as bar:
-        arrays = {
+        dtypes = {
             split: _fill_split(building, split, source, tokenizer, by_line, bar)
             for split, source in splits.items()
         }
-    for note in building.glob("*.json"):
-        note.unlink()
-    (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": arrays}))
+    (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": dtypes}))
+    (building / _CHECKSUM).write_bytes(_checksum(building))
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     os.replace(building, folder)  # so that a cache is never half written
 
@@ -143,56 +151,36 @@ def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
 
 def _fill_split(
     building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
-) -> dict[str, tuple[str, int]]:
-    """Type and length of each array; goes on where a killed process was."""
+) -> dict[str, str]:
+    """Write a split; the type of each of its arrays."""
     dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
     if source.has_answers:
         dtypes["loss_mask"] = "bool"
-    note = building / f"{split}.json"  # how far the split is
-    done, lengths = _read_note(note, dtypes)
-    batches = _batches(source.read(by_line=by_line))
-    for _, batch in zip(range(done), batches, strict=False):
-        bar.update(sum(len(piece.text) for piece in batch))
     with contextlib.ExitStack() as stack:
         files = {
-            part: stack.enter_context(_open_at(_array(building, split, part), dtype, lengths[part]))
-            for part, dtype in dtypes.items()
+            part: stack.enter_context(_array(building, split, part).open("wb")) for part in dtypes
         }
 
         def append(part: str, values: np.ndarray) -> None:
             files[part].write(values.astype(dtypes[part]).tobytes())
-            lengths[part] += len(values)
 
-        def sync() -> None:
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-
-        if not lengths["starts"]:
-            append("starts", np.zeros(1))
-        for batch, encoded in _encode(tokenizer, batches):
+        append("starts", np.zeros(1))
+        length = 0
+        for batch, encoded in _encode(tokenizer, _batches(source.read(by_line=by_line))):
             pairs = zip(batch, encoded, strict=True)
             rows = [np.append(row, tokenizer.eos_id) if p.eos else row for p, row in pairs]
             sizes = [len(row) for row in rows]
-            ends = lengths["ids"] + np.cumsum(sizes)
+            ends = length + np.cumsum(sizes)
+            length = ends[-1]
             append("starts", ends[[piece.ends for piece in batch]])
             append("ids", np.concatenate(rows))
             if source.has_answers:
                 append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
             bar.update(sum(len(piece.text) for piece in batch))
-            done += 1
-            if done % _PART == 0:
-                sync()
-                _write_note(note, done, lengths)
-        sync()
-    return {part: (dtype, lengths[part]) for part, dtype in dtypes.items()}
-
-
-def _open_at(path: Path, dtype: str, length: int) -> BinaryIO:
-    """A file of which the first `length` numbers are kept, to append to."""
-    file = path.open("r+b" if length else "wb")
-    file.seek(file.truncate(length * np.dtype(dtype).itemsize))
-    return file
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    return dtypes
 
 
 def _encode(
@@ -224,25 +212,3 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             size = 0
     if batch:
         yield batch
-
-
-def _read_note(note: Path, dtypes: Mapping[str, str]) -> tuple[int, dict[str, int]]:
-    """(batches done, numbers in each array) before a kill."""
-    try:
-        found = json.loads(note.read_bytes())
-        lengths = {part: found["lengths"][part] for part in dtypes}
-        for part, dtype in dtypes.items():
-            size = _array(note.parent, note.stem, part).stat().st_size
-            if size < lengths[part] * np.dtype(dtype).itemsize:
-                raise ValueError(f"{part} is too short")
-        return found["batches"], lengths
-    except (OSError, ValueError, KeyError) as error:
-        if note.exists():
-            logger.warning("beginning %s anew: %s", note.parent, error)
-        return 0, dict.fromkeys(dtypes, 0)
-
-
-def _write_note(note: Path, batches: int, lengths: Mapping[str, int]) -> None:
-    new = note.with_suffix(".new")
-    new.write_text(json.dumps({"batches": batches, "lengths": lengths}))
-    new.replace(note)

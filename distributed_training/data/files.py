@@ -11,19 +11,21 @@ import csv
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import parse_json
 
 TEXT_KINDS = (".txt", ".md")  # a file is one text
 RECORD_KINDS = (".jsonl", ".csv", ".parquet")  # a line or a row is one record
 ARROW = ".arrow"  # what the datasets library keeps; rows are records
 COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
 _BLOCK_BYTES = 2**20
-_ROWS = 256  # of a parquet file, decoded at a time
+_ROWS = 16  # of a table, decoded at a time: a file of 1 MB may have rows of 10 MB
+_QUOTES = 'put a text with a comma in it into quotes: "one, two"'
 # The longer marks first: UTF-32's begins with UTF-16's.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
@@ -55,8 +57,9 @@ def count_bytes(path: Path) -> int:
         return path.stat().st_size
     import pyarrow.parquet
 
-    about = pyarrow.parquet.read_metadata(path)
-    return sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))
+    with _parsing_table(path):
+        about = pyarrow.parquet.read_metadata(path)
+        return sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))
 
 
 def read_blocks(path: Path) -> Iterator[str]:
@@ -91,13 +94,18 @@ def read_blocks(path: Path) -> Iterator[str]:
             yield text[: len(text) - len(held)].replace("\r\n", "\n")
 
 
-def read_lines(path: Path) -> Iterator[str]:
+def split_lines(blocks: Iterable[str]) -> Iterator[str]:
     """The text between line feeds. A separator such as U+2028 may occur inside a JSON string."""
-    rest = ""
-    for block in read_blocks(path):
-        *lines, rest = (rest + block).split("\n")
-        yield from lines
-    yield rest
+    held = list[str]()  # a line may have many blocks
+    for block in blocks:
+        *ended, rest = block.split("\n")
+        if ended:
+            held.append(ended[0])
+            yield "".join(held)
+            yield from ended[1:]
+            held = []
+        held.append(rest)
+    yield "".join(held)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -106,21 +114,26 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(read_lines(path), 1):
+    for number, line in enumerate(split_lines(read_blocks(path)), 1):
         if line.strip():
             where = f"{path} line {number}"
             try:
-                yield where, json.loads(line)
+                yield where, parse_json(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{where} column {error.colno} is not JSON", error.msg) from None
+            except ValueError as error:
+                raise UserError(f"{where} cannot be read", str(error)) from None
 
 
 def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
-    rows = csv.DictReader((f"{line}\n" for line in read_lines(path)), strict=True)
+    rows = csv.DictReader((f"{line}\n" for line in split_lines(read_blocks(path))), strict=True)
     try:
         for row in rows:
-            yield f"{path} line {rows.line_num}", row
+            where = f"{path} line {rows.line_num}"
+            if None in row:
+                raise UserError(f"{where} has more fields than the heading", fix=_QUOTES)
+            yield where, row
     except csv.Error as error:
         where = f"{path} line {rows.line_num + 1}"
         raise UserError(f"{where} is not CSV", str(error)) from None
@@ -131,21 +144,28 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     number = 0
+    with _parsing_table(path), contextlib.ExitStack() as stack:
+        if path.suffix == ARROW:
+            file = stack.enter_context(pyarrow.memory_map(str(path)))
+            batches = iter(pyarrow.ipc.open_stream(file))
+        else:
+            table = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
+            names = [name for name in table.schema_arrow.names if name in COLUMNS]
+            batches = table.iter_batches(_ROWS, columns=names or None)
+        for batch in batches:
+            for first in range(0, batch.num_rows, _ROWS):
+                for row in batch.slice(first, _ROWS).to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+
+
+@contextlib.contextmanager
+def _parsing_table(path: Path) -> Iterator[None]:
+    import pyarrow
+
     try:
-        with contextlib.ExitStack() as stack:
-            if path.suffix == ARROW:
-                file = stack.enter_context(pyarrow.memory_map(str(path)))
-                batches = iter(pyarrow.ipc.open_stream(file))
-            else:
-                table = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
-                names = [name for name in table.schema_arrow.names if name in COLUMNS]
-                batches = table.iter_batches(_ROWS, columns=names or None)
-            for batch in batches:
-                for first in range(0, batch.num_rows, _ROWS):
-                    for row in batch.slice(first, _ROWS).to_pylist():
-                        number += 1
-                        yield f"{path} row {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
+        yield
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = str(error).strip().partition("\n")[0]
         raise UserError(f"{path} is not a {path.suffix[1:]} file", why) from None
 

@@ -31,6 +31,7 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
     """Arrow files of any dataset by split, through the datasets library and its cache; without
     `download` only ask whether it is there. OSError with one line on why when it is not available.
     """
+    unanswered = None
     try:
         import datasets
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -42,7 +43,9 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
         except (EntryNotFoundError, RepositoryNotFoundError):
             pass
-        except Exception:  # no answer, in the HTTP client's words: then what the cache has
+        except Exception as error:  # in the HTTP client's words: then what the cache has
+            unanswered = error
+            offline = constants.HF_HUB_OFFLINE
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
@@ -55,7 +58,11 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
             for split, part in builder.as_dataset().items()
         }
     except Exception as error:  # its own, those of huggingface_hub, pyarrow, the HTTP client
+        error = unanswered or error
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+    finally:
+        if unanswered:  # the end of the run may send its model there
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...]) -> Path:

@@ -12,11 +12,11 @@ assistant says, each with the end-of-text token after it.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from distributed_training.data.files import split_lines
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
@@ -69,10 +69,8 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
 
 def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
     """Every line that is not blank, as a text."""
-    rest = ""
-    for block in itertools.chain(blocks, ["\n"]):
-        head, _, rest = (rest + block).rpartition("\n")
-        yield from (Piece(line) for line in head.splitlines() if line.strip())
+    for part in split_lines(blocks):
+        yield from (Piece(line) for line in part.splitlines() if line.strip())
 
 
 def find_form(record: Any, where: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec, find_model
 from distributed_training.plan.layouts import Layout
@@ -19,6 +19,7 @@ from distributed_training.plan.schedules import FoundOrders, Schedule, find_sche
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, describe_work
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
 from distributed_training.settings.strategies import Strategy, own_options
 
@@ -116,5 +117,13 @@ PLAN_AS_JSON = TypeAdapter(Plan)
 
 
 def load_plan(run_dir: Path) -> Plan:
-    """The plan that the launching process wrote for this run."""
-    return PLAN_AS_JSON.validate_json((run_dir / PLAN_FILE).read_bytes())
+    """The plan that the launching process wrote for this run; UserError where it is damaged."""
+    file = run_dir / PLAN_FILE
+    try:
+        return PLAN_AS_JSON.validate_json(file.read_bytes())
+    except OSError as error:
+        why = str(error.strerror)
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
+    raise UserError(f"{file} is not a plan that this code reads", why)

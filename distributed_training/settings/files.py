@@ -25,6 +25,7 @@ _WRONG = {
     "extra_forbidden": "is not one of its keys",
     "missing": "is missing",
 }
+_CHUNK_BYTES = 16 * 2**20
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -65,10 +66,24 @@ def load_code(file: Path, what: str) -> ModuleType:
     return module
 
 
+def parse_json(text: str) -> Any:
+    """What JSON says; ValueError for what is none, is nested too deeply, or has half a character,
+    which no file can hold."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair, {error.object[error.start]!a}") from None
+    return value
+
+
 def load_json(path: Path, what: str) -> Any:
     """Parse a JSON file; UserError with line and column where it does not parse."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         others = sorted(file.stem for file in path.parent.glob("*.json"))
         near = nearest(path.stem, others)
@@ -76,6 +91,16 @@ def load_json(path: Path, what: str) -> Any:
         raise UserError(f"{what} {path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{what} {path} cannot be read as JSON", str(error)) from None
+
+
+def crc32(file: Path, before: int = 0) -> int:
+    """CRC-32 of a file; with that of what comes `before`, of both."""
+    checksum = before
+    chunk = bytearray(_CHUNK_BYTES)
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            checksum = zlib.crc32(memoryview(chunk)[:count], checksum)
+    return checksum
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:

@@ -61,41 +61,24 @@ def test_the_embedded_corpus_gives_the_ids_of_its_whole_texts(tokenizer, tmp_pat
     np.testing.assert_array_equal(data.train.tokens, expected)
 
 
-@pytest.mark.parametrize("damage", [None, "train-ids.bin"])
-def test_what_was_tokenised_before_a_kill_is_not_done_again(
-    damage, tokenizer, tmp_path, monkeypatch
-):
-    corpus = make_corpus(num_texts=100)
-    expected = all_rows(prepare(tmp_path / "whole", tokenizer, corpus).train)
-    monkeypatch.setattr(cache, "_BATCH", 2000)
-    monkeypatch.setattr(cache, "_PART", 3)
-    own, seen = tokenizer.encode_batch, []
+def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatch):
+    expected = all_rows(prepare(tmp_path / "whole", tokenizer).train)
 
-    def encode_batch(texts):
-        if len(seen) == 20:
-            raise KeyboardInterrupt
-        seen.append(texts)
-        return own(texts)
+    def kill(*_):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
-    folder = tmp_path / "cache"
-    with pytest.raises(KeyboardInterrupt):
-        prepare(folder, tokenizer, corpus)
-    (partial,) = cache_folders(folder)
-    assert partial.suffix == ".partial"
-    if damage is not None:
-        content = (partial / damage).read_bytes()
-        (partial / damage).write_bytes(content[: len(content) // 2])
-    before = [text for texts in seen for text in texts]
-    seen.clear()
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: seen.append(texts) or own(texts))
-    for found, wanted in zip(
-        all_rows(prepare(folder, tokenizer, corpus).train), expected, strict=True
-    ):
-        np.testing.assert_array_equal(found, wanted)
-    again = {*before} & {text for texts in seen for text in texts}
-    assert len(again) == len(before) if damage else len(again) < len(before) / 2
-    assert [path.suffix for path in cache_folders(folder)] == [""]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_checksum", kill)  # all is written
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path / "cache", tokenizer)
+    (partial,) = cache_folders(tmp_path / "cache")
+    (partial / "train-ids.bin").write_bytes(b"longer than it is" * 1000)
+    (partial / "of an earlier release").touch()
+    found = all_rows(prepare(tmp_path / "cache", tokenizer).train)
+    np.testing.assert_array_equal(found, expected)
+    (folder,) = cache_folders(tmp_path / "cache")
+    assert folder.suffix == ""
+    assert not (folder / "of an earlier release").exists()
 
 
 MEMORY = """

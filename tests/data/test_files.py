@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import random
 import subprocess
 
 import pyarrow
@@ -13,8 +14,10 @@ from distributed_training.data import files
 from distributed_training.data.corpus import read_corpus
 from distributed_training.data.files import read_blocks, read_records
 from distributed_training.data.pieces import PROMPT
+from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
+from distributed_training.settings.errors import UserError
 from tests.data.test_corpus import texts_of
-from tests.support import refused
+from tests.support import refused, small_plan
 
 STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
 ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text": "three"}]
@@ -125,6 +128,7 @@ def test_a_folder_may_have_records_of_several_kinds(tmp_path):
         ("a.csv", b"text;label\nabc;1\n", ["'text;label'"]),
         ("a.csv", b'text\n"abc\n', ["line 2 is not CSV"]),
         ("a.csv", b'prompt,completion\n"abc"\n', ['no "completion" string']),
+        ("a.csv", b"text,label\none,1\none, two,1\n", ["line 3 has more fields than the heading"]),
         ("a.parquet", b"PAR1 cut off", ["is not a parquet file"]),
     ],
 )
@@ -154,3 +158,72 @@ def test_a_compressed_table_counts_as_its_text(tmp_path):
     write_rows(path, [{"text": "the same words " * 1000 + str(n)} for n in range(100)])
     assert path.stat().st_size < 1_000_000
     assert 1_000_000 < read_corpus(str(path)).train.num_bytes < 2_000_000
+
+
+DEEP = 100_000
+INSERTED = [
+    b"\xff",
+    b"\0",
+    b'"',
+    b"\\ud800",
+    b"[" * DEEP,
+    b'{"a":' * DEEP,
+    b"1" * 5000,
+    b"[]",
+    b"\n,,",
+]
+
+
+def damage(content, draw):
+    """A bit flipped, bytes left out, or something put in that does not belong."""
+    data = bytearray(content)
+    place = draw.randrange(len(data))
+    kind = draw.randrange(3)
+    if kind == 0:
+        data[place] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del data[place : place + draw.randrange(1, 40)]
+    else:
+        data[place:place] = draw.choice(INSERTED)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "plan.json"])
+def test_damage_of_any_kind_is_said_in_a_line(name, tokenizer, tmp_path):
+    """Or does no harm: 150 draws of each."""
+    path = tmp_path / name
+    if name == "a.txt":
+        path.write_text(STORY)
+    elif name == "plan.json":
+        path.write_bytes(PLAN_AS_JSON.dump_json(small_plan(tmp_path)))
+    else:
+        write_rows(path, ROWS)
+    content = path.read_bytes()
+    said = []
+    for seed in range(150):
+        path.write_bytes(damage(content, random.Random(seed)))
+        try:
+            if name == "plan.json":
+                load_plan(tmp_path)
+            else:
+                source = read_corpus(str(path)).train
+                assert source.num_bytes > 0
+                tokenizer.encode_batch(texts_of(source))
+        except UserError as error:
+            said.append(str(error))
+    assert len(said) > 5
+    assert all(name in text and "\n" not in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"text": "\\ud83d"}', ["half a surrogate pair"]),
+        (b'{"text": ' + b"[" * DEEP, ["nested too deeply"]),
+        (b'{"text": "one", "id": ' + b"1" * 5000 + b"}", ["digits"]),
+    ],
+)
+def test_json_that_parses_and_cannot_be_used(content, words, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00"}\n' + content)
+    with refused("a.jsonl line 2", *words):
+        texts_of(read_corpus(str(tmp_path / "a.jsonl")).train)

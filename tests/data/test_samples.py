@@ -174,7 +174,7 @@ def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, m
         assert len(cache_folders(tmp_path)) == count
 
 
-@pytest.mark.parametrize("keep", [0, 0.99, None])
+@pytest.mark.parametrize("keep", [0, 0.99, None, "but a bit"])
 @pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
 def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     first = prepare(tmp_path, tokenizer, pack=False)
@@ -182,7 +182,9 @@ def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     (folder,) = cache_folders(tmp_path)
     content = (folder / name).read_bytes()
     (folder / name).unlink()
-    if keep is not None:
+    if keep == "but a bit":
+        (folder / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif keep is not None:
         length = keep if isinstance(keep, int) else int(keep * len(content))
         (folder / name).write_bytes(content[:length])
     again = prepare(tmp_path, tokenizer, pack=False)

@@ -41,6 +41,8 @@ def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
         (b"", ["line 1 column 1"]),
         (b"\xef\xbb\xbf{}", ["BOM"]),
         (b'{"model": "\xff"}', ["cannot be read", "0xff"]),
+        (b"[" * 100_000, ["nested too deeply"]),
+        (b'{"model": "\\udc00"}', ["half a surrogate pair"]),
     ],
 )
 def test_what_is_not_json_is_named_with_its_place(content, words, tmp_path):

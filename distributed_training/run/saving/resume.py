@@ -6,11 +6,9 @@ A checkpoint's files are described in checkpoint.py, which writes them.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,13 +20,12 @@ from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.records.record import RECORD_FILE, RunState, is_alive, load_state
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown, user_path
+from distributed_training.settings.files import crc32, parse_json, shown, user_path
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
 FORMAT = 4
 INSTEAD = "remove that folder to fall back to the one before, or set resume to None"
-CHUNK_BYTES = 16 * 2**20
 TOGETHER = (
     "resume with shared_disk=False and the same layout on the same nodes in their order, or copy "
     "the run's folders of all nodes into one, to every node: then any layout resumes"
@@ -75,7 +72,7 @@ def read_meta(folder: Path) -> Meta:
     """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint."""
     foreign = UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD)
     try:
-        values = json.loads((folder / META_FILE).read_bytes())
+        values = parse_json((folder / META_FILE).read_text())
         form = values.get("format")
     except (OSError, ValueError, AttributeError):
         raise foreign from None
@@ -137,18 +134,9 @@ def _find_damage(file: Path, meta: Meta) -> str:
     written = {**meta.files, **meta.copies}[name]
     if size != written:
         return f"{name} is {size} bytes long instead of {written}"
-    if _checksum(file) != meta.checksums.get(name):
+    if crc32(file) != meta.checksums.get(name):
         return f"{name} has other contents than were written"
     return ""
-
-
-def _checksum(file: Path) -> int:
-    checksum = 0
-    chunk = bytearray(CHUNK_BYTES)
-    with open(file, "rb", buffering=0) as stream:
-        while count := stream.readinto(chunk):
-            checksum = zlib.crc32(memoryview(chunk)[:count], checksum)
-    return checksum
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
