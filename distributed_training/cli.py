@@ -157,7 +157,16 @@ def plan(argv: Sequence[str], program: Program) -> int:
 
 def compare(argv: Sequence[str], program: Program) -> int:
     """The same work under several strategies, one after the other, on one page."""
-    module = _load("tools.compare")
+    return _train_several("tools.compare", argv, program)
+
+
+def parity(argv: Sequence[str], program: Program) -> int:
+    """Whether every layout computes what one process computes."""
+    return _train_several("tools.parity", argv, program)
+
+
+def _train_several(name: str, argv: Sequence[str], program: Program) -> int:
+    module = _load(name)
     arguments = parse(argv, program, module.add_options)
 
     def build(texts: Sequence[str]) -> RunConfig:
@@ -272,8 +281,8 @@ def calibrate(argv: Sequence[str], program: Program) -> int:
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "compare": compare, "doctor": doctor, "generate": generate,
-    "report": report, "export": export, "push": push, "links": links,
+    "train": train, "plan": plan, "compare": compare, "parity": parity, "doctor": doctor,
+    "generate": generate, "report": report, "export": export, "push": push, "links": links,
     "overlap": overlap, "calibrate": calibrate,
 }  # fmt: skip
 

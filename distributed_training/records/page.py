@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -17,7 +18,14 @@ from distributed_training.records.tables import MARKDOWN
 NAME_WIDTH = 26
 # Given up in this order where a terminal is too narrow.
 LEAST = ("MFU", "loss", "ms a step", "runs", "peak host memory", "validation loss", "bubble")
-WORDS = ("run", "strategy", "status", "mostly")  # columns that are aligned left
+WORDS = (
+    "run",
+    "strategy",
+    "layout",
+    "status",
+    "verdict",
+    "mostly",
+)  # columns that are aligned left
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
@@ -41,11 +49,11 @@ def terminal(comparison: Comparison) -> str:
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     notes = [textwrap.fill(note, width) for note in comparison.notes]
     table = comparison.tables()[0]
-    return "\n".join([textwrap.fill(comparison.title, width), _plain(table, width), *notes])
+    return "\n".join([textwrap.fill(comparison.title, width), plain(table, width), *notes])
 
 
-def _plain(table: Table, width: int) -> str:
-    """Without the least columns where it would be wider than `width`."""
+def plain(table: Table, width: int) -> str:
+    """A table for a terminal; without the least columns where it would be wider than `width`."""
     columns = dict(zip(table.headers, zip(*table.rows, strict=True), strict=True))
     for least in ("", *LEAST):
         columns.pop(least, None)
@@ -80,22 +88,39 @@ def markdown(
     return "\n".join([*lines, ""])
 
 
-def html(title: str, heading: str, comparisons: Sequence[Comparison], note: str = "") -> str:
-    """One file: no network, no script, light or dark, any width."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Of an HTML page."""
+
+    title: str
+    notes: Sequence[str]
+    tables: Sequence[Table]
+    pictures: Sequence[str] = ()  # <svg> elements
+
+
+def sections(comparisons: Sequence[Comparison]) -> list[Section]:
+    """Each comparison's notes, tables and plots."""
     from distributed_training.records.plots import draw_svgs  # slow to import
 
-    parts = [_HEAD.replace("{title}", escape(title)), f"<h1>{escape(title)}</h1>"]
-    parts += [f"<p>{escape(text)}</p>" for text in (heading, note) if text]
-    for number, comparison in enumerate(comparisons, 1):
-        parts.append(f"<h2>{escape(comparison.title)}</h2>")
-        parts += [f"<p>{escape(text)}</p>" for text in comparison.notes]
-        for table in comparison.tables():
+    return [
+        Section(each.title, each.notes, each.tables(), draw_svgs(each, str(number)))
+        for number, each in enumerate(comparisons, 1)
+    ]
+
+
+def html(title: str, heading: str, parts: Sequence[Section], note: str = "") -> str:
+    """One file: no network, no script, light or dark, any width."""
+    lines = [_HEAD.replace("{title}", escape(title)), f"<h1>{escape(title)}</h1>"]
+    lines += [f"<p>{escape(text)}</p>" for text in (heading, note) if text]
+    for part in parts:
+        lines.append(f"<h2>{escape(part.title)}</h2>")
+        lines += [f"<p>{escape(text)}</p>" for text in part.notes]
+        for table in part.tables:
             rows = tabulate(
                 table.rows, table.headers, "html",
                 disable_numparse=True, colalign=_align(table.headers),
             )  # fmt: skip
-            parts += [f"<h3>{escape(table.title)}</h3>", f"<p>{escape(table.about)}</p>"]
-            parts.append(f'<div class="wide">{rows}</div>')
-        pictures = "".join(draw_svgs(comparison, str(number)))
-        parts.append(f'<div class="plots">{pictures}</div>')
-    return "\n".join([*parts, ""])
+            lines += [f"<h3>{escape(table.title)}</h3>", f"<p>{escape(table.about)}</p>"]
+            lines.append(f'<div class="wide">{rows}</div>')
+        lines.append(f'<div class="plots">{"".join(part.pictures)}</div>')
+    return "\n".join([*lines, ""])

@@ -72,7 +72,7 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     print("\n\n".join(filter(None, parts)), flush=True)
     try:
         if arguments.html is not None:
-            text = page.html("Training runs", about, comparisons, note)
+            text = page.html("Training runs", about, page.sections(comparisons), note)
             arguments.html.write_text(text, encoding="utf-8")
             print(f"wrote {short_path(arguments.html)}")
         else:

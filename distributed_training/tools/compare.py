@@ -19,7 +19,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from distributed_training.records.record import (
     RECORD_FILE,
     Record,
     free_path,
+    load_state,
     plural,
     write_json,
 )
@@ -58,7 +59,7 @@ ELSEWHERE = ("output_dir",)  # keys that may differ between equal runs
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
 PATIENCE_S = 30.0  # for a run that was told to stop
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
-Values = Mapping[str, Any]
+Values = dict[str, Any]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,7 +89,7 @@ class Wanted:
     out: Path
     num_processes: int
     script: Path
-    options: list[str]  # of every run besides its values
+    options: list[str]  # of every run besides its values and how many processes
     git_commit: str | None
     durations_s: list[float] = field(default_factory=list)
 
@@ -114,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
-    wanted = plan_runs(arguments, build, script)
+    wanted = plan_runs(arguments, build, script, QUIETLY)
     take_finished(wanted)
     processes = plural(wanted.num_processes, "process")
     kept = f"; {wanted.num_finished} are there already" if wanted.num_finished else ""
@@ -125,48 +126,46 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         return 0
     wanted.out.mkdir(parents=True, exist_ok=True)
     print(f"what they print goes to {short_path(wanted.out)}/log.txt", flush=True)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as for Ctrl-C
     interrupted = False
     try:
         do_what_is_left(wanted)
     except KeyboardInterrupt:
         interrupted = True
         print(f"interrupted with {len(wanted.left)} to go; the same command goes on with them")
-    finally:
-        signal.signal(signal.SIGTERM, before)
     write_page(wanted)
     if interrupted:
         return 128 + signal.SIGINT
     return 0 if wanted.num_finished else 1
 
 
-def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Wanted:
-    """Which runs are wanted. Raises UserError where nothing can be compared."""
+def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always: Values) -> Wanted:
+    """Which runs are wanted, with `always` where nothing else is typed or in the plan. Raises
+    UserError where nothing can be compared."""
     if arguments.seeds < 1:
         raise UserError(f"--seeds {arguments.seeds} is not at least 1")
     if (arguments.plan is None) == (arguments.strategies is None):
-        what = "compare takes a plan, or --strategies"
-        raise UserError(what, fix="type compare --strategies dp,fsdp or compare PLAN.json")
+        what = "give either a plan or --strategies"
+        raise UserError(what, fix="type --strategies dp,fsdp or PLAN.json")
     if arguments.cluster is not None:
-        raise UserError("--cluster only plans, and compare trains", fix="leave it out")
-    typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
+        raise UserError("--cluster only plans, and this trains", fix="leave it out")
+    typed = typed_values(arguments)
     plan: dict[str, Any] = {}
     if arguments.plan is not None:
         plan = read_plan(user_path("the plan", arguments.plan))
         name = Path(arguments.plan).stem
-        common = QUIETLY | by_name(plan.get("common", {}))
+        common = always | by_name(plan.get("common", {}))
         layouts = [common | by_name(run) | typed for run in plan["runs"]]
     else:
         names = [known_strategy(word.strip()) for word in arguments.strategies.split(",")]
         name = "-".join(names)
-        layouts = [QUIETLY | known_to(name, typed, names) | {"strategy": name} for name in names]
+        layouts = [always | known_to(name, typed, names) | {"strategy": name} for name in names]
     asked = str(arguments.num_gpus or plan.get("num_gpus", "all"))
     count = requested_processes(asked, detect_machine(), {})
     runs = [run for seed in range(arguments.seeds) for run in with_seed(layouts, seed, build)]
     built = next((run.config for run in runs if run.config is not None), None)
     if built is None:
         raise UserError(runs[0].why if runs else "the plan has no runs")
-    options = [f"--num_gpus={count}"]
+    options = []
     if arguments.force:
         options.append("--force")
     if arguments.preset is not None:
@@ -178,6 +177,11 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path) -> Want
         runs=runs, out=out, num_processes=count, script=script, options=options,
         git_commit=arguments.git_commit,
     )  # fmt: skip
+
+
+def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the command line, under their own names."""
+    return by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -294,34 +298,45 @@ def _left(wanted: Wanted) -> str:
 
 def train(wanted: Wanted, run: Run) -> None:
     """Do one run and keep its record, or the reason why there is none."""
+    folder, run.why = launch(wanted, run.texts, wanted.num_processes)
+    if folder is None:
+        return
+    values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    values["git_commit"] = wanted.git_commit or values["git_commit"]
+    values["loss_seconds"] = training_seconds(folder / METRICS_FILE)
+    record = Record.model_validate(values)
+    if not run.why:
+        run.record = record
+        write_json(record_path(record, wanted.out), values)
+
+
+def launch(wanted: Wanted, settings: Sequence[str], num_processes: int) -> tuple[Path | None, str]:
+    """Train with `settings` (key=value texts). The run's folder, None where it did not start, and
+    why it did not end well, "" where it did."""
     folder = wanted.out / "runs"
     before = set(folder.glob(RECORDS))
-    settings = [*run.texts, f"output_dir={folder}"]
-    command = [sys.executable, str(wanted.script), *wanted.options, "--set", *settings]
+    own = ["--set", *settings, f"output_dir={folder}"]
+    options = [f"--num_gpus={num_processes}", *wanted.options]
+    command = [sys.executable, str(wanted.script), *options, *own]
     with open(wanted.out / "log.txt", "a", encoding="utf-8") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
         place = log.tell()
         code = wait_for(command, log)
-    said = (wanted.out / "log.txt").read_bytes()[place:].decode(errors="replace")
+    said = _reason((wanted.out / "log.txt").read_bytes()[place:].decode(errors="replace"), code)
     new = set(folder.glob(RECORDS)) - before
     if not new:
-        run.why = _reason(said, code)
-        return
+        return None, said
     path = new.pop()
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values["git_commit"] = wanted.git_commit or values["git_commit"]
-    values["loss_seconds"] = training_seconds(path.parent / METRICS_FILE)
-    record = Record.model_validate(values)
-    if record.status == "ok":
-        run.record = record
-        write_json(record_path(record, wanted.out), values)
-    else:
-        run.why = f"{record.status}: {record.error or _reason(said, code)}"
+    record = load_state(path)
+    failed = record.status != "ok"
+    return path.parent, f"{record.status}: {record.error or said}" if failed else ""
 
 
 def wait_for(command: Sequence[str], log: Any) -> int:
-    """The exit code of a program in a session of its own; on Ctrl-C it is told to stop first."""
+    """The exit code of a program in a session of its own; on Ctrl-C or SIGTERM it is told to stop
+    first. Raises KeyboardInterrupt then."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
@@ -334,6 +349,8 @@ def wait_for(command: Sequence[str], log: Any) -> int:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _reason(said: str, code: int) -> str:
@@ -376,11 +393,9 @@ def comparisons_of(wanted: Wanted) -> list[Comparison]:
 
 def layouts_of(runs: Sequence[Run]) -> list[Layout]:
     """Runs by layout, each named by what tells it from the others."""
-    telling = [key for key in differing([run.layout for run in runs]) if key != "strategy"]
     groups: dict[str, list[Run]] = {}
-    for run in runs:
-        words = [f"{key}={run.layout[key]}" for key in telling if key in run.layout]
-        groups.setdefault(" ".join([run.values["strategy"], *words]), []).append(run)
+    for name, run in zip(names_of(runs), runs, strict=True):
+        groups.setdefault(name, []).append(run)
     return [
         Layout(
             name=name,
@@ -390,6 +405,16 @@ def layouts_of(runs: Sequence[Run]) -> list[Layout]:
         )
         for name, members in groups.items()
     ]
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """Each run's strategy, and the settings in which their layouts differ."""
+    telling = [key for key in differing([run.layout for run in runs]) if key != "strategy"]
+    names = []
+    for run in runs:
+        words = [f"{key}={run.layout[key]}" for key in telling if key in run.layout]
+        names.append(" ".join([run.values["strategy"], *words]))
+    return names
 
 
 def write_page(wanted: Wanted) -> None:
@@ -408,7 +433,7 @@ def write_page(wanted: Wanted) -> None:
     title = "Strategies side by side"
     text = page.markdown(title, heading, comparisons, plots)
     (wanted.out / "compare.md").write_text(text, encoding="utf-8")
-    text = page.html(title, heading, comparisons)
+    text = page.html(title, heading, page.sections(comparisons))
     (wanted.out / "compare.html").write_text(text, encoding="utf-8")
     for comparison in comparisons:
         print(f"\n{page.terminal(comparison)}")

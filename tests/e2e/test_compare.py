@@ -78,7 +78,7 @@ def test_a_plan_of_results_is_input(monkeypatch, capsys, tmp_path):
     ("words", "said"),
     [
         (["--strategies", "dp,fspd"], ["'fspd' is not a strategy", "did you mean 'fsdp'"]),
-        ([], ["takes a plan, or --strategies"]),
+        ([], ["either a plan or --strategies"]),
         (["--strategies", "dp", "--seeds", "0"], ["--seeds 0"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["needs a batch_size"]),
         (["--strategies", "dp", "--cluster", "8xH100"], ["--cluster only plans"]),

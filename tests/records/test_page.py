@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from distributed_training.records.comparison import group_by_work
-from distributed_training.records.page import html, markdown, terminal
+from distributed_training.records.page import html, markdown, sections, terminal
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
 
@@ -58,7 +58,7 @@ def works():
 
 
 def test_the_page_has_the_records_figures_and_asks_no_network(works):
-    text = html("Training runs", "4 runs: runs/<run>...", works, "left out")
+    text = html("Training runs", "4 runs: runs/<run>...", sections(works), "left out")
     page = Page(text)
     assert page.open == ["html"]
     assert [link for link in page.links if not link.startswith("#")] == []
@@ -80,7 +80,7 @@ def test_the_page_has_the_records_figures_and_asks_no_network(works):
 def test_a_comparison_over_seeds_has_all_its_tables(over_seeds):  # noqa: F811
     text = markdown("Side by side", "3 of 6 runs", [over_seeds], [[]])
     assert "tp failed: 16 heads <&> 3 processes" in text
-    page = Page(html("Side by side", "", [over_seeds]))
+    page = Page(html("Side by side", "", sections([over_seeds])))
     assert text.count("\n| zero2") == len(page.tables) == 4
     assert page.figures == ["loss", "loss-by-time", "throughput", "memory", "sent"]
     shown = terminal(over_seeds)

@@ -1,0 +1,311 @@
+"""`parity`: whether every layout computes what one process computes, on one page to cite.
+
+    python real_model_example.py parity --num_gpus 4 --strategies dp,fsdp,tp,pp
+    python real_model_example.py parity --num_gpus 4 --precision bf16 PLAN.json
+
+The reference is one process that compiles nothing. It trains twice, the second time with other
+micro-batches: what it then differs from itself by is rounding. A layout that differs by more than
+LIMITS, and by more than SPREADS times that, computes something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distributed_training.plan.mesh import OPEN
+from distributed_training.records import page
+from distributed_training.records.comparison import NOTHING, Table, common_settings, differing
+from distributed_training.records.display import WIDTH, short_path
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import (
+    METRICS_FILE,
+    Record,
+    load_record,
+    plural,
+    write_json,
+)
+from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
+from distributed_training.settings.config import AUTO, KEYS
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import list_strategies
+from distributed_training.tools import compare
+
+# Relative differences that sums in another order make in fp32, with room.
+LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
+SPREADS = 4
+STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # of a checkpoint
+OK = "ok"
+BAD = ("differs", "failed")
+# Other masks are drawn under every layout.
+ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
+# Unless somebody says otherwise; a GPU replays a graph of the last steps.
+USUALLY: compare.Values = {**compare.QUIETLY, "max_steps": 16, "eval_samples": 8}
+PLAIN: compare.Values = {
+    **OPEN, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False, "cuda_graphs": False,
+    "gradient_compression": "none",
+}  # fmt: skip
+
+
+Difference = tuple[float, str]  # the largest one, relative, and where it is
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What a run computed."""
+
+    name: str
+    values: compare.Values
+    num_processes: int
+    verdict: str = ""
+    why: str = ""  # it did not end well
+    seconds: float = 0.0
+    folder: Path | None = None
+    record: Record | None = None
+    differences: dict[str, Difference] = field(default_factory=dict)  # what -> from the reference
+
+    @property
+    def texts(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `parity` takes besides CONFIG's keys."""
+    add = parser.add_argument_group("What to check").add_argument
+    add("plan", nargs="?", metavar="PLAN.json", help="layouts, as in results/plans/")
+    add("--strategies", metavar="A,B", help="without a plan: separated by commas; default: all")
+    add("--out", metavar="FOLDER", help="for parity.html and parity.json; default: in output_dir")
+    parser.set_defaults(seeds=1, git_commit=None)
+
+
+def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
+    """Train under every layout, then write the page; 1 where one computes something else."""
+    if arguments.plan is None and arguments.strategies is None:
+        arguments.strategies = ",".join(list_strategies())
+    wanted = compare.plan_runs(arguments, build, script, USUALLY)
+    if arguments.out is None:
+        wanted.out = wanted.out.with_name(f"parity-x{wanted.num_processes}")
+    outcomes = plan_outcomes(wanted)
+    if arguments.dry_run:
+        print("\n".join(f"  {' '.join(outcome.texts)}" for outcome in outcomes))
+        return 0
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    print(f"what runs print goes to {short_path(wanted.out)}/log.txt", flush=True)
+    limits = LIMITS
+    reference = outcomes[0]
+    try:
+        for number, outcome in enumerate(outcomes, 1):
+            place = f"{number:>3}/{len(outcomes)}  {outcome.name}"
+            print(f"{place} ...", flush=True)
+            train(wanted, outcome)
+            if outcome.why and outcome.verdict:
+                raise UserError("one process cannot train this", outcome.why)
+            judge(outcome, reference, limits)
+            print(f"{place}: {outcome.verdict}", flush=True)
+            if number == 2:
+                limits = {what: max(limit, SPREADS * outcome.differences[what][0])
+                          for what, limit in LIMITS.items()}  # fmt: skip
+            if outcome is not reference:
+                _remove_checkpoints(outcome)
+    finally:
+        for outcome in outcomes:
+            _remove_checkpoints(outcome)
+    write_page(wanted.out, outcomes, limits)
+    return exit_code([outcome.verdict for outcome in outcomes])
+
+
+def exit_code(verdicts: Sequence[str]) -> int:
+    """0 where some layout computes the same and none computes something else."""
+    return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
+
+
+def plan_outcomes(wanted: compare.Wanted) -> list[Outcome]:
+    """One process twice, with the global batch of all, then every layout that is wanted."""
+    first = next(run for run in wanted.runs if run.config is not None)
+    config = first.config
+    assert config is not None
+    work = {name for name, key in KEYS.items() if key.work} | USUALLY.keys()
+    values = {name: value for name, value in first.values.items() if name in work}
+    values |= {**PLAIN, **_decided(first)}
+    size = int(config.batch_size)
+    other = 1 if size > 1 else wanted.num_processes
+    sequences = size * config.grad_accum_steps * wanted.num_processes
+    cut, again = ({"batch_size": n, "grad_accum_steps": sequences // n} for n in (size, other))
+    found = [
+        Outcome(name="one process", num_processes=1, verdict="reference", values=values | cut),
+        Outcome(name="again, cut otherwise", num_processes=1, verdict="rounding",
+                values=values | again),
+    ]  # fmt: skip
+    for name, run in zip(compare.names_of(wanted.runs), wanted.runs, strict=True):
+        values = {**run.values, **_decided(run)}
+        found.append(
+            Outcome(name=name, num_processes=wanted.num_processes, values=values, why=run.why)
+        )
+    return found
+
+
+def _decided(run: compare.Run) -> compare.Values:
+    """What is decided here; fp32, unless CONFIG or the command line says otherwise."""
+    is_open = run.config is not None and run.config.precision == AUTO
+    return {**ALWAYS, "precision": "fp32"} if is_open else ALWAYS
+
+
+def train(wanted: compare.Wanted, outcome: Outcome) -> None:
+    """Do a run, unless it is refused."""
+    if outcome.why:
+        return
+    began = time.monotonic()
+    outcome.folder, outcome.why = compare.launch(wanted, outcome.texts, outcome.num_processes)
+    outcome.seconds = time.monotonic() - began
+    if outcome.folder is not None:
+        outcome.record = load_record(outcome.folder)
+
+
+def _remove_checkpoints(outcome: Outcome) -> None:
+    if outcome.folder is not None:
+        shutil.rmtree(outcome.folder / CHECKPOINTS, ignore_errors=True)
+
+
+def judge(outcome: Outcome, reference: Outcome, limits: dict[str, float]) -> None:
+    """Say what a run differs by from the reference, and whether that is rounding."""
+    if outcome is reference:
+        return
+    if outcome.why:
+        outcome.verdict = "failed" if outcome.record else "not run"
+        return
+    outcome.differences = differences(outcome, reference)
+    works = [run.record.work for run in (outcome, reference) if run.record]
+    beyond = [what for what, (size, _) in outcome.differences.items() if not size <= limits[what]]
+    if other := differing(works):
+        outcome.verdict = "other work"
+        outcome.why = f"by design, {', '.join(other)} being its own"
+    elif beyond and not outcome.verdict:
+        outcome.verdict = "differs"
+        found = {what: outcome.differences[what] for what in beyond}
+        outcome.why = "; ".join(f"{where} by {size:.1e}" for size, where in found.values())
+    outcome.verdict = outcome.verdict or OK
+
+
+def differences(run: Outcome, reference: Outcome) -> dict[str, Difference]:
+    """The largest relative differences, in LIMITS' order."""
+    ours, theirs = figures(run), figures(reference)
+    found = {what: max(_apart(ours[what], theirs[what])) for what in ours}
+    return {**found, "weights": max(_apart_in_state(run, reference))}
+
+
+def figures(run: Outcome) -> dict[str, dict[str, float | None]]:
+    """What the steps and evaluations of a run say: what -> where -> number."""
+    assert run.folder is not None
+    assert run.record is not None
+    lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    losses = {f"loss of step {row['step']}": row["loss"] for row in rows}
+    losses |= {f"loss of the evaluation after step {row['step']}": row["loss"]
+               for row in run.record.evaluations}  # fmt: skip
+    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in rows}
+    return {"loss": losses, "gradient norm": norms}
+
+
+def _apart(ours: dict[str, float | None], theirs: dict[str, float | None]) -> Iterator[Difference]:
+    """Of numbers under the same names; None, not finite or skipped, is like None only."""
+    for where in ours.keys() | theirs.keys():
+        one, other = ours.get(where), theirs.get(where)
+        if one is None or other is None:
+            yield (0.0 if one is other else math.inf, where)
+        else:
+            yield (abs(one - other) / abs(other), where)
+
+
+def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[Difference]:
+    """Of each tensor of the last checkpoints, whatever layout saved it, by the norm: the weights
+    and, as Adam's steps hardly depend on a gradient's size, its means of gradients and squares."""
+    import torch  # slow
+
+    from distributed_training.parallel.tensor_files import TensorFiles
+
+    files = []
+    for each in (run, reference):
+        assert each.folder is not None
+        (folder,) = list_checkpoints(each.folder)
+        files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
+    names = [{name for name in each.stored if name.startswith(STATE)} for each in files]
+    for name in sorted(names[0] ^ names[1]):
+        yield (math.inf, f"{name}, which only one of both has,")
+    for name in sorted(names[0] & names[1]):
+        one, other = (each.whole(name) for each in files)
+        size = float(torch.linalg.vector_norm(other))
+        apart = float(torch.linalg.vector_norm(one - other))
+        if apart:
+            yield (apart / size if size else math.inf, name)
+    yield (0.0, "")
+
+
+def write_page(out: Path, outcomes: Sequence[Outcome], limits: dict[str, float]) -> None:
+    """parity.json, parity.html, and the table on the screen."""
+    reference = outcomes[0].record
+    assert reference is not None
+    layouts = outcomes[2:]
+    about = provenance(shlex.join(["python", *sys.argv]))
+    bad = [outcome.name for outcome in layouts if outcome.verdict in BAD]
+    good = sum(outcome.verdict == OK for outcome in layouts)
+    heading = f"{plural(good, 'layout')} of {len(layouts)} compute what one process computes."
+    if bad:
+        heading += f" These do not: {', '.join(bad)}."
+    words = [f"{name} {value}" for name, value in common_settings([reference]).items()
+             if name not in ("processes", "batch", "compile")]  # fmt: skip
+    sequences = f"{reference.batch.global_batch_size} x {reference.config['max_length']} tokens"
+    device = reference.machine["gpu_name"] or "CPU"
+    steps = f"{reference.num_steps} steps of {sequences}"
+    title = f"{', '.join(words)}; {steps}; {layouts[0].num_processes} processes on {device}"
+    notes = [f"{outcome.name} {outcome.verdict}: {outcome.why}"
+             for outcome in layouts if outcome.why]  # fmt: skip
+    rules = ", ".join(f"{what} {limit:.1e}" for what, limit in limits.items())
+    rule = (
+        "Largest relative difference from one process, of all steps and of each tensor of weights "
+        f"and of AdamW's state. Rounding is what stays below: {rules}, the larger of "
+        f"{', '.join(map(str, LIMITS.values()))} and {SPREADS} times what one process differs by "
+        "from itself with other micro-batches."
+    )
+    table = Table(
+        title="Differences",
+        about=rule,
+        headers=["layout", *LIMITS, "seconds", "verdict"],
+        rows=[_row(outcome) for outcome in outcomes],
+    )
+    source = f"{about['command']}; commit {about['git_commit']}; " + ", ".join(
+        f"{name} {version}" for name, version in about["versions"].items()
+    )
+    section = page.Section(title, notes, [table])
+    text = page.html("Parity of layouts", heading, [section], f"{source}; {about['made_at']}")
+    (out / "parity.html").write_text(text, encoding="utf-8")
+    found = {
+        "heading": heading, "config": reference.config, "machine": reference.machine,
+        "num_processes": layouts[0].num_processes, "limits": limits,
+        "runs": [
+            {"name": outcome.name, "set": outcome.values, "verdict": outcome.verdict,
+             "why": outcome.why, "seconds": outcome.seconds, "differences": outcome.differences,
+             "mesh": outcome.record and outcome.record.mesh}
+            for outcome in outcomes
+        ],
+    }  # fmt: skip
+    write_json(out / "parity.json", about | found)
+    lines = [title, page.plain(table, WIDTH), *notes, heading]
+    print(
+        "\n" + "\n".join(textwrap.fill(line, WIDTH) if "\n" not in line else line for line in lines)
+    )
+    print(f"wrote {short_path(out)}/parity.html and parity.json")
+
+
+def _row(outcome: Outcome) -> list[str]:
+    sizes = [f"{size:.1e}" for size, _ in outcome.differences.values()]
+    sizes = sizes or [NOTHING] * len(LIMITS)
+    return [outcome.name, *sizes, f"{outcome.seconds:.0f}", outcome.verdict]

@@ -1,0 +1,60 @@
+"""`parity` as it is typed: layouts that compute the same, and one that loses part of a gradient."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distributed_training.tools.parity import exit_code
+from tests.conftest import SMALL, run_command
+from tests.e2e.support import clone
+
+# Norms lie outside what tp splits: each process has the gradient of its own tokens, to be summed.
+ENGINE = """
+from distributed_training.engines.native import NativeEngine
+from distributed_training.settings.engines import Traits
+
+TRAITS = Traits(build="Forgetful", axes=("tp",))
+
+
+class Forgetful(NativeEngine):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.terms = []
+"""
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [("ok", 0), ("ok, not run, other work", 0), ("not run", 1), ("ok, differs", 1),
+     ("failed, ok", 1)],
+)  # fmt: skip
+def test_exit_code(verdicts, code):
+    """A certificate needs a layout that agrees, and none that does not."""
+    assert exit_code(["reference", "rounding", *verdicts.split(", ")]) == code
+
+
+def test_every_layout_is_held_against_one_process(tmp_path):
+    """With a strategy of one's own, in which a term of some gradients is left out."""
+    repository = clone(tmp_path / "repository")
+    own = repository / "strategies" / "20_forgetful"
+    own.mkdir()
+    (own / "engine.py").write_text(ENGINE)
+    config = {"name": "forgetful", "mesh": {"tp": -1}, "engine": "engine.py"}
+    (own / "config.json").write_text(json.dumps(config))
+
+    values = {**SMALL, "max_steps": 4, "num_samples": 16}
+    keys = [f"{key}={value}" for key, value in values.items()]
+    words = ["--num_gpus", "2", "--strategies", "fsdp,tp,pp,hybrid,forgetful", "--set", *keys]
+    script = repository / "real_model_example.py"
+    found = run_command(["python", script, "parity", *words], cwd=repository, timeout_s=390)
+    assert found.returncode == 1, found.stdout + found.stderr
+    page = json.loads((repository / "runs/parity-x2/parity.json").read_text())
+    verdicts = {run["name"]: run["verdict"] for run in page["runs"][2:]}
+    good = dict.fromkeys(("fsdp", "tp", "pp"), "ok")
+    assert verdicts == {**good, "hybrid": "not run", "forgetful": "differs"}
+    assert "gradient norm of step 1 by " in page["runs"][-1]["why"]
+    text = (repository / "runs/parity-x2/parity.html").read_text()
+    assert "3 layouts of 5 compute what one process computes. These do not: forgetful." in text
+    assert not list(repository.glob("runs/parity-x2/runs/*/checkpoints"))
