@@ -132,16 +132,6 @@ def test_zb_h1_beyond_the_published_range() -> None:
         assert makespan_idle("zb-h1", c) == published(c) + (c.p - c.m) * c.w
 
 
-def test_zb_h2_beyond_the_published_range() -> None:
-    for c in cases("zb-h2", lambda c: c.p > 1):
-        own_span = simulated("zb-h2", c).span[0]
-        published = (c.p - 1) * max(Fraction(0), c.f + c.i - 2 * c.w)
-        if c.m < 2 * c.p - 1 and c.w <= min(c.f, c.i):
-            assert own_span == (c.p - 1) * (c.f + c.i) - (c.m - 1) * c.w > published
-        elif c.m >= 2 * c.p - 1 and c.w > c.f:
-            assert own_span == (c.p - 1) * max(Fraction(0), c.i - c.f) >= published
-
-
 def test_zb_v_idles_for_nothing_only_when_all_three_take_equally_long() -> None:
     durations = [(f, i, w) for f in (1, 2, 3) for i in (1, 2, 3) for w in (1, 2, 3)]
     for p in (3, 4):

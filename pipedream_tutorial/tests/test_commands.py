@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import pytest
 from pipedream.config import FOLDER
-from warm_python import warm_python
 
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -93,22 +92,13 @@ def differences(output: str, kind: str, text: str) -> list[str]:
     return missing
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with everything linked in, where files may be written; python is a warm one."""
-    folder = tmp_path_factory.mktemp("tutorial")
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with everything linked in, where files may be written."""
     for path in FOLDER.iterdir():
         if path.name not in ("figures", ".venv") and not path.name.startswith("."):
-            (folder / path.name).symlink_to(path)
-    tools = folder / "tools"
-    tools.mkdir()
-    with warm_python(tools) as python:
-        (tools / "python3").symlink_to(python)
-        # run.sh is tested in test_run_sh.py; here it must not set up anything.
-        bash = f'shift; exec {python} -m pipedream "$@" --set steps=0'
-        (tools / "bash").write_text(f"#!{shutil.which('bash')}\n{bash}\n")
-        (tools / "bash").chmod(0o755)
-        yield folder
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
 
 
 def run_block(block: Block, folder: Path) -> list[str]:
@@ -121,7 +111,7 @@ def run_block(block: Block, folder: Path) -> list[str]:
         cwd=folder,
         env={
             **inherited,
-            "PATH": f"{folder / 'tools'}:{os.environ['PATH']}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
         },
         stdin=subprocess.DEVNULL,

@@ -6,7 +6,6 @@ Questions go to a node process (explorer_cells.mjs); what Python says of them is
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 from fractions import Fraction
@@ -17,7 +16,7 @@ import torch
 from measured import events_of
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, load_csv, one_chain, recomputed, repeat, save_csv
+from pipedream.schedules.ops import Op, one_chain, recomputed, repeat, save_csv
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import activation_steps, idle, peak_activations
@@ -217,26 +216,6 @@ def test_csv_comes_back_and_says_what_is_wrong(tmp_path):
         assert answer == {"again": text, "stagesPerRank": schedule.stages_per_rank}
     for text, answer in zip(bad, found[len(good) :], strict=True):
         assert answer.keys() == {"error"}, text
-
-
-def test_orders_from_a_csv_run_and_cut_backwards_stay_where_they_are(tmp_path):
-    schedule = build_schedule("interleaved", 3, 6, 2)
-    save_csv(schedule, tmp_path / "it.csv")
-    c = chosen(p=3, m=6, n=2, durations=(1, "1/2", 2, "1/3"), scale=(1, 2, 1))
-    c |= {"csv": (tmp_path / "it.csv").read_bytes().decode()}
-    whole, cut = ask(
-        [{"ask": "run", "name": "csv", "chosen": c | {"cut": cut}} for cut in (False, True)]
-    )
-    wanted = repeat(load_csv(tmp_path / "it.csv"), 2)
-    scale = [1, 1, 2, 2, 1, 1]
-    costs = {"forward": 1, "input_gradient": "1/2", "weight_gradient": 2, "communication": "1/3"}
-    timeline = simulate(wanted, build_costs(wanted, **costs, scale=scale))
-    assert whole["makespan"] == str(timeline.makespan)
-    assert whole["ends"] == [[*line] for line in timeline.ends]
-    halved = [
-        re.sub(r"(\d+)B(\d+)", r"\1I\2,\1W\2", ",".join(map(str, order))) for order in wanted.orders
-    ]
-    assert cut["cells"] == halved
 
 
 def test_a_moved_operation_is_judged_as_the_simulator_would():

@@ -3,10 +3,8 @@
 import os
 import re
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from itertools import combinations
 from pathlib import Path
 from threading import Thread
 
@@ -18,9 +16,7 @@ from measured import events_of
 from pipedream.config import SHARED_RULES
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import recomputed, save_csv
-from pipedream.simulate.comparison import stage_factors
-from pipedream.simulate.measures import peak_activations
+from pipedream.schedules.ops import save_csv
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import write_trace
 
@@ -106,40 +102,6 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(browser, tmp_path, width,
     assert paper.max() < 40 if dark else paper.min() > 240
     colours = {f"#{colour:06x}" for colour in np.unique(shot @ [65536, 256, 1])}
     assert {browser.js(f"explorer.main.theme.{kind}") for kind in "FIW"} <= colours
-
-
-# Machado, Oliveira and Fernandes (2009): linear RGB as seen without one kind of cone.
-BLINDNESS = {
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-               [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-               [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-               [0.004733, 0.691367, 0.303900]],
-}  # fmt: skip
-TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-
-
-def lab(linear):
-    """CIELAB of linear RGB, in which equal distances look about equally large."""
-    xyz = np.clip(TO_XYZ @ linear / (TO_XYZ @ np.ones(3)), 0, 1)
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_colours_of_kinds_differ_for_the_colour_blind(browser, dark):
-    """By 20 and more, where 2.3 is a difference that one just sees."""
-    browser.open(PAGE, dark=dark)
-    theme = browser.js("Object.fromEntries(Object.entries(explorer.main.theme).slice(0, 7))")
-    seen = {}
-    for name in ("F", "R", "B", "I", "W", "lane"):
-        srgb = np.frombuffer(bytes.fromhex(theme[name][1:]), np.uint8) / 255
-        seen[name] = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    for kind, matrix in BLINDNESS.items():
-        for one, other in combinations(seen, 2):
-            a, b = (lab(np.clip(matrix @ seen[name], 0, 1)) for name in (one, other))
-            assert np.linalg.norm(a - b) > 20, (kind, one, other)
 
 
 def ranks():
@@ -262,40 +224,6 @@ def test_the_keyboard_is_enough(browser):
     before = browser.js("explorer.player.time")
     browser.key(".")
     assert browser.js("explorer.player.time") > before
-
-
-def test_recomputation_and_uneven_stages_of_a_rank_by_keyboard(browser):
-    browser.open(PAGE, "#schedule=zb-v&m=6")
-    assert browser.js("document.getElementById('kept-box').hidden")
-    press(browser, "'#recompute'", "Space")
-    press(browser, "'#kept'", "ArrowRight")
-    press(browser, "'#uneven summary'", "Enter")
-    press(browser, "'#chunked'", "Space")
-    press(browser, "'#scales label:nth-child(8) input'", "ArrowRight", "ArrowRight")
-    assert "part 7, rank 0" in text(browser, "scales")
-    assert "R, forward again" in text(browser, "legend")
-    kept = browser.js("explorer.store.chosen.kept")
-    assert Fraction(kept) > Fraction(1, 20)
-    schedule = recomputed(build_schedule("zb-v", 4, 6), Fraction(kept))
-    scale = stage_factors([Fraction(1)] * 7 + [Fraction(3, 2)], 8)
-    wanted = str(simulate(schedule, build_costs(schedule, scale=scale)).makespan)
-    held = [*map(str, peak_activations(schedule))]
-    for _ in range(2):  # as set, and from the address
-        assert browser.js("explorer.main.run.numbers.makespan.toString()") == wanted
-        assert browser.js("explorer.main.run.numbers.peakActivations.map(String)") == held
-        browser.wait("location.hash.includes('_1.5') && location.hash.includes('recompute=1')")
-        browser.open(PAGE, browser.js("location.hash"))
-    press(browser, "'#uneven summary'", "Enter")
-    press(browser, "'#chunked'", "Space")
-    assert browser.js("document.getElementById('scales').children.length") == 4
-    browser.js("explorer.store.change({ schedule: 'search' })")
-    assert "search has no recomputation" in browser.js("explorer.main.error.textContent")
-
-
-def press(browser, selector, *keys):
-    browser.js(f"document.querySelector({selector}).focus()")
-    for key in keys:
-        browser.key(key)
 
 
 def solve_third(browser):

@@ -20,15 +20,14 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from pipedream.draw.charts import draw_gradient_error
 from pipedream.draw.data import forwards_only, idle_curves, standings
 from pipedream.draw.grids import draw_picture, kind_colours
-from pipedream.draw.page import LEAST, number
+from pipedream.draw.page import LEAST
 from pipedream.errors import main_with_errors
 from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
 from pipedream.schedules.closed_forms import Case as ClosedCase
 from pipedream.simulate.comparison import Case, Row, compare, measure
-from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline, simulate
 
 from results.lab.tutorial.figures import PICTURES as STEPS
@@ -233,71 +232,6 @@ def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[s
             assert {m: on_line[m] for m in counts if m in on_line} == {
                 point[0]: float(point[field]) for point in curve.closed
             }
-
-
-def test_memory_points_are_the_peaks(shipped: dict[str, Drawn]) -> None:
-    case = case_of()
-    drawn = {
-        line.get_marker(): set(zip(line.get_xdata(), line.get_ydata(), strict=True))
-        for line in shipped["memory_vs_bubble"].figure.axes[0].get_lines()
-        if line.get_marker() in ("o", "D")
-    }
-    expected = set()
-    for one in standings(case)[0]:
-        row = one.row
-        if not row.policy.stashed:
-            continue
-        held = zip(peak_activations(row.stream.schedule), row.weight_copies, strict=True)
-        activations, copies = max(held, key=sum)
-        expected.add((float(one.steady_idle), float(activations + copies)))
-    unbeaten = {
-        (x, y)
-        for x, y in expected
-        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in expected)
-    }
-    assert drawn == {"o": expected - unbeaten, "D": unbeaten}
-
-
-def test_areas_and_lines_over_time_are_the_measures(shipped: dict[str, Drawn]) -> None:
-    case = case_of(num_batches=2)
-    rows = [measure(name, case) for name in pipedream_visual.OVER_TIME]
-    panels = shipped["activations_and_versions"].figure.axes
-    top = float(max(max(*row.peak_activations, *row.weight_copies) for row in rows))
-    for ax, row in zip(panels, rows, strict=True):
-        peaks = [text.get_text() for text in ax.texts]
-        assert peaks == [
-            f"{number(a)} / {number(Fraction(w))}"
-            for a, w in zip(row.peak_activations, row.weight_copies, strict=True)
-        ]
-        for rank, area in enumerate(ax.collections):
-            ys = np.concatenate([path.vertices[:, 1] for path in area.get_paths()])
-            height = (rank + 0.4 - ys.min()) / 0.8 * top
-            assert height == pytest.approx(float(row.peak_activations[rank]))
-        steps = [line for line in ax.get_lines() if line.get_drawstyle() == "steps-post"]
-        for rank, line in enumerate(steps):
-            kept = (rank + 0.4 - np.asarray(line.get_ydata())) / 0.8 * top
-            assert kept.max() == pytest.approx(float(row.weight_copies[rank]))
-            assert line.get_xdata()[-1] == float(row.stream.makespan)
-
-
-def test_gradient_errors_are_the_rows(tmp_path: Path) -> None:
-    rows = made_up_rows()
-    figure = draw_gradient_error(rows, tmp_path / "g.png")
-    left, right = figure.axes
-    drawn = Counter(
-        (float(x), float(y), line.get_linestyle())
-        for line in left.get_lines()
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-    )
-    style = {"pipedream": ":", "pipedream-no-stash": "-"}
-    assert drawn == Counter(
-        (row["learning_rate"], row["median_relative_error"], style[row["mode"]])
-        for row in rows
-        if row["median_relative_error"] is not None
-    )
-    by_stage = [list(line.get_ydata()) for line in right.get_lines()]
-    at = [row for row in rows if row["learning_rate"] == 0.1 and row["mode"] != "pipedream"]
-    assert by_stage == [row["per_stage"] for row in at]
 
 
 @pytest.mark.parametrize("name", STEPS)

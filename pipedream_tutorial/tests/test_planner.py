@@ -110,15 +110,6 @@ def test_a_straight_pipeline_of_two_is_the_known_split():
     assert plan.bottleneck == "compute of stage 1"
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
-def test_links_too_slow_to_use_and_no_weights_give_data_parallelism(workers):
-    layers = [layer(seconds, activation=10**18) for seconds in (7, 2, 5, 10, 8)]
-    plan = plan_pipeline(layers, num_workers=workers, bandwidth=1)
-    assert plan.period_s == Fraction(32, workers)
-    assert plan.replicas == (workers,)
-    assert plan.noam == 1
-
-
 def test_the_bottleneck_can_be_synchronisation_or_a_link():
     heavy = make_plan([layer(1, weight=100)], [(0, 2)], bandwidth=10)
     # 2 * (2 - 1) / 2 * 100 bytes at 10 bytes/s, once for two microbatches

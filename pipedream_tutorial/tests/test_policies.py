@@ -5,8 +5,6 @@ from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy, WeightUse, weight_use
 
-SIZES = [(p, m) for p in range(1, 7) for m in range(max(1, p - 1), p + 3)]
-
 
 def sizes_of(name: str) -> list[tuple[int, int]]:
     if name == "chimera":
@@ -63,14 +61,3 @@ def test_versions_kept_are_those_still_to_be_read(name: str) -> None:
             assert used[stage].peak_versions == kept_at_most(ops, used[stage], updates)
             assert used[stage].live[-1][1] == 1
             assert [op for op, _ in used[stage].live] == ops
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_in_place_updates_change_the_weights_between_forward_and_backward(p: int, m: int) -> None:
-    _, used = run("pipedream-no-stash", p, m, 4)
-    for s, use in used.items():
-        assert use.peak_versions == 1
-        for i in range(4 * m):
-            assert use.forward[i] == i - min(i, p - 1 - s)
-            assert use.backward[i] == i  # all earlier microbatches have updated it by now
-    assert used[p - 1].forward == used[p - 1].backward

@@ -1,15 +1,13 @@
 """Profiles: what is loaded, what is refused, what is measured; the GPT-2 layers that are."""
 
 import json
-import time
 from pathlib import Path
 
 import pipedream_planner
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.plan.profile import load_profile, measure_profile
-from pipedream.train import models as gpt2_layers
+from pipedream.plan.profile import load_profile
 from pipedream.train.models import GPT2_SIZES, Block, GPT2Size, gpt2_layer_names
 from torch import nn
 
@@ -84,46 +82,6 @@ def test_what_is_no_profile_s_json_is_refused(tmp_path, text, expected):
 
 # Measuring.
 
-FORWARD_S, BACKWARD_S = 0.012, 0.03
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(FORWARD_S)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(BACKWARD_S)
-        return gradient
-
-
-class Sleeper(nn.Module):
-    """Known times and sizes; the first runs are slow, as where something is set up."""
-
-    def __init__(self, slow_runs=0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 8))
-        self.slow_runs = slow_runs
-
-    def forward(self, x):
-        if self.slow_runs:
-            self.slow_runs -= 1
-            time.sleep(0.2)
-        return _Sleep.apply(x @ self.weight.T @ self.weight)
-
-
-def test_times_are_medians_without_the_warm_up_and_bytes_are_the_tensors():
-    modules = [("slow at first", Sleeper(slow_runs=3)), ("even", Sleeper())]
-    layers = measure_profile(modules, torch.ones(3, 8), repeats=3, warmup=3)
-    assert [layer.name for layer in layers] == ["slow at first", "even"]
-    for layer in layers:
-        assert FORWARD_S <= layer.forward_s < FORWARD_S + 0.08
-        assert BACKWARD_S <= layer.backward_s < BACKWARD_S + 0.08
-        assert (layer.activation_bytes, layer.weight_bytes) == (3 * 8 * 4, 4 * 8 * 4)
-    assert all(module.weight.grad is None for _, module in modules)
-
 
 def test_the_script_measures_and_saves_a_model(tmp_path, monkeypatch):
     monkeypatch.setitem(GPT2_SIZES, "tiny", TINY)
@@ -166,19 +124,3 @@ def test_a_block_is_torch_s_pre_norm_encoder_layer_under_a_causal_mask():
     mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
     expected = reference(x, src_mask=mask, is_causal=True)
     assert torch.allclose(block(x), expected, rtol=0, atol=1e-12)
-
-
-def test_layers_in_a_row_are_a_causal_language_model_with_gpt2_s_initial_weights():
-    torch.manual_seed(0)
-    layers = gpt2_layers.gpt2_layers(TINY)
-    assert len(layers) == len(gpt2_layer_names(TINY)) == 4
-    assert layers[1].mlp_out.weight.std().item() == pytest.approx(
-        0.01, rel=0.1
-    )  # .02 / sqrt(2 * 2)
-    assert layers[1].mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    model = nn.Sequential(*layers)
-    tokens = torch.randint(TINY.vocabulary, (1, 8))
-    changed = tokens.clone()
-    changed[0, 5] = (tokens[0, 5] + 1) % TINY.vocabulary
-    same = (model(tokens) == model(changed)).all(dim=-1)[0]
-    assert same.tolist() == [True] * 5 + [False] * 3

@@ -1,7 +1,6 @@
 """A plan's stages in the simulator: orders with replicas, and the period that they run at."""
 
 from fractions import Fraction
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -52,26 +51,6 @@ def test_the_period_is_the_slowest_stage_s(stages):
     assert period_of(replicas, full_speed_in_flight(replicas), forward, backward) == expected
 
 
-def balanced_period(replicas, in_flight):
-    """With one second of work a microbatch and worker: 1 is full speed."""
-    third = [Fraction(count, 3) for count in replicas]
-    return period_of(replicas, in_flight, third, [2 * part for part in third], m=96)
-
-
-def test_with_equal_work_on_each_worker_fewer_in_flight_are_too_few():
-    checked = 0
-    for p in (2, 3):
-        for replicas in product((1, 2, 3), repeat=p):
-            counts = full_speed_in_flight(replicas)
-            assert balanced_period(replicas, counts) == 1
-            for stage in range(p - 1):
-                fewer = [n - (k == stage) for k, n in enumerate(counts)]
-                if fewer[stage]:
-                    assert balanced_period(replicas, fewer) > 1
-                    checked += 1
-    assert checked == 63
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(layers=small_layers, workers=st.integers(1, 5), bandwidth=st.sampled_from([1, 7, 50]))
 def test_with_busy_links_the_simulation_has_the_predicted_period(layers, workers, bandwidth):
@@ -79,12 +58,3 @@ def test_with_busy_links_the_simulation_has_the_predicted_period(layers, workers
     run = simulate_plan(plan, 160, busy_links=True)
     assert run.period_s == plan.period_s
     assert 0 < run.utilisation <= 1
-
-
-def test_a_run_that_is_too_short_gives_no_period_rather_than_a_wrong_one():
-    replicas = (3, 1, 2)
-    counts = full_speed_in_flight(replicas)
-    found = [period_of(replicas, counts, (1, 2, 1), (2, 1, 3), m) for m in range(1, 60)]
-    assert set(found) == {None, 3}
-    assert found[0] is found[17] is None
-    assert found[-1] == 3

@@ -115,18 +115,6 @@ def test_a_venv_is_made_once_and_mended_when_requirements_change(copy, with_uv):
     assert log.read_text() == 2 * "venv --quiet\npip install\n"
 
 
-def test_an_active_environment_that_lacks_something_is_left_alone(tmp_path, copy, with_uv):
-    env, _, _ = with_uv
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "python").write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
-    (bare / "python").chmod(0o755)
-    env = {**env, "PATH": f"{bare}:{env['PATH']}", "VIRTUAL_ENV": str(bare)}
-    assert run(copy, env, "x")[:2] == (0, "['x']\n")
-    assert (copy.parent / ".venv/bin/python").is_file()
-    assert [path.name for path in bare.iterdir()] == ["python"]
-
-
 def test_a_failed_setup_is_an_error_and_is_tried_again(copy, with_uv):
     env, _, fails = with_uv
     fails.touch()

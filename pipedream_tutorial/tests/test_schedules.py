@@ -154,15 +154,6 @@ def in_a_row(s: Schedule, k: int, c: Case) -> Fraction:
     return simulate(repeat(s, k), costs).makespan
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "chimera"])
-def test_batches_in_a_row_take_exactly_as_long_as_each_alone(name: str) -> None:
-    rng = random.Random(name)
-    for p, m in ((2, 2), (2, 6), (4, 4), (4, 8)):
-        s, c = build_schedule(name, p, m), Case(p, m, 2, *drawn(rng, 3))
-        for k in (2, 3, 4):
-            assert in_a_row(s, k, c) == k * in_a_row(s, 1, c)
-
-
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
 def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> None:
     """Each further batch costs its work and rank 0's own idle span, which may be less than X."""

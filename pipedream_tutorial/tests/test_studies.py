@@ -51,14 +51,6 @@ def test_in_place_error_is_linear_in_the_learning_rate_and_falls_towards_the_end
         assert row.per_stage[0] > row.per_stage[1] > row.per_stage[2] > row.per_stage[3] == 0
 
 
-def test_in_place_error_grows_with_depth() -> None:
-    rows = gradient_errors([1, 2, 4], [0.05], num_batches=3)
-    errors = {(row.num_stages, row.mode): row.median_relative_error for row in rows}
-    assert [errors[p, "pipedream"] for p in (1, 2, 4)] == [0, 0, 0]
-    one, two, four = (errors[p, "pipedream-no-stash"] for p in (1, 2, 4))
-    assert one == 0 < two < four
-
-
 def test_comparison_of_all_schedules() -> None:
     rows = {row.name: row for row in compare_training(every=1, **sizes(3, num_batches=6))}
     assert tuple(rows) == TRAINED

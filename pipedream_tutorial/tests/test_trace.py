@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, repeat
-from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.measures import peak_activations
+from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
 from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers, write_trace
 
@@ -169,36 +168,6 @@ def test_a_predicted_trace_is_the_timeline(tmp_path: Path, name: str, communicat
     latency = timeline.costs.communication
     assert len(on_the_way) == (2 * len(transfers(timeline.schedule)) if latency else 0)
     assert {ns(e["dur"]) for e in on_the_way} == ({latency * unit * 10**9} if latency else set())
-
-
-@pytest.mark.parametrize("name", ["pipedream", "zb-v", "chimera"])
-def test_counters_are_the_measures(name: str) -> None:
-    schedule = build_schedule(name, P, M)
-    v = schedule.stages_per_rank
-    timeline = simulate(schedule, build_costs(schedule))
-    policy = POLICIES[SCHEDULES[name].policy]
-    batch = M if SCHEDULES[name].policy == "flush" else 3  # 2BW needs p - 1 of them
-    document = trace_document(predicted=timeline, policy=policy, batch_size=batch)
-    series = defaultdict(list)
-    for e in document["traceEvents"]:
-        if e["ph"] == "C":
-            series[e["pid"] - 1000, e["name"]].append((e["ts"], e["args"]["count"]))
-    peaks = peak_activations(schedule)
-    use = weight_use(schedule, policy, batch)
-    for rank in range(P):
-        held = series[rank, "held activations (microbatches)"]
-        versions = series[rank, "live weight versions"]
-        stages = {op.stage for item in schedule.orders[rank] for op in item.parts}
-        assert held[0][0] == 0
-        assert held[-1][1] == 0
-        assert max(count for _, count in held) == peaks[rank]
-        assert versions[0][0] == 0
-        if len(stages) == 1:
-            assert max(count for _, count in versions) == use[rank].peak_versions
-        else:
-            assert {count for _, count in versions} == {len(stages) / v}
-        for times in (held, versions):
-            assert [t for t, _ in times] == sorted({t for t, _ in times})
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])

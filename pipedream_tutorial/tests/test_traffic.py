@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import product
 
 import pytest
 import torch
-from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.trace import transfers
@@ -79,16 +77,6 @@ def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
         assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
 
 
-def test_all_devices_together_hold_the_model_once_but_for_what_is_not_cut() -> None:
-    for t, p in product((1, 2, 4), (1, 2, 4)):
-        layout = Layout(title="", tensor=t, pipeline=p)
-        held = t * sum(stage_parameters(SMALL, layout, s) for s in range(p))
-        d = SMALL.hidden
-        whole = SMALL.layers * 6 * d + SMALL.sequence * d + 2 * d
-        tied = SMALL.vocabulary * d * (p > 1)
-        assert held == SMALL.parameters + (t - 1) * whole + tied
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "pipedream"])
 def test_pipeline_traffic_is_counted_in_the_orders(name: str) -> None:
     p, k, b = 4, 8, 2
@@ -102,55 +90,6 @@ def test_pipeline_traffic_is_counted_in_the_orders(name: str) -> None:
     for stage, count in enumerate(messages):
         tied = SMALL.vocabulary * SMALL.hidden * (stage in (0, p - 1))
         assert sent(SMALL, layout, k, b, stage)["pipeline"] == 2 * (count * tensor + tied)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "pipedream"])
-def test_activations_are_those_that_the_order_holds(name: str) -> None:
-    """With blocks so wide that the fullest stage is the one that holds most of them."""
-    held = peak_activations(build_schedule(name, 4, 8))
-    wide = replace(SMALL, hidden=1024, vocabulary=1)
-    layout = Layout(title="", pipeline=4, schedule=name)
-    found = cost(wide, layout, sequences=16, microbatch=2).activations
-    blocks = 2 * block_activations(wide, layout, 2)
-    passed = 2 * wide.sequence * wide.hidden
-    first = held[0] * (blocks + passed)
-    last = held[3] * (blocks + 4 * passed + 4 * 2 * wide.sequence)
-    assert found == max(first, held[1] * blocks, last)
-
-
-def test_tensor_parallel_traffic_and_activations_written_out() -> None:
-    """4 all-reduces of [b, T, D] a block, one at the embedding and one at the projection; a block's
-    activations are 34 b T D, of which 10 are not divided unless the sequence is."""
-    t, k, b = 4, 3, 2
-    tensor = b * SMALL.sequence * SMALL.hidden
-    reduce_all = 2 * Fraction(t - 1, t) * tensor
-    found = sent(SMALL, Layout(title="", tensor=t), k, b, 0)
-    assert found["tensor"] == 2 * k * (4 * SMALL.layers + 2) * reduce_all
-    cut = sent(SMALL, Layout(title="", tensor=t, sequence_parallel=True), k, b, 0)
-    assert cut["tensor"] == 2 * k * (5 * SMALL.layers + Fraction(5, 2)) * reduce_all
-    # In a pipeline each stage has its own blocks' share, and together that is all.
-    layout = Layout(title="", tensor=t, pipeline=2)
-    assert sum(sent(SMALL, layout, k, b, s)["tensor"] for s in (0, 1)) == found["tensor"]
-    whole, uncut, cut = (
-        block_activations(SMALL, Layout(title="", tensor=t, sequence_parallel=sequence), 2)
-        for t, sequence in ((1, False), (4, False), (4, True))
-    )
-    assert whole == 34 * 2 * SMALL.sequence * SMALL.hidden
-    assert (uncut, cut) == (whole * Fraction(16, 34), whole / 4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [
-        (Layout(title="", tensor=3), "4 heads cannot be cut into 3"),
-        (Layout(title="", pipeline=3), "8 blocks cannot be cut into 3"),
-        (Layout(title="", data=16), "8 sequences cannot be cut into 16"),
-        (Layout(title="", data=2, pipeline=2, zero=2), "ZeRO-2 communicates at every microbatch"),
-    ],
-)
-def test_what_cannot_be_is_said(layout: Layout, text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        cost(SMALL, layout, sequences=8, microbatch=1)
 
 
 def test_a_v_has_its_own_memory_and_traffic() -> None:

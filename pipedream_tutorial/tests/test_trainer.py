@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream.schedules.catalogue import schedule_for_training
-from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
-from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.schedules.policies import POLICIES
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import build_trainers, run_schedule, train
+from pipedream.train.oracle import train
 from pipedream.train.trainer import StageTrainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,14 +28,6 @@ def middle_stage(module: nn.Module, policy: str = "flush", batch_size: int = 2, 
     return StageTrainer(
         module, POLICIES[policy], stage=1, num_stages=3, batch_size=batch_size, num_microbatches=2,
         learning_rate=0.1, **more,
-    )  # fmt: skip
-
-
-def one_trainer_a_stage(p: int, name: str, m: int, num_batches: int) -> list[StageTrainer]:
-    schedule, policy = schedule_for_training(name, p, m, num_batches)
-    return build_trainers(
-        build_stages(p, 1, seed=0), policy, batch_size=m, num_microbatches=m * num_batches,
-        learning_rate=0.1, cut=schedule.cuts_backward,
     )  # fmt: skip
 
 
@@ -75,50 +65,6 @@ def test_which_weights_the_backward_pass_reads(name: str) -> None:
     torch.testing.assert_close(
         trainer.weights["weight"].detach(), updated - 0.1 * g.T @ second, rtol=1e-13, atol=1e-14
     )
-
-
-def sizes(name: str) -> list[tuple[int, int]]:
-    every = [(1, 2), (2, 1), (2, 4), (3, 2), (3, 6), (4, 3), (4, 8)]
-    return [(p, m) for p, m in every if name != "pipedream-2bw" or m >= p - 1]
-
-
-@pytest.mark.parametrize(("name", "p", "m"), [(n, p, m) for n in NAMES for p, m in sizes(n)])
-def test_versions_and_staleness_are_those_counted_from_the_order(name: str, p: int, m: int) -> None:
-    num_batches = 4
-    schedule, policy = schedule_for_training(name, p, m, num_batches)
-    expected = weight_use(schedule, policy, m)
-    trainers = one_trainer_a_stage(p, name, m, num_batches)
-    history = [[{n: w.detach().clone() for n, w in t.weights.items()}] for t in trainers]
-    forward: list[dict[int, int]] = [{} for _ in trainers]
-    staleness: list[dict[int, int]] = [{} for _ in trainers]
-    kept: list[list[int]] = [[] for _ in trainers]
-
-    def watch(op: Op, _: list[StageTrainer]) -> None:
-        kind, s, i = op
-        trainer = trainers[s]
-        if kind == FORWARD:
-            flight = trainer.in_flight[i]
-            forward[s][i] = flight.version
-            content = history[s][flight.version]
-            assert all(torch.equal(w, content[n]) for n, w in flight.weights.items())
-        elif kind in (BACKWARD, WEIGHT_GRADIENT):
-            updated = trainer.updates == len(history[s])
-            staleness[s][i] = trainer.updates - updated - forward[s][i]
-            if updated:
-                history[s].append({n: w.detach().clone() for n, w in trainer.weights.items()})
-        kept[s].append(len(trainer.versions))
-
-    run_schedule(schedule, trainers, build_task(seed=0), watch)
-    for s, trainer in enumerate(trainers):
-        assert forward[s] == expected[s].forward
-        assert staleness[s] == expected[s].staleness
-        assert trainer.peak_versions == expected[s].peak_versions == max(kept[s])
-        counted = [count for _, count in expected[s].live]
-        # The trainer forgets at updates only, so between them it may hold what is no more needed.
-        assert all(have >= need for have, need in zip(kept[s], counted, strict=True))
-        assert trainer.updates == m * num_batches // (1 if policy.per_microbatch else m)
-        assert not trainer.in_flight
-        assert set(trainer.versions) == {trainer.updates} == {len(history[s]) - 1}
 
 
 @pytest.mark.parametrize(
