@@ -35,6 +35,7 @@ from distributed_training.settings.parser import Parser, not_negative
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
+AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +47,26 @@ class Program:
     about: str
 
 
-def build_parser(program: Program, keys: Iterable[Key]) -> argparse.ArgumentParser:
-    """Every key as an option, by all of its names, grouped as in CONFIG."""
+def build_parser(
+    program: Program, keys: Iterable[Key], command: Callable[..., int], more: AddOptions
+) -> argparse.ArgumentParser:
+    """A command's own options, then every key as one, by all of its names, grouped by need."""
     name = program.script.name
+    usage = f"{name} {command.__name__} [OPTIONS] [--KEY VALUE ...]"
+    about = command.__doc__
+    if command is train:
+        usage = f"{name} [train] [--KEY VALUE ...] [--preset NAME]"
+        others = [other for other in COMMANDS if other != "train"]
+        usage += "".join(f"\n       {name} {other} --help" for other in others)
+        about = program.about
     parser = Parser(
         prog=name,
-        description=program.about,
-        usage=f"{name} [train] [--KEY VALUE ...] [--preset NAME] [--num_gpus N] [--dry-run]\n"
-        + "".join(f"       {name} {command} ...\n" for command in COMMANDS if command != "train"),
-        epilog=f"torchrun --nproc_per_node=N {name} and deepspeed --num_gpus=N {name} work, too.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 28, 100),
+        description=about,
+        usage=usage,
+        epilog=f"Other launchers work, too: deepspeed --num_gpus=N {name}",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
     )
+    more(parser)
     # Overrides are kept as key=value texts, in the order of the command line.
     parser.set_defaults(overrides=[])
     add = parser.add_argument
@@ -99,9 +109,10 @@ def about_key(key: Key, *more: str) -> str:
 def parse(
     argv: Sequence[str],
     program: Program,
-    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    command: Callable[..., int],
+    more: AddOptions = lambda parser: None,
 ) -> argparse.Namespace:
-    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`; `more` adds a
+    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`; `more` adds the
     command's own options."""
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
@@ -109,8 +120,7 @@ def parse(
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
-    parser = build_parser(program, keys.values())
-    more(parser)
+    parser = build_parser(program, keys.values(), command, more)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].lstrip("-").partition("=")[0]
@@ -150,24 +160,24 @@ def _parser(program: Program, command: str, about: str | None) -> Parser:
 def plan(argv: Sequence[str], program: Program) -> int:
     """Every layout of every strategy, ranked by predicted time; nothing runs."""
     module = _load("tools.plan")
-    arguments = parse(argv, program, module.add_options)
+    arguments = parse(argv, program, plan, module.add_options)
     build = functools.partial(configure, arguments, program)
     return module.run(arguments, build, program.script)
 
 
 def compare(argv: Sequence[str], program: Program) -> int:
     """The same work under several strategies, one after the other, on one page."""
-    return _train_several("tools.compare", argv, program)
+    return _train_several(compare, "tools.compare", argv, program)
 
 
 def parity(argv: Sequence[str], program: Program) -> int:
     """Whether every layout computes what one process computes."""
-    return _train_several("tools.parity", argv, program)
+    return _train_several(parity, "tools.parity", argv, program)
 
 
-def _train_several(name: str, argv: Sequence[str], program: Program) -> int:
+def _train_several(command: Command, name: str, argv: Sequence[str], program: Program) -> int:
     module = _load(name)
-    arguments = parse(argv, program, module.add_options)
+    arguments = parse(argv, program, command, module.add_options)
 
     def build(texts: Sequence[str]) -> RunConfig:
         given = {**vars(arguments), "overrides": list(texts)}
@@ -191,7 +201,7 @@ def doctor(argv: Sequence[str], program: Program) -> int:
 
 def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
-    arguments = parse(argv, program)
+    arguments = parse(argv, program, train)
     if arguments.run_dir is not None:
         return start_planned(arguments.run_dir)
     config = configure(arguments, program)

@@ -118,8 +118,9 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to `word`, or None when nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.55)
+    return lower[close[0]] if close else None
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -105,7 +105,7 @@ class Wanted:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `compare` takes besides CONFIG's keys."""
-    add = parser.add_argument_group("What to compare").add_argument
+    add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN.json", help="runs, as in results/plans/")
     add("--strategies", metavar="A,B", help="without a plan: strategies, separated by commas")
     add("--seeds", type=int, default=1, metavar="N", help="runs of each, with seed, seed + 1, ...")

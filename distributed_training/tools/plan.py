@@ -32,7 +32,7 @@ BEST = 3
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` takes besides CONFIG's keys."""
-    add = parser.add_argument_group("What to plan for").add_argument
+    add = parser.add_argument
     add("--gpu", metavar="GPU", help="a GPU of the table, or JSON that describes one")
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
