@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
+INDEX = "model.safetensors.index.json"  # of weights in several files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +40,23 @@ class ModelSize:
     num_layers: int
     num_heads: int
     hidden_size: int
-    block_matrices: tuple[tuple[int, int], ...]  # shapes of those of one block
+    # Shapes of those of one block: tp splits them by rows and by columns in turn.
+    block_matrices: tuple[tuple[int, int], ...]
     block_parameters: int
     block_parameters_split: int  # those that tp divides; the others every process holds whole
     block_norm_parameters: int  # those that each process of tp uses on its own tokens
     final_norm_parameters: int
     position_parameters: int = 0  # of the position embedding
     tied: bool = True  # whether the output layer has the token embedding's weights
+    num_kv_heads: int | None = None  # groups of heads that share keys and values; None: none do
+    mlp_units: int | None = None  # what tp deals out of the hidden units; None: each by itself
+    block_tensors: int = 12  # parameters of a block, each a tensor
+    config: dict[str, Any] = field(default_factory=dict)  # what else the family's modules need
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.block_matrices[1][1]
 
     @property
     def block_matrix_parameters(self) -> int:
@@ -72,10 +83,10 @@ class ModelSize:
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward plus backward FLOPs for one token of a `seq_len` sequence: 6N + 12 L D T (PaLM,
-        appendix B), the two attention products over the full T x T square."""
+        appendix B; D: of all heads), the two attention products over the full T x T square."""
         # Looking tokens up multiplies nothing; a tied embedding's rows do so at the output.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
-        return 6 * used + 12 * self.num_layers * self.hidden_size * seq_len
+        return 6 * used + 12 * self.num_layers * self.attention_width * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,33 +118,45 @@ class ModelSpec:
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             raise UserError(what, "it has no config.json", "give an earlier run's hf/ folder")
         (found,) = _load(self.family).sizes(folder).values()
-        for field, ours in asdict(self.size).items():
-            if (theirs := getattr(found, field)) != ours:
-                what = f"weights {folder}: {field}={theirs} but the model has {ours}"
+        for name, ours in asdict(self.size).items():
+            if (theirs := getattr(found, name)) != ours:
+                what = f"weights {folder}: {name}={theirs} but the model has {ours}"
                 raise UserError(what, fix="set model to the size of these weights")
-        try:
-            with safe_open(folder / "model.safetensors", "np"):
-                pass  # opening reads the header and compares it with the file's length
-        except (SafetensorError, OSError) as error:
-            what = f"weights {folder}: model.safetensors cannot be read"
-            raise UserError(what, str(error), "fetch it again") from None
+        for file in weight_files(folder) or [folder / "model.safetensors"]:
+            try:
+                with safe_open(file, "np"):
+                    pass  # opening reads the header and compares it with the file's length
+            except (SafetensorError, OSError) as error:
+                what = f"weights {folder}: {file.name} cannot be read"
+                raise UserError(what, str(error), "fetch it again") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of a Hugging Face folder, none where it has none."""
+    if (folder / INDEX).is_file():
+        names = set(load_json(folder / INDEX, "weights")["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    return [file for file in (folder / "model.safetensors",) if file.is_file()]
 
 
 def find_model(name: str) -> ModelSpec:
     """The model that CONFIG's `model` names; raise UserError where there is none."""
     known = {size: family for family in FAMILIES for size in _load(family).sizes()}
-    if name in known:
-        family = _load(known[name])
-        size = family.sizes()[name]
-        hub_id = getattr(family, "HUB_IDS", {}).get(name)
-        return ModelSpec(label=name, family=known[name], size=size, hub_id=hub_id)
+    ids = {size: hub_id for family in FAMILIES for size, hub_id in _load(family).HUB_IDS.items()}
+    published = next((size for size, hub_id in ids.items() if hub_id == name), name)
+    if published in known:
+        family = known[published]
+        size = _load(family).sizes()[published]
+        return ModelSpec(label=published, family=family, size=size, hub_id=ids.get(published))
     folder = user_path("model", name).resolve()
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json", "model")
-        family = config.get("model_type") if isinstance(config, dict) else None
-        if family not in FAMILIES:
-            what = f"model={shown(name)} has model_type {shown(family)}"
-            raise UserError(what, f"this suite trains {', '.join(FAMILIES)}")
+        kind = config.get("model_type") if isinstance(config, dict) else None
+        kinds = {each: family for family in FAMILIES for each in _load(family).MODEL_TYPES}
+        if kind not in kinds:
+            what = f"model={shown(name)} has model_type {shown(kind)}"
+            raise UserError(what, f"this suite trains {', '.join(kinds)}")
+        family = kinds[kind]
         (size,) = _load(family).sizes(folder).values()
         return ModelSpec(label=folder.name, family=family, size=size, weights_dir=folder)
     path, _, chosen = name.partition(":")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
@@ -18,10 +19,10 @@ import torch.nn.functional as F
 from distributed_training.models import ModelSize
 from distributed_training.models.loss import summed_cross_entropy
 
-Role = Literal["column", "row", "whole", "positions", "vocabulary"]
+Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """What tensor parallelism makes of a module: split by its output; split by its input (outputs are
-terms of a sum); held whole and used by each process on its own tokens; the same for a table that is
-indexed by position; rows dealt out by token."""
+terms of a sum); held whole and used by each process on its own tokens, or on its own heads; the
+same for a table that is indexed by position; rows dealt out by token."""
 
 
 class Linear(nn.Linear):
@@ -164,13 +165,15 @@ def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int
     return F.linear(x, weight)[..., :vocab_size]
 
 
-def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], float]) -> Decoder:
+def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> Decoder:
     """What `make` makes, on the CPU in fp32, with random weights that depend on `seed` alone:
-    matrices normal with the deviation that `std` gives for their names, biases 0, norms' weights 1.
+    matrices normal with deviation `std`, those whose products are added to the residuals with less
+    (Radford et al. 2019), biases 0, norms' weights 1.
     """
     with torch.device("meta"):
         model = make()
     model.to_empty(device="cpu")
+    roles = model.find_roles()
 
     def fill(index: int, named: tuple[str, nn.Parameter]) -> None:
         name = named[0]
@@ -180,7 +183,9 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: Callable[[str], f
         else:
             # A generator of its own, so that all cores can draw at the same time.
             generator = torch.Generator().manual_seed(seed * 100_003 + index)
-            values.normal_(0.0, std(name), generator=generator)
+            adds = roles.get(name.removesuffix(".weight")) == "row"
+            deviation = std / math.sqrt(2 * model.size.num_layers) if adds else std
+            values.normal_(0.0, deviation, generator=generator)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, itertools.count(), model.named_parameters()))

@@ -50,6 +50,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
         "column": parallel.ColwiseParallel(input_layouts=between),
         "row": _RowSplit(between),
         "whole": _OnOwnTokens(),
+        "heads": _OnOwnTokens(),
         "positions": _OnOwnTokens(shift=tokens > 1),
         "vocabulary": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
     }
@@ -69,8 +70,9 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
         f"{name}.{parameter}"
         for name, role in roles.items()
         for parameter, _ in model.get_submodule(name).named_parameters()
-        if sequence_parallel
-        and (role in ("whole", "positions") or (role, parameter) == ("row", "bias"))
+        if role == "heads"
+        or (sequence_parallel and role in ("whole", "positions"))
+        or (sequence_parallel and (role, parameter) == ("row", "bias"))
     }
 
 

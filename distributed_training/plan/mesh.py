@@ -76,6 +76,11 @@ def why_indivisible(
     if size.num_heads % tp:
         what = f"tp={tp} does not divide num_heads={size.num_heads} of {model.label}"
         return what, "attention is split by heads"
+    if (size.num_kv_heads or tp) % tp:
+        what = f"tp={tp} does not divide the {size.num_kv_heads} heads of k and v of {model.label}"
+        return what, "attention is split by them"
+    if (size.mlp_units or tp) % tp:
+        return f"tp={tp} does not divide the {size.mlp_units} parts of {model.label}'s MLP", ""
     each = schedule.stages_per_rank
     if pp > 1 and pp * each > size.num_layers:
         what = f"pp={pp} needs {pp * each} stages but {model.label} has {size.num_layers} blocks"

@@ -13,7 +13,7 @@ from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from tests.support import CPU_MACHINE, refused
 
-ROTARY = ROOT / "tests/models/rotary"
+LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 FOUR = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
 
 
@@ -44,7 +44,7 @@ def test_a_hugging_face_folder_has_the_size_of_its_config(folder):
     [
         ({"n_embd": "16"}, "n_embd='16' is not accepted"),
         ({"n_head": 3}, "n_head=3 does not divide n_embd=16"),
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "phi3"}, "model_type 'phi3'"),
     ],
 )
 def test_a_folder_that_our_gpt2_does_not_compute_is_refused(changes, words, folder):
@@ -75,33 +75,42 @@ def test_plans_of_folders(folder, tmp_path):
     )
     assert planned(tmp_path / "hf", tmp_path).weights_dir == tmp_path / "hf"
     assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
-    assert "-dp-six-x1" in planned(ROTARY, tmp_path).run_dir.name
 
 
-def test_a_family_outside_of_the_package():
-    first, untied = find_model(str(ROTARY)), find_model(f"{ROTARY}:untied")
-    assert (first.label, untied.label) == ("six", "untied")
-    for spec in (first, untied):
-        model = spec.build(dropout=0.0, seed=0)
-        assert (
-            sum(parameter.numel() for parameter in model.parameters()) == spec.size.num_parameters
-        )
-    with refused("untid", f"{ROTARY}:six, ", f"did you mean '{ROTARY}:untied'?"):
-        find_model(f"{ROTARY}:untid")
+def test_a_family_outside_of_the_package(tmp_path):
+    (tmp_path / "__init__.py").write_text(
+        "from distributed_training.models import gpt2\n"
+        "from distributed_training.models.gpt2 import build, load, save\n"
+        "def sizes(folder=None):\n"
+        "    return {'one': gpt2.SIZES['gpt2-tiny'], 'second': gpt2.SIZES['gpt2']}\n"
+    )
+    first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
+    assert (first.label, second.label) == ("one", "second")
+    model = first.build(dropout=0.0, seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == first.size.num_parameters
+    assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
+    with refused("ones", f"{tmp_path}:one, ", f"did you mean '{tmp_path}:one'?"):
+        find_model(f"{tmp_path}:ones")
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", str(ROTARY), f"{ROTARY}:untied"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", *LLAMAS])
 def test_what_sizes_say_is_what_modules_hold(name):
     """plan/ counts by a size's properties what parallel/ does by its roles."""
     spec = find_model(name)
     size, model = spec.size, spec.build(dropout=0.0, seed=0)
-    held = dict.fromkeys(("column", "row", "row bias", "whole", "positions", "vocabulary"), 0)
+    held = dict.fromkeys(
+        ("column", "row", "row bias", "whole", "heads", "positions", "vocabulary"), 0
+    )
     for module, role in model.find_roles().items():
         for parameter, values in model.get_submodule(module).named_parameters():
             held["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
     count, rows = size.num_layers, size.padded_vocab_size * size.hidden_size
     assert held["column"] + held["row"] == count * size.block_parameters_split
-    assert held["whole"] == count * size.block_norm_parameters + size.final_norm_parameters
+    assert len(list(model.blocks.parameters())) == count * size.block_tensors
+    assert (
+        held["whole"] + held["heads"]
+        == count * size.block_norm_parameters + size.final_norm_parameters
+    )
     assert held["positions"] == size.position_parameters
     assert held["vocabulary"] == rows * (1 if size.tied else 2)
     assert sum(held.values()) == sum(values.numel() for values in model.parameters())

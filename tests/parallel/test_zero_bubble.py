@@ -17,7 +17,7 @@ from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.settings.files import ROOT
 
 CPU = torch.device("cpu")
-MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/rotary")}
+MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/grouped")}
 TOKENS = 2 * 16  # of a micro-batch
 
 

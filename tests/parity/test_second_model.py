@@ -1,7 +1,7 @@
-"""A second model, in a folder outside the package, trains under every strategy as on one process.
+"""Llama's family trains under every strategy as on one process.
 
-It is as unlike GPT-2 as the seam allows (tests/models/rotary): what parallel/ and engines/ know of
-a model is what every family says of itself.
+It is as unlike GPT-2 as the seam allows: what parallel/ and engines/ know of a model is what every
+family says of itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import pytest
 from distributed_training.settings.files import ROOT
 from tests.parity.support import BASE, assert_equal_runs, cut, reference, run_cases, split
 
-FAMILY = ROOT / "tests/models/rotary"
-SECOND = {**BASE, "model": str(FAMILY), "tokenizer": "embedded", "seed": 7}
-UNTIED = {"model": f"{FAMILY}:untied"}
+# Grouped heads with norms, tied; and biases, scaled positions, an output layer of its own.
+TIED = {"model": str(ROOT / "tests/models/grouped")}
+UNTIED = {"model": str(ROOT / "tests/models/untied")}
+SECOND = {**BASE, **TIED, "tokenizer": "embedded", "seed": 7}
 NUM_STEPS = 6
 # The word before the slash names the reference.
 CASES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,6 +45,7 @@ SIZES = {
     # Unpublished: gpt2-xl's 25 heads split over 5 or 25 processes only; the same matrices here.
     "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
 }
+MODEL_TYPES = ("gpt2",)
 # Where the published weights and GPT-2's tokenizer live on the Hugging Face Hub.
 HUB_IDS = {
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -106,27 +106,17 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.gpt2.model import GPT2
 
-    def std(name: str) -> float:
-        residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-        return 0.02 / math.sqrt(2 * size.num_layers) if residual else 0.02
-
-    return build_decoder(lambda: GPT2(size, dropout=dropout), seed, std)
+    return build_decoder(lambda: GPT2(size, dropout=dropout), seed)
 
 
 def load(model: Decoder, folder: Path) -> None:
     """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
-    from safetensors.torch import load_file
+    from distributed_training.models.weights import stored_weights
 
-    stored = load_file(folder / "model.safetensors").items()
-    theirs = {name.removeprefix("transformer."): tensor for name, tensor in stored}
+    read = stored_weights(folder, prefix="transformer.")
     for ours, values in model.state_dict().items():
         name = _hf_name(ours)
-        tensor = theirs.get(name)
-        expected = _to_hf(name, values.to("meta"), model.size).shape
-        if tensor is None or tensor.shape != expected or not tensor.is_floating_point():
-            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            why = f"{name} ({ours} here) is {found} and should be a float {list(expected)}"
-            raise UserError(f"weights {folder}: shapes differ", why)
+        tensor = read(name, ours, _to_hf(name, values.to("meta"), model.size).shape)
         rows = tensor.t() if ".c_" in name else tensor
         if ".c_attn." in name:  # (q/k/v, head, K) -> (head, q/k/v, K)
             rows = rows.unflatten(0, (3, model.size.num_heads, -1)).transpose(0, 1).flatten(0, 2)

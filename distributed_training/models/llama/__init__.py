@@ -1,0 +1,224 @@
+"""Llama, Mistral, Qwen2, Qwen3: one model family, in Hugging Face's format. No torch import."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field, PositiveInt, model_validator
+
+from distributed_training.models import ModelSize
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json, parse_as
+
+if TYPE_CHECKING:
+    import torch
+
+    from distributed_training.models.decoder import Decoder
+
+# model_type -> the class of transformers that opens what `save` writes.
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_FIX = "give a model without it, of those in models/llama/sizes.json for example"
+# Our names -> Hugging Face's, but for what holds several of theirs.
+_NAMES = {
+    "token_embedding": "model.embed_tokens",
+    "blocks": "model.layers",
+    "norm_1": "input_layernorm",
+    "norm_q": "self_attn.q_norm",
+    "norm_k": "self_attn.k_norm",
+    "attention_out": "self_attn.o_proj",
+    "norm_2": "post_attention_layernorm",
+    "mlp_out": "mlp.down_proj",
+    "norm_out": "model.norm",
+    "output_rows": "lm_head",
+}
+
+
+class Rope(BaseModel, strict=True):
+    """How fast the pairs of a head turn with the position."""
+
+    rope_theta: float = 10000.0
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+class Config(BaseModel, strict=True):
+    """A config.json, older or newer, as far as the function that is computed depends on it."""
+
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    rope_parameters: Rope = Field(default_factory=Rope)
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: Literal[False] = False
+    hidden_act: Literal["silu"] = "silu"
+    sliding_window: None = None
+    quantization_config: None = Field(None, exclude=True)
+    auto_map: None = Field(None, exclude=True)  # somebody's code
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What a config.json leaves out, and older names."""
+        found = {key: value for key, value in given.items() if value is not None}
+        heads = found.get("num_attention_heads") or 1
+        found.setdefault("num_key_value_heads", heads)
+        found.setdefault("head_dim", found.get("hidden_size", 0) // heads)
+        if not found.get("use_sliding_window", found.get("model_type") == "mistral"):
+            found.pop("sliding_window", None)
+        if "rope_parameters" not in found:
+            old = found.get("rope_scaling", {})
+            theta = {key: found[key] for key in ("rope_theta",) if key in found}
+            kind = {"rope_type": old["type"]} if "type" in old else {}
+            found["rope_parameters"] = {**old, **kind, **theta}
+        return found
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether there is one after q, k and v, and after attention."""
+        return self.attention_bias or self.model_type == "qwen2", self.attention_bias
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether each head of q and k is normalised."""
+        return self.model_type == "qwen3"
+
+
+def _size(config: Config) -> ModelSize:
+    """Its `num_parameters` equals Hugging Face's count."""
+    d = config.hidden_size
+    heads = config.num_attention_heads * config.head_dim
+    qkv = heads + 2 * config.num_key_value_heads * config.head_dim
+    hidden = config.intermediate_size
+    matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
+    biases = [width for width, has in zip((qkv, d), config.biases, strict=True) if has]
+    norms = 2 * d + 2 * config.head_dim * config.norms_heads
+    split = sum(rows * columns for rows, columns in matrices) + qkv * config.biases[0]
+    return ModelSize(
+        vocab_size=config.vocab_size,
+        num_positions=config.max_position_embeddings,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        mlp_units=hidden // unit_size(hidden),
+        hidden_size=d,
+        block_matrices=matrices,
+        block_parameters=split + d * config.biases[1] + norms,
+        block_parameters_split=split,
+        block_norm_parameters=norms,
+        block_tensors=len(matrices) + len(biases) + 2 + 2 * config.norms_heads,
+        final_norm_parameters=d,
+        tied=config.tie_word_embeddings,
+        config=config.model_dump(),
+    )
+
+
+def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
+    """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
+    UserError where our model does not compute what it describes."""
+    if folder is None:
+        return {name: _size(Config(**config)) for name, config in _published().items()}
+    file = folder / "config.json"
+    config = parse_as(Config, load_json(file, "model"), str(file), _FIX)
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
+    if heads % groups or config.head_dim % 2:
+        what = f"{folder}: {heads} heads of {config.head_dim} numbers with {groups} of k and v"
+        raise UserError(f"{what} cannot be divided")
+    return {folder.name: _size(config)}
+
+
+def _published() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(
+        (Path(__file__).parent / "sizes.json").read_text()
+    )
+    return found
+
+
+HUB_IDS = {name: config["hub_id"] for name, config in _published().items()}
+
+
+def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
+    """The model on the CPU in fp32, with random weights that depend on `seed` alone."""
+    from distributed_training.models.decoder import build_decoder
+    from distributed_training.models.llama.model import Llama
+
+    return build_decoder(lambda: Llama(size, dropout=dropout), seed)
+
+
+def load(model: Decoder, folder: Path) -> None:
+    """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
+    from distributed_training.models.weights import stored_weights
+
+    read = stored_weights(folder)
+    for ours, values in model.state_dict().items():
+        for name, part in _to_hf(ours, values, model.size).items():
+            rest = values.shape[1:]
+            shape = (part.numel() // math.prod(rest), *rest)
+            part.copy_(read(name, ours, shape).view(part.shape))
+
+
+def save(
+    state: dict[str, torch.Tensor], size: ModelSize, folder: Path, *, eos_token_id: int
+) -> None:
+    """Write full fp32 `state` as a folder that `AutoModelForCausalLM.from_pretrained` opens."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: part.reshape(-1, *tensor.shape[1:]).contiguous()
+        for ours, tensor in state.items()
+        for name, part in _to_hf(ours, tensor, size).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = Config(**size.config)
+    rope = config.rope_parameters
+    # The names that older and newer versions of transformers read.
+    document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
+    if rope.rope_type != "default":
+        document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
+    document |= {"architectures": [MODEL_TYPES[config.model_type]], "dtype": "float32"}
+    document["eos_token_id"] = eos_token_id
+    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+    """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
+    name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
+    if ours.startswith(("token_embedding", "output_rows")):
+        return {name: tensor[: size.vocab_size]}
+    config = Config(**size.config)
+    if ".qkv." in ours:
+        q = config.num_attention_heads // config.num_key_value_heads
+        groups = tensor.unflatten(0, (config.num_key_value_heads, q + 2, config.head_dim))
+        parts = {"q": groups[:, :q], "k": groups[:, q], "v": groups[:, q + 1]}
+        return {name.replace("qkv", f"self_attn.{key}_proj"): rows for key, rows in parts.items()}
+    if ".mlp_in." in ours:
+        units = tensor.unflatten(0, (-1, 2, unit_size(config.intermediate_size)))
+        parts = {"gate": units[:, 0], "up": units[:, 1]}
+        return {name.replace("mlp_in", f"mlp.{key}_proj"): rows for key, rows in parts.items()}
+    return {name: tensor}
+
+
+def unit_size(hidden: int) -> int:
+    """Rows of the gate, and then of what it multiplies, that lie together in `mlp_in`: few, so that
+    tp can split them, but enough for GPUs to read them at once."""
+    return math.gcd(hidden, 16)

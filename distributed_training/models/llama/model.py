@@ -1,0 +1,151 @@
+"""Llama and its like out of plain nn.Linear blocks. It knows nothing of parallelism.
+
+Letters as in decoder.py; H heads, G groups of them that share keys and values, K numbers a head.
+Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ainslie et al.
+2305.13245 (groups); Shazeer 2002.05202 (SwiGLU).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from distributed_training.models import ModelSize
+from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models.llama import Config, Rope, unit_size
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square; in the dtype of its input, with fp32 inside the kernel."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Rotary(nn.Module):
+    """Cosine and sine of each position's angles, fp32 [positions, K / 2]: one table for all blocks.
+
+    It follows the model from device to device, and stays in fp32 whatever becomes of parameters.
+    """
+
+    table: torch.Tensor
+
+    def __init__(self, rope: Rope, positions: int, head_size: int) -> None:
+        super().__init__()
+        self.settings = (rope, positions, head_size)
+        self.register_buffer("table", angles(*self.settings), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn each pair of numbers, those half a head apart, of x [B, T, ..., K]."""
+        table = self.table[:, : x.shape[1]]
+        cos, sin = table.view(2, x.shape[1], *[1] * (x.dim() - 3), -1).unbind(0)
+        one, other = x.chunk(2, dim=-1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
+        with torch.device(fn(self.table).device):
+            self.table = angles(*self.settings)
+        return self
+
+
+def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
+    """Cosines and sines, [2, positions, K / 2]. Llama 3 slows down what turns less than
+    `low_freq_factor` times in the positions it was first trained on, and not what turns more than
+    `high_freq_factor` times."""
+    turning = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
+    if rope.rope_type == "linear":
+        turning = turning / rope.factor
+    elif rope.rope_type == "llama3":
+        turns = rope.original_max_position_embeddings * turning / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        turning = turning * (kept + (1 - kept) / rope.factor)
+    angle = torch.arange(positions)[:, None] * turning
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: causal attention, then a gated MLP. The rows of `qkv` are ordered
+    (group, q of each head/k/v, K), so that a split over groups is a split of rows, those of
+    `mlp_in` (unit, gate/up)."""
+
+    def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
+        super().__init__()
+        d = config.hidden_size
+        hidden = config.intermediate_size
+        heads = config.num_attention_heads
+        groups = config.num_key_value_heads
+        self.queries = heads // groups  # of each group
+        self.head_size = config.head_dim
+        self.unit_size = unit_size(hidden)
+        self.dropout = dropout
+        self.rotary = rotary
+        self.norm_1 = RMSNorm(d, config.rms_norm_eps)
+        self.qkv = Linear(d, (heads + 2 * groups) * config.head_dim, bias=config.biases[0])
+        self.norm_q: nn.Module = nn.Identity()
+        self.norm_k: nn.Module = nn.Identity()
+        if config.norms_heads:
+            self.norm_q = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.norm_k = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attention_out = Linear(heads * config.head_dim, d, bias=config.biases[1])
+        self.norm_2 = RMSNorm(d, config.rms_norm_eps)
+        self.mlp_in = Linear(d, 2 * hidden, bias=False)
+        self.mlp_out = Linear(hidden, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        x = x + F.dropout(self.attention(self.norm_1(x)), self.dropout, self.training)
+        units = self.mlp_in(self.norm_2(x)).unflatten(-1, (-1, 2, self.unit_size))
+        gate, up = units.unbind(-2)
+        hidden = (F.silu(gate) * up).flatten(-2)
+        return x + F.dropout(self.mlp_out(hidden), self.dropout, self.training)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Causal self-attention, [B, T, D] -> [B, T, D]."""
+        rows = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
+        q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
+        q, k = self.rotary(self.norm_q(q)), self.rotary(self.norm_k(k))
+        # Kernels for fp32 on GPUs, and those of older ones, have a head of k and v for each of q.
+        shared = not x.is_cuda or x.dtype is torch.bfloat16
+        if not shared:
+            k, v = k.expand_as(q), v.expand_as(q)
+        q, k, v = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
+        rate = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=rate, enable_gqa=shared and self.queries > 1
+        )
+        return self.attention_out(y.transpose(1, 2).flatten(2))
+
+
+class Llama(Decoder):
+    """A decoder with rotary positions."""
+
+    roles = {  # noqa: RUF012
+        "blocks.*.norm_1": "whole",
+        "blocks.*.qkv": "column",
+        "blocks.*.norm_[qk]": "heads",
+        "blocks.*.attention_out": "row",
+        "blocks.*.norm_2": "whole",
+        "blocks.*.mlp_in": "column",
+        "blocks.*.mlp_out": "row",
+    }
+
+    def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
+        super().__init__(size, dropout=dropout)
+        config = Config(**size.config)
+        rotary = Rotary(config.rope_parameters, size.num_positions, config.head_dim)
+        self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
+        blocks = {str(i): Block(config, rotary, dropout) for i in range(size.num_layers)}
+        self.blocks = nn.ModuleDict(blocks)
+        self.norm_out = RMSNorm(size.hidden_size, config.rms_norm_eps)
+        if not size.tied:
+            self.output_rows = nn.Embedding(size.padded_vocab_size, size.hidden_size)

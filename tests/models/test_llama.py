@@ -1,0 +1,153 @@
+"""Llama's family against transformers, whose model_types and options it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from distributed_training.models import find_model
+from distributed_training.models.llama import HUB_IDS
+from tests.support import refused
+
+SHAPE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 300, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
+OPTIONS = {
+    "llama": ("Llama", {}),
+    "llama-biases-tied-wide-heads": (
+        "Llama", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 12},
+    ),
+    "llama-one-head-of-k-and-v": ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "llama-all-heads": ("Llama", {"num_key_value_heads": 4}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-biases-tied": (
+        "Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
+
+
+def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
+    """A model of transformers with every parameter random, norms and biases too, also on disk."""
+    kind, options = OPTIONS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **options})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, **saving)
+    return model
+
+
+def ours(folder: Path):
+    spec = find_model(str(folder))
+    model = spec.build(dropout=0.0, seed=1)
+    spec.load(model, folder)
+    return model
+
+
+def assert_near(actual, expected):
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logits_loss_and_gradients_equal_transformers(name, tmp_path):
+    reference, model = theirs(name, tmp_path), ours(tmp_path)
+    assert model.size.num_parameters == reference.num_parameters()
+    inputs, targets = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
+    logits = reference(inputs).logits
+    assert_near(model(inputs), logits)
+    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+    loss = model(inputs, targets)
+    loss.backward()
+    assert_near(loss, expected)
+    # Gradients under Hugging Face's names and in its shapes: what `save` makes of weights.
+    spec = find_model(str(tmp_path))
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    spec.save(gradients, tmp_path / "gradients", eos_token_id=0)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "gradients")
+    for (key, parameter), grad in zip(
+        reference.named_parameters(), found.parameters(), strict=True
+    ):
+        assert_near(grad, parameter.grad)
+        assert parameter.grad.norm() > 0, key
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_exported_folder_opens_in_transformers_with_equal_logits(name, tmp_path):
+    theirs(name, tmp_path / "theirs")
+    spec, model = find_model(str(tmp_path / "theirs")), ours(tmp_path / "theirs")
+    spec.save(dict(model.state_dict()), tmp_path / "ours", eos_token_id=7)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert again.config.eos_token_id == 7
+    assert again.config.architectures == [type(again).__name__]
+    assert_near(again(IDS).logits, model(IDS))
+
+
+def test_weights_in_several_files_and_in_16_bit(tmp_path):
+    whole, parts = (theirs("qwen2", tmp_path / "one"), tmp_path / "parts")
+    whole.bfloat16().save_pretrained(parts, max_shard_size="20KB")
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    model = ours(parts)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    rounded = AutoModelForCausalLM.from_pretrained(parts, dtype=torch.float32)
+    assert_near(model(IDS), rounded(IDS).logits)
+    next(parts.glob("*00002-of-*")).unlink()
+    with refused("00002-of", "cannot be read", "fetch it again"):
+        ours(parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "phi3"}, ("model_type 'phi3'", "llama, mistral, qwen2, qwen3")),
+        ({"model_type": "mistral", "sliding_window": 16}, ("sliding_window=16",)),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_type='yarn'",)),
+        ({"hidden_act": "gelu"}, ("hidden_act='gelu'",)),
+        ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
+        ({"num_key_value_heads": 3}, ("4 heads", "3 of k and v")),
+    ],
+)
+def test_what_is_another_function_is_refused(changes, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE, **changes}))
+    with refused(str(tmp_path), *words):
+        find_model(str(tmp_path))
+
+
+# What the pages of these models say, or transformers counts.
+PARAMETERS = {
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-360M": 361_821_120,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen3-0.6B": 596_049_920,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen3-8B": 8_190_735_360,
+}
+
+
+def test_sizes_that_are_known_without_a_download():
+    assert {name: find_model(name).size.num_parameters for name in HUB_IDS} == PARAMETERS
+    by_id = find_model("Qwen/Qwen3-0.6B")
+    assert by_id == find_model("Qwen3-0.6B")
+    assert (by_id.label, by_id.hub_id) == ("Qwen3-0.6B", "Qwen/Qwen3-0.6B")
