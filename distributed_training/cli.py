@@ -48,7 +48,7 @@ class Program:
 
 
 def build_parser(
-    program: Program, keys: Iterable[Key], command: Callable[..., int], more: AddOptions
+    program: Program, keys: Iterable[Key], command: Command, more: AddOptions
 ) -> argparse.ArgumentParser:
     """A command's own options, then every key as one, by all of its names, grouped by need."""
     name = program.script.name
@@ -107,10 +107,7 @@ def about_key(key: Key, *more: str) -> str:
 
 
 def parse(
-    argv: Sequence[str],
-    program: Program,
-    command: Callable[..., int],
-    more: AddOptions = lambda parser: None,
+    argv: Sequence[str], program: Program, command: Command, more: AddOptions = lambda parser: None
 ) -> argparse.Namespace:
     """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`; `more` adds the
     command's own options."""

@@ -80,7 +80,7 @@ class Outcome:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `parity` takes besides CONFIG's keys."""
-    add = parser.add_argument_group("What to check").add_argument
+    add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN.json", help="layouts, as in results/plans/")
     add("--strategies", metavar="A,B", help="without a plan: separated by commas; default: all")
     add("--out", metavar="FOLDER", help="for parity.html and parity.json; default: in output_dir")
