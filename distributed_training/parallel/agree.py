@@ -5,13 +5,22 @@ As JSON: a pickle would be run by whoever reads it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.files import shown
+
+PATIENCE_S = 24 * 3600.0  # of `gather_in`
+Gather = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
 
@@ -37,6 +46,41 @@ def from_rank_0(value: Any) -> Any:
         data = torch.zeros(int(size), dtype=torch.uint8)
     dist.broadcast(data, src=0)
     return _decode(data)
+
+
+def gather_in(store: dist.Store, rank: int, world_size: int) -> Gather:
+    """`gather` by way of a store, for when a rank may take longer than process groups wait, as to
+    tokenise. Raises RunError after PATIENCE_S."""
+    numbers = itertools.count()
+
+    def ask(mine: Any) -> list[Any]:
+        number = next(numbers)
+        keys = [f"answer {number} of rank {each}" for each in range(world_size)]
+        store.set(keys[rank], json.dumps(mine))
+        end = time.monotonic() + PATIENCE_S
+        pause = 0.01
+        while not store.check(keys):
+            if time.monotonic() > end:
+                raise RunError(f"another rank has not answered for {PATIENCE_S / 3600:g} hours")
+            time.sleep(pause)
+            pause = min(1.0, 1.2 * pause)
+        return [json.loads(answer) for answer in store.multi_get(keys)]
+
+    return ask
+
+
+def check_ranks_agree(mine: Mapping[str, Any], ask: Gather) -> None:
+    """Raise UserError on every rank where one has another value of something than rank 0, by its
+    name. Collective."""
+    ranks = ask((socket.gethostname(), mine))
+    host_0, first = ranks[0]
+    for rank, (host, found) in enumerate(ranks):
+        for name in {**first, **found}:
+            if found.get(name) != first.get(name):
+                what = f"rank {rank} on {host} has another {name} than rank 0 on {host_0}"
+                why = f"{shown(found.get(name))} instead of {shown(first.get(name))}"
+                fix = "type the same command on every node, with the same code, packages and data"
+                raise UserError(what, why, fix)
 
 
 def _encode(value: Any) -> torch.Tensor:

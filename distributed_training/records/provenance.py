@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import platform
 import subprocess
+import zlib
 from datetime import datetime, timezone
 from typing import Any
 
@@ -42,3 +44,11 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that affect results."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **found}
+
+
+@functools.cache
+def code() -> dict[str, str]:
+    """CRC-32 of each Python file of the package and of the strategies."""
+    files = [*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/*/*.py")]
+    found = {str(file.relative_to(ROOT)): zlib.crc32(file.read_bytes()) for file in sorted(files)}
+    return {name: f"CRC-32 {checksum:08x}" for name, checksum in found.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -15,35 +14,18 @@ from distributed_training.advise.checks import needed_extensions
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.agree import gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.state import estimate_state
 from distributed_training.records.display import Display
 from distributed_training.run.process import Process
 from distributed_training.run.saving.checkpoint import seed_dropout
-from distributed_training.settings.errors import UserError
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
     """This process's place in the plan's mesh."""
     place = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
     return Topology(**place, **plan.mesh, device_type=device.type)
-
-
-def check_ranks_agree(data: Data) -> None:
-    """Machines may hold other files under the same name, or another Python, whose sources are the
-    embedded corpus. Raises UserError on every rank where they do. Collective.
-    """
-    mine = {"torch": torch.__version__, "training data": data.fingerprint}
-    ranks = gather((socket.gethostname(), mine))
-    host_0, first = ranks[0]
-    for rank, (host, found) in enumerate(ranks):
-        for what, value in first.items():
-            if found[what] != value:
-                who = f"rank {rank} on {host} has another {what} than rank 0 on {host_0}"
-                fix = "use one environment and a dataset that all of them see as the same file"
-                raise UserError(who, f"{found[what]} and {value}", fix)
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:

@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
-from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.parallel.agree import (
+    Gather,
+    check_ranks_agree,
+    from_rank_0,
+    gather,
+    gather_in,
+)
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
 from distributed_training.plan.plan import PLAN_AS_JSON, Plan
@@ -25,6 +31,7 @@ from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
+from distributed_training.records.provenance import code, versions
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run import assemble
 from distributed_training.run.ending import end_failed
@@ -56,8 +63,9 @@ def run(given: Plan | RunConfig, process: Process) -> int:
     watch = Watch()
     store = meet(process, config.rendezvous_timeout_s)
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
+        ask = gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
-            given = agree_on_plan(given, process, current_agent(os.environ))
+            given = agree_on_plan(given, process, ask, current_agent(os.environ))
             check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
         topology = assemble.build_topology(given, process, device)
@@ -65,7 +73,7 @@ def run(given: Plan | RunConfig, process: Process) -> int:
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(given.run_dir, topology, given.config.hang_timeout_s)
         try:
-            return _train(given, topology, watch)
+            return _train(given, topology, watch, ask)
         except BaseException as error:  # others may wait in a collective that never completes
             end_failed(given, topology, error)
 
@@ -97,11 +105,17 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank)
 
 
-def agree_on_plan(config: RunConfig, process: Process, agent: str | None = None) -> Plan:
-    """The plan that rank 0 makes, on all ranks; raises its UserError on all. Where this process's
-    `agent` has begun a run already, the plan goes on with it. Collective."""
+def agree_on_plan(
+    config: RunConfig, process: Process, ask: Gather, agent: str | None = None
+) -> Plan:
+    """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where another rank
+    was given other values or runs other code. Where this process's `agent` has begun a run already,
+    the plan goes on with it. Collective."""
+    typed = config.to_user_words()
+    del typed["output_dir"]  # as a path: checkouts may lie in different places
+    check_ranks_agree({**typed, **versions(), **code()}, ask)
     answer = dict[str, str]()
-    launchers = sorted(set(gather(agent))) if agent else []
+    launchers = sorted(set(ask(agent))) if agent else []
     if process.rank == 0:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
         try:
@@ -113,19 +127,20 @@ def agree_on_plan(config: RunConfig, process: Process, agent: str | None = None)
             answer["error"] = str(error)
         except OSError as error:  # a full or read-only disk under the cache, most often
             answer["error"] = f"preparing the data failed; {error}; set output_dir elsewhere"
-    answer = from_rank_0(answer)
+    answer = ask(answer)[0]
     if "error" in answer:
         raise UserError(answer["error"])
     return PLAN_AS_JSON.validate_json(answer["plan"])
 
 
-def _train(plan: Plan, topology: Topology, watch: Watch) -> int:
+def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather) -> int:
     """From data to the finished record; the exit code. Collective."""
     display = Display(enabled=topology.rank == 0)
     for note in plan.notes:
         display.note(note)
     data, tokenizer = plan_data.load_plan_data(plan)
-    assemble.check_ranks_agree(data)
+    # Machines may hold other files under one name, or another Python, which is the embedded corpus.
+    check_ranks_agree({"training data": data.fingerprint}, ask)
     assemble.build_extensions(plan, topology, display)
     trainer = _build_trainer(plan, topology, data, display)
     model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)

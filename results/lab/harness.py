@@ -160,7 +160,7 @@ def _do_run(
     values = {"output_dir": str(group.folder), **values}
     try:
         config = build_config(values, defaults=strategy_defaults, options=strategy_options)
-        plan = worker.agree_on_plan(config, group.process)
+        plan = worker.agree_on_plan(config, group.process, gather)
         topology = assemble.build_topology(plan, group.process, group.device)
         model = None
         if kept is not None:

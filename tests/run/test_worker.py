@@ -121,14 +121,18 @@ def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch)
     values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)}
     monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
     sent, rank_0 = [], replace(PROCESS, rank=0)
-    monkeypatch.setattr(worker, "from_rank_0", lambda value: sent.append(value) or value)
+
+    def ask(mine):
+        sent.append(mine)
+        return [mine]
+
     with refused("max_length=1025"):
-        worker.agree_on_plan(build_config({**values, "max_length": 1025}), rank_0)
+        worker.agree_on_plan(build_config({**values, "max_length": 1025}), rank_0, ask)
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(worker.plan_data, "cut_data", full)
     with refused("No space left on device; set output_dir elsewhere"):
-        worker.agree_on_plan(build_config(values), rank_0)
-    assert [list(answer) for answer in sent] == [["error"], ["error"]]
+        worker.agree_on_plan(build_config(values), rank_0, ask)
+    assert [list(answer) for answer in sent if isinstance(answer, dict)] == [["error"], ["error"]]

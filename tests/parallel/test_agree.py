@@ -1,0 +1,102 @@
+"""What ranks agree on before the first step, and that none has to be quick."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from distributed_training.parallel import agree
+from distributed_training.records.provenance import code
+from distributed_training.run import worker
+from distributed_training.run.process import Process
+from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
+from tests.pool import ROOT
+from tests.ports import free_port
+from tests.support import CPU_MACHINE, small_text
+
+VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
+
+
+def plan_on_two_ranks(tmp_path, **of_rank_1):
+    """The plan or error of each rank; threads stand for ranks, and no process group is there."""
+    store = dist.HashStore()
+
+    def plan(rank):
+        mine = {"output_dir": str(tmp_path / str(rank)), **(of_rank_1 if rank else {})}
+        process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        ask = agree.gather_in(store, rank, 2)
+        try:
+            return worker.agree_on_plan(build_config({**VALUES, **mine}), process, ask)
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(plan, (0, 1)))
+
+
+def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
+    """Not on a process group's clock, which ends after half an hour: there is none here."""
+    waited = threading.Event()
+    cut = worker.plan_data.cut_data
+    monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
+    monkeypatch.setattr(worker.plan_data, "cut_data", lambda plan: waited.wait(60) and cut(plan))
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) > 20:
+            waited.set()
+
+    monkeypatch.setattr(agree.time, "sleep", nap)
+    first, second = plan_on_two_ranks(tmp_path)
+    assert first.num_steps > 0
+    assert second == first
+
+
+def test_a_rank_that_never_answers_ends_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(agree, "PATIENCE_S", 0.1)
+    with pytest.raises(agree.RunError, match="another rank has not answered"):
+        agree.gather_in(dist.HashStore(), 0, 2)("here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [("learning_rate", 0.5, "'auto'"), ("seed", 7, "42"), ("batch_size", 8, "4")],
+)
+def test_another_value_on_another_rank_is_named(name, value, default, tmp_path):
+    for said in plan_on_two_ranks(tmp_path, **{name: value}):
+        assert said.startswith(f"rank 1 on {os.uname().nodename} has another {name} than rank 0")
+        assert f"; {value} instead of {default}; type the same command" in said
+
+
+def test_other_code_on_another_rank_is_named(tmp_path):
+    file = "distributed_training/run/loop.py"
+    assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code().keys()
+    for name in ("distributed_training", "strategies", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "real_model_example.py", tmp_path)
+    with (tmp_path / file).open("a") as changed:
+        changed.write("\n# another version\n")
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = str(free_port())
+    words = [f"--{key}={value}" for key, value in VALUES.items()]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "real_model_example.py", *words, f"--output_dir={tmp_path / 'runs'}"],
+            cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ""},
+        )
+        for rank, folder in (("0", ROOT), ("1", tmp_path))
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert f"error: rank 1 on {os.uname().nodename} has another {file} than rank 0" in said[0]
+    assert said[1] == ""
