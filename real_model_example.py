@@ -26,7 +26,7 @@ CONFIG = {
     "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name of the Hub
     "precision": "auto",  # bf16, fp16, fp32; master weights are fp32 in every case
     "learning_rate": "auto",  # peak; auto: 5e-5 for pretrained weights, more for random ones
-    "lr_schedule": "cosine",  # constant, linear, cosine; the last two end at 0
+    "lr_schedule": "cosine",  # constant, linear, cosine; the last two fall towards 0
     "warmup_steps": 10,  # steps over which the learning rate rises
     "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own

@@ -299,6 +299,7 @@ class NativeEngine(base.Engine):
 
     @torch.no_grad()
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
+        self.optimizer.state.clear()  # there is none before the first step
         if counters["adam_steps"]:
             for local in self.local.values():
                 state = self.optimizer.state[local]

@@ -22,7 +22,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.stages import expect_spans, find_orders
 
-SCHEDULES: dict[str, Any] = {
+RUN_BY: dict[str, Any] = {  # schedule -> a class of torch's
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
@@ -75,7 +75,7 @@ class Pipeline:
             shape: Any = (stage, index, len(ranks), device, given, made)
             wrapped.append(TwoWayStage(*shape, group=group, dw_builder=later))
             wrapped[-1].other = other
-        kind = SCHEDULES[config.pipeline_schedule]
+        kind = RUN_BY[config.pipeline_schedule]
         order = dict[str, Any]()
         if issubclass(kind, GivenOrder):
             order["orders"] = find_orders(plan)

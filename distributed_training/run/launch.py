@@ -166,7 +166,7 @@ def spawn(plan: Plan, script: str, max_restarts: int) -> int:
     command = [script, "--run_dir", str(plan.run_dir)]
     ended = run_ranks(command, plan.num_processes, max_restarts)
     code = ended.exit_code
-    status = "interrupted" if ended.signum else "failed"
+    status = "interrupted" if ended.signum else "failed"  # where the record does not say better
     reason = ended.reason
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)

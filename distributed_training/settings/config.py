@@ -80,7 +80,7 @@ class RunConfig(Options):
         help="peak; auto: 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for gpt2-tiny")
     lr_schedule: Literal["constant", "linear", "cosine"] = learning("cosine",
         aliases=("lr_scheduler_type",),
-        help="shape after the warm-up; linear and cosine end at 0")
+        help="shape after the warm-up; linear and cosine reach 0 one step after the last")
     warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"),
         help="optimizer steps over which the rate rises linearly")
     weight_decay: Rate = learning(0.01, help="AdamW's, on matrices; not on biases and norms")

@@ -5,7 +5,8 @@
 
 The reference is one process that compiles nothing. It trains twice, the second time with other
 micro-batches: what it then differs from itself by is rounding. A layout that differs by more than
-LIMITS, and by more than SPREADS times that, computes something else.
+LIMITS, and by more than SPREADS times that, computes something else. Each tensor is held against
+its own rounding, as Adam makes large steps of gradients that are nothing else.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from distributed_training.tools import compare
 # Relative differences that sums in another order make in fp32, with room.
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 SPREADS = 4
+TINY = 1e-30  # to divide by
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # of a checkpoint
 OK = "ok"
 BAD = ("differs", "failed")
@@ -56,7 +58,7 @@ PLAIN: compare.Values = {
 }  # fmt: skip
 
 
-Difference = tuple[float, str]  # the largest one, relative, and where it is
+Apart = dict[str, dict[str, float]]  # what of LIMITS -> where -> relative difference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +73,11 @@ class Outcome:
     seconds: float = 0.0
     folder: Path | None = None
     record: Record | None = None
-    differences: dict[str, Difference] = field(default_factory=dict)  # what -> from the reference
+    apart: Apart = field(default_factory=dict)  # from the reference
+
+    @property
+    def largest(self) -> list[float]:
+        return [max(sizes.values()) for sizes in self.apart.values()]
 
     @property
     def texts(self) -> list[str]:
@@ -100,8 +106,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         return 0
     wanted.out.mkdir(parents=True, exist_ok=True)
     print(f"what runs print goes to {short_path(wanted.out)}/log.txt", flush=True)
-    limits = LIMITS
-    reference = outcomes[0]
+    reference, again, *_ = outcomes
     try:
         for number, outcome in enumerate(outcomes, 1):
             place = f"{number:>3}/{len(outcomes)}  {outcome.name}"
@@ -109,17 +114,14 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
             train(wanted, outcome)
             if outcome.why and outcome.verdict:
                 raise UserError("one process cannot train this", outcome.why)
-            judge(outcome, reference, limits)
-            print(f"{place}: {outcome.verdict}", flush=True)
-            if number == 2:
-                limits = {what: max(limit, SPREADS * outcome.differences[what][0])
-                          for what, limit in LIMITS.items()}  # fmt: skip
             if outcome is not reference:
+                judge(outcome, reference, again)
                 _remove_checkpoints(outcome)
+            print(f"{place}: {outcome.verdict}", flush=True)
     finally:
         for outcome in outcomes:
             _remove_checkpoints(outcome)
-    write_page(wanted.out, outcomes, limits)
+    write_page(wanted.out, outcomes)
     return exit_code([outcome.verdict for outcome in outcomes])
 
 
@@ -175,31 +177,35 @@ def _remove_checkpoints(outcome: Outcome) -> None:
         shutil.rmtree(outcome.folder / CHECKPOINTS, ignore_errors=True)
 
 
-def judge(outcome: Outcome, reference: Outcome, limits: dict[str, float]) -> None:
+def judge(outcome: Outcome, reference: Outcome, again: Outcome) -> None:
     """Say what a run differs by from the reference, and whether that is rounding."""
-    if outcome is reference:
-        return
     if outcome.why:
         outcome.verdict = "failed" if outcome.record else "not run"
         return
-    outcome.differences = differences(outcome, reference)
+    ours, theirs = figures(outcome), figures(reference)
+    outcome.apart = {what: dict(_apart(ours[what], theirs[what])) for what in ours}
+    outcome.apart["weights"] = dict(_apart_in_state(outcome, reference))
     works = [run.record.work for run in (outcome, reference) if run.record]
-    beyond = [what for what, (size, _) in outcome.differences.items() if not size <= limits[what]]
     if other := differing(works):
         outcome.verdict = "other work"
         outcome.why = f"by design, {', '.join(other)} being its own"
-    elif beyond and not outcome.verdict:
-        outcome.verdict = "differs"
-        found = {what: outcome.differences[what] for what in beyond}
-        outcome.why = "; ".join(f"{where} by {size:.1e}" for size, where in found.values())
-    outcome.verdict = outcome.verdict or OK
+    elif outcome is not again:
+        found = [_beyond(what, outcome, again) for what in LIMITS]
+        outcome.why = "; ".join(filter(None, found))
+        outcome.verdict = "differs" if outcome.why else OK
 
 
-def differences(run: Outcome, reference: Outcome) -> dict[str, Difference]:
-    """The largest relative differences, in LIMITS' order."""
-    ours, theirs = figures(run), figures(reference)
-    found = {what: max(_apart(ours[what], theirs[what])) for what in ours}
-    return {**found, "weights": max(_apart_in_state(run, reference))}
+def _beyond(what: str, outcome: Outcome, again: Outcome) -> str:
+    """Where a run differs most from the reference, by more than rounding; "" where it does not."""
+    rounding = again.apart[what]
+    if what != "weights":  # one step rounds as another does
+        rounding = dict.fromkeys(rounding, max(rounding.values()))
+    sizes = outcome.apart[what]
+    limits = {where: max(LIMITS[what], SPREADS * rounding.get(where, 0.0)) for where in sizes}
+    worst = max(sizes, key=lambda where: sizes[where] / limits[where])
+    if sizes[worst] <= limits[worst]:
+        return ""
+    return f"{worst} by {sizes[worst]:.1e}, where rounding is {limits[worst]:.1e} at most"
 
 
 def figures(run: Outcome) -> dict[str, dict[str, float | None]]:
@@ -215,17 +221,19 @@ def figures(run: Outcome) -> dict[str, dict[str, float | None]]:
     return {"loss": losses, "gradient norm": norms}
 
 
-def _apart(ours: dict[str, float | None], theirs: dict[str, float | None]) -> Iterator[Difference]:
+def _apart(
+    ours: dict[str, float | None], theirs: dict[str, float | None]
+) -> Iterator[tuple[str, float]]:
     """Of numbers under the same names; None, not finite or skipped, is like None only."""
-    for where in ours.keys() | theirs.keys():
+    for where in ours | theirs:
         one, other = ours.get(where), theirs.get(where)
         if one is None or other is None:
-            yield (0.0 if one is other else math.inf, where)
+            yield (where, 0.0 if one is other else math.inf)
         else:
-            yield (abs(one - other) / abs(other), where)
+            yield (where, abs(one - other) / abs(other))
 
 
-def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[Difference]:
+def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[tuple[str, float]]:
     """Of each tensor of the last checkpoints, whatever layout saved it, by the norm: the weights
     and, as Adam's steps hardly depend on a gradient's size, its means of gradients and squares."""
     import torch  # slow
@@ -238,18 +246,16 @@ def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[Difference]:
         (folder,) = list_checkpoints(each.folder)
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
     names = [{name for name in each.stored if name.startswith(STATE)} for each in files]
-    for name in sorted(names[0] ^ names[1]):
-        yield (math.inf, f"{name}, which only one of both has,")
-    for name in sorted(names[0] & names[1]):
-        one, other = (each.whole(name) for each in files)
-        size = float(torch.linalg.vector_norm(other))
-        apart = float(torch.linalg.vector_norm(one - other))
-        if apart:
-            yield (apart / size if size else math.inf, name)
-    yield (0.0, "")
+    for name in sorted(names[0] | names[1]):
+        apart = math.inf  # only one of both has it
+        if all(name in each for each in names):
+            one, other = (each.whole(name) for each in files)
+            size = max(float(torch.linalg.vector_norm(other)), TINY)
+            apart = float(torch.linalg.vector_norm(one - other)) / size
+        yield (name, apart)
 
 
-def write_page(out: Path, outcomes: Sequence[Outcome], limits: dict[str, float]) -> None:
+def write_page(out: Path, outcomes: Sequence[Outcome]) -> None:
     """parity.json, parity.html, and the table on the screen."""
     reference = outcomes[0].record
     assert reference is not None
@@ -268,12 +274,11 @@ def write_page(out: Path, outcomes: Sequence[Outcome], limits: dict[str, float])
     title = f"{', '.join(words)}; {steps}; {layouts[0].num_processes} processes on {device}"
     notes = [f"{outcome.name} {outcome.verdict}: {outcome.why}"
              for outcome in layouts if outcome.why]  # fmt: skip
-    rules = ", ".join(f"{what} {limit:.1e}" for what, limit in limits.items())
+    least = ", ".join(f"{what} {limit:g}" for what, limit in LIMITS.items())
     rule = (
-        "Largest relative difference from one process, of all steps and of each tensor of weights "
-        f"and of AdamW's state. Rounding is what stays below: {rules}, the larger of "
-        f"{', '.join(map(str, LIMITS.values()))} and {SPREADS} times what one process differs by "
-        "from itself with other micro-batches."
+        "Largest relative difference from one process, of all steps, of all tensors of weights and "
+        f"of AdamW's state. Rounding is up to {SPREADS} times what one process differs by from "
+        f"itself with other micro-batches, each tensor by itself, and in any case {least}."
     )
     table = Table(
         title="Differences",
@@ -289,23 +294,20 @@ def write_page(out: Path, outcomes: Sequence[Outcome], limits: dict[str, float])
     (out / "parity.html").write_text(text, encoding="utf-8")
     found = {
         "heading": heading, "config": reference.config, "machine": reference.machine,
-        "num_processes": layouts[0].num_processes, "limits": limits,
+        "num_processes": layouts[0].num_processes, "limits": LIMITS, "spreads": SPREADS,
         "runs": [
             {"name": outcome.name, "set": outcome.values, "verdict": outcome.verdict,
-             "why": outcome.why, "seconds": outcome.seconds, "differences": outcome.differences,
+             "why": outcome.why, "seconds": outcome.seconds, "differences": outcome.apart,
              "mesh": outcome.record and outcome.record.mesh}
             for outcome in outcomes
         ],
     }  # fmt: skip
     write_json(out / "parity.json", about | found)
-    lines = [title, page.plain(table, WIDTH), *notes, heading]
-    print(
-        "\n" + "\n".join(textwrap.fill(line, WIDTH) if "\n" not in line else line for line in lines)
-    )
+    words = [textwrap.fill(text, WIDTH) for text in (*notes, heading)]
+    print("", textwrap.fill(title, WIDTH), page.plain(table, WIDTH), *words, sep="\n")
     print(f"wrote {short_path(out)}/parity.html and parity.json")
 
 
 def _row(outcome: Outcome) -> list[str]:
-    sizes = [f"{size:.1e}" for size, _ in outcome.differences.values()]
-    sizes = sizes or [NOTHING] * len(LIMITS)
+    sizes = [f"{size:.1e}" for size in outcome.largest] or [NOTHING] * len(LIMITS)
     return [outcome.name, *sizes, f"{outcome.seconds:.0f}", outcome.verdict]

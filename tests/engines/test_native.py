@@ -59,6 +59,17 @@ def test_resuming_restores_adams_moments(plan, tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def test_going_back_to_before_the_first_step_forgets_adams_moments(plan, tmp_path):
+    engine = build_engine(plan)
+    write_parts(tmp_path / "state", engine.state_parts())
+    counters = engine.counters()
+    train(engine, 0, 1)
+    after = parameters_to_vector(engine.parameters).clone()
+    engine.load(TensorFiles([tmp_path / "state"]), counters)
+    train(engine, 0, 1)
+    assert torch.equal(parameters_to_vector(engine.parameters), after)
+
+
 def fp16_engine(folder, loss_scale):
     """Where a loss scale does what it does on a GPU."""
     options = {"precision": "fp16", "learning_rate": 1e-3, "cuda_graphs": False, "compile": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from results.lab import text
+from results.lab.corpus import text
 
 
 def test_a_text_is_cached_once_and_mapped_afterwards(tmp_path):

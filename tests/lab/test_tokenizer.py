@@ -1,6 +1,6 @@
 """The program that trained the shipped tokenizer."""
 
-from results.lab import tokenizer
+from results.lab.corpus import tokenizer
 
 
 def test_a_tokenizer_can_be_trained(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Reading, tokenising and caching a text of any size: time, memory, and what a second open takes.
 
-    python results/lab/text.py 10GB OUT.json [--tokenizer FOLDER] [--work FOLDER]
+    python -m results.lab.corpus.text 10GB OUT.json [--tokenizer FOLDER] [--work FOLDER]
 
 Writes a text of that size, the embedded corpus over and over with its lines and digits mixed, which
 a process of its own then reads as a run would. Its peak is the sum of the proportional set sizes
@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import checkout
 import numpy as np
 import psutil
 
@@ -33,10 +32,11 @@ from distributed_training.records.record import write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.parser import Parser
+from results.lab import checkout
 
 UNITS = {"MB": 10**6, "GB": 10**9}
 LINES = 50  # that stay together
-CHILD = "import sys; sys.path.insert(0, 'results/lab'); import text; text.prepare(*sys.argv[1:])"
+CHILD = "import sys; from results.lab.corpus import text; text.prepare(*sys.argv[1:])"
 
 
 def write_text(file: Path, size: int) -> None:
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cached = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     cpus = len(os.sched_getaffinity(0))
     about = {
-        **provenance(f"python results/lab/text.py {a.size} OUT.json"),
+        **provenance(f"python -m results.lab.corpus.text {a.size} OUT.json"),
         "tokenizer": a.tokenizer.name,
     }
     sizes = {"text_bytes": size, "cache_bytes": cached, "num_cpus": cpus}

@@ -1,12 +1,11 @@
 """Train the tokenizer that the package ships, on the embedded corpus of this Python.
 
-python results/lab/tokenizer.py FOLDER
+python -m results.lab.corpus.tokenizer FOLDER
 """
 
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from tokenizers import ByteLevelBPETokenizer
 
 from distributed_training.data.corpus import read_embedded
