@@ -16,7 +16,7 @@ from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu
+from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu, limited_to
 
 _FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
@@ -80,6 +80,7 @@ def cluster_of(gpu: Gpu, nodes: int, here: int) -> Cluster:
         compute_capability=gpu.compute_capability,
         ram_bytes=sys.maxsize,  # nobody asked
         num_cpus=8 * here,
+        power_w=gpu.power_w,
     )
     name = f"{here} x {gpu.name}"
     return Cluster(
@@ -124,5 +125,5 @@ def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) 
     found = parse_gpu(gpu) if gpu is not None else find_gpu(machine.gpu_name)
     if found is None:
         return None
-    table = rates_of(found)
+    table = rates_of(limited_to(found, machine.power_w))
     return measured_rates(str(machine.gpu_name), table) or table

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -23,6 +24,7 @@ class Machine:
     compute_capability: tuple[int, int]  # lowest of the visible GPUs, (0, 0) without one
     ram_bytes: int  # that may still be used: the smaller of free RAM and the cgroup's room
     num_cpus: int
+    power_w: float | None = None  # that each GPU may draw; None where that is not known
 
 
 def detect_machine() -> Machine:
@@ -30,9 +32,10 @@ def detect_machine() -> Machine:
     gpus = _visible_gpus()
     return Machine(
         num_gpus=len(gpus),
-        gpu_name=gpus[0][0] if gpus else None,
-        gpu_memory_bytes=min((memory for _, memory, _ in gpus), default=0),
-        compute_capability=min((capability for _, _, capability in gpus), default=(0, 0)),
+        gpu_name=gpus[0].name if gpus else None,
+        gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
+        compute_capability=min((gpu.capability for gpu in gpus), default=(0, 0)),
+        power_w=min((gpu.power_w for gpu in gpus if gpu.power_w), default=None),
         ram_bytes=available_ram_bytes(),
         num_cpus=len(os.sched_getaffinity(0)),
     )
@@ -43,14 +46,21 @@ def threads_per_process(processes_here: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes_here)
 
 
-def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
-    """(name, memory bytes, compute capability) for each GPU that CUDA would show."""
+class _Visible(NamedTuple):
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    power_w: float | None
+
+
+def _visible_gpus() -> list[_Visible]:
+    """Each GPU that CUDA would show."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
         return []
     if visible is not None and visible.strip().startswith("MIG-"):
         raise UserError("CUDA_VISIBLE_DEVICES names a part of a GPU", fix="give GPUs by index")
-    query = "--query-gpu=index,uuid,name,memory.total,compute_cap"
+    query = "--query-gpu=index,uuid,name,memory.total,compute_cap,power.limit"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -60,11 +70,12 @@ def _visible_gpus() -> list[tuple[str, int, tuple[int, int]]]:
         return []
     gpus = []
     for line in answer.stdout.splitlines():
-        index, uuid, name, mebibytes, version = line.split(", ")
+        index, uuid, name, mebibytes, version, *watts = line.split(", ")
         # A GPU that shares the host's memory (GB10, Jetson) answers [N/A]: it can use what is left.
         memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
         major, _, minor = version.partition(".")
-        gpus.append((index, uuid, (name, memory, (int(major), int(minor)))))
+        power_w = float(watts[0]) if watts and watts[0][0].isdecimal() else None
+        gpus.append((index, uuid, _Visible(name, memory, (int(major), int(minor)), power_w)))
     if visible is None:
         return [gpu for _, _, gpu in gpus]
     chosen = []

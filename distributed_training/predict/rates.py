@@ -1,7 +1,4 @@
-"""How fast a machine works: measured (`plan --calibrate`), else estimated from datasheets.
-
-The shares of a datasheet's figures are one H200's; for any other GPU they are an estimate.
-"""
+"""How fast a machine works: measured (`plan --calibrate`), else estimated from datasheets."""
 
 from __future__ import annotations
 
@@ -77,13 +74,24 @@ class Rates:
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """Rates of a GPU of the table."""
+    """Rates of a GPU of the table.
+
+    Long matrix products draw more power than most GPUs may, which then lower clock and voltage:
+    at a rate of power ^ 1/2. Element-wise kernels are bound by the memory's bandwidth, or, where
+    that is large, by what a multiprocessor can work on.
+    """
     shares = FITTED.gpu_shares
+    major, minor = gpu.compute_capability
+    needed_w = vars(FITTED.full_power)[f"{major}.{minor}"] * gpu.flops / 1e12
+    gemm = shares.gemm * gpu.flops * min(1.0, math.sqrt(gpu.power_w / needed_w))
+    memory = min(
+        shares.memory * gpu.memory_bytes_per_s, FITTED.multiprocessor_bytes_per_s * gpu.num_sms
+    )
     return Rates(
-        gemm_flops=shares.gemm * gpu.flops,
+        gemm_flops=gemm,
         fp32_gemm_flops=shares.fp32_gemm * gpu.fp32_flops,
-        memory_bytes=shares.memory * gpu.memory_bytes_per_s,
-        attention_flops=shares.attention * gpu.flops,
+        memory_bytes=memory,
+        attention_flops=shares.attention * gemm,
         link_bytes=FITTED.link_share * gpu.link_bytes_per_s,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,

@@ -6,9 +6,9 @@ import pytest
 from distributed_training.plan.machine import available_ram_bytes, detect_machine
 
 ROWS = """\
-0, GPU-aaaa1111, NVIDIA H200, 143771, 9.0
-1, GPU-bbbb2222, NVIDIA A100-SXM4-80GB, 81920, 8.0
-2, GPU-cccc3333, Tesla T4, 15360, 7.5
+0, GPU-aaaa1111, NVIDIA H200, 143771, 9.0, 700.00
+1, GPU-bbbb2222, NVIDIA A100-SXM4-80GB, 81920, 8.0, [N/A]
+2, GPU-cccc3333, Tesla T4, 15360, 7.5, 70.00
 """
 MIB = 2**20
 
@@ -33,6 +33,7 @@ def test_the_weakest_gpu_counts(nvidia_smi):
     machine = detect_machine()
     assert (machine.num_gpus, machine.gpu_name) == (3, "NVIDIA H200")
     assert (machine.gpu_memory_bytes, machine.compute_capability) == (15360 * MIB, (7, 5))
+    assert machine.power_w == 70
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,28 @@ def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     assert rates.disk_bytes == H200.disk_bytes  # not measured
 
 
+@pytest.mark.parametrize(
+    ("name", "gemm", "memory", "link"),
+    [  # TFLOP/s and GB/s that others reached: see constants.json
+        ("A100", 270, 1800, 300), ("T4", 24, 280, 15.75), ("H100@500W", 600, 3000, 450),
+        ("a100-pcie", 245, 1750, 31.5), ("V100-PCIe", 95, 800, 15.75), ("B200", 1745, 4000, 900),
+    ],
+)  # fmt: skip
+def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
+    rates = parse_cluster(f"4x{name}").rates
+    assert rates.gemm_flops / 1e12 == pytest.approx(gemm, rel=0.03)
+    assert rates.memory_bytes / 1e9 == pytest.approx(memory, rel=0.05)
+    assert rates.link_bytes / 1e9 < link
+
+
+def test_four_a100_on_pcie_are_better_off_with_a_pipeline():
+    """Over 31.5 GB/s gathering XL's weights costs more than a pipeline's bubble."""
+    choices = rank_layouts(
+        lambda name: build(name, model="gpt2-xl-20-heads", batch_size=4), parse_cluster("4xA100-PCIe")
+    )
+    assert choices[0].plan.mesh["pp"] > 1
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
     """The fullest process's, wherever it lies along a pipeline, and what it has elsewhere."""

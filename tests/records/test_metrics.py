@@ -67,6 +67,10 @@ def test_unknown_gpu_has_no_mfu(name):
         ("NVIDIA GH200 480GB", 989.5e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
+        ("Tesla V100-PCIE-32GB", 112e12),
     ],
 )
 def test_peak_of_known_gpus(name, peak):
@@ -76,7 +80,7 @@ def test_peak_of_known_gpus(name, peak):
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA L40",
+        "Quadro RTX 6000",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a seventh of one
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "",
