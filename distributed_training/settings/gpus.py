@@ -1,6 +1,6 @@
 """What GPUs can do by their vendor's datasheets: the table that rates are estimated from.
 
-Sources: NVIDIA's datasheets of each, and the whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202
+Sources: NVIDIA's datasheets of each; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202
 (5090); of the A10G, AWS's variant, what CUDA reports. Dense, without sparsity.
 """
 

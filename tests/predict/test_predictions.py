@@ -111,9 +111,8 @@ def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
 
 def test_four_a100_on_pcie_are_better_off_with_a_pipeline():
     """Over 31.5 GB/s gathering XL's weights costs more than a pipeline's bubble."""
-    choices = rank_layouts(
-        lambda name: build(name, model="gpt2-xl-20-heads", batch_size=4), parse_cluster("4xA100-PCIe")
-    )
+    words = {"model": "gpt2-xl-20-heads", "batch_size": 4}
+    choices = rank_layouts(lambda name: build(name, **words), parse_cluster("4xA100-PCIe"))
     assert choices[0].plan.mesh["pp"] > 1
 
 
