@@ -256,8 +256,10 @@ def export(argv: Sequence[str], program: Program) -> int:
     parser = _parser(program, "export", about)
     parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
     parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
+    merge = "of a run with lora_rank: the whole model instead of the adapters"
+    parser.add_argument("--merge", action="store_true", help=merge)
     a = parser.parse_args(argv)
-    return _load("tools.models").export_checkpoint(a.run, a.to)
+    return _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
 
 
 def push(argv: Sequence[str], program: Program) -> int:

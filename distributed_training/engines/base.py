@@ -41,6 +41,7 @@ class Engine(abc.ABC):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
     optimizer: torch.optim.Optimizer
+    base_fingerprint = 0  # of the frozen weights that adapters stand beside, if any
     gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
 
     @abc.abstractmethod

@@ -36,6 +36,7 @@ from distributed_training.parallel.blocks import (
     apply_compile,
 )
 from distributed_training.parallel.graphs import to_device
+from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -50,7 +51,12 @@ class DeepSpeedEngine(base.Engine):
         self.plan = plan
         config = plan.config
         strategy = plan.strategy
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        if config.lora_rank:
+            apply_lora(model, config)
+            # ZeRO-3 drops a block's weights once the gradient of its input is there: the first
+            # block's input has one, too, then.
+            model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
         rows = model.size.vocab_size
         self.copied = tables if model.size.tied else set()
@@ -77,7 +83,7 @@ class DeepSpeedEngine(base.Engine):
             found = deepspeed.initialize(**parts, dist_init_required=False)
         self.engine, self.optimizer = found[:2]
         self.model = self.engine.module
-        self.named = {names[parameter]: parameter for parameter in self.model.parameters()}
+        self.named = {names[p]: p for p in self.model.parameters() if p.requires_grad}
         if topology.device_type == "cpu":
             # Else DeepSpeed would leave the buffer through which CPU processes reduce in memory, 66
             # MiB a process. Once every rank has mapped all, nobody opens one by name.
@@ -247,8 +253,9 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         layers: list[Any] = [start, *model.blocks.values(), norm]
         if model.size.tied:
             (weight,) = start.vocabulary_parameters()
-            layers[0] = _tied_part(start, weight)
             rows = [start.get_submodule(weight.removesuffix(".weight"))]
+        if model.size.tied and rows[0].weight.requires_grad:
+            layers[0] = _tied_part(start, weight)
             layers.append(_tied_part(rows[0], "weight", forward_fn=lambda _rows, x: x))
         else:  # an output layer that `head` uses has a place among the layers
             layers.append(nn.Identity())

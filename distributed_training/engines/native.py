@@ -40,6 +40,7 @@ from distributed_training.parallel.gradients import (
     sum_gradients,
 )
 from distributed_training.parallel.graphs import StepGraph, to_device
+from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
 from distributed_training.parallel.private import foreach_mul_, overlap_products
 from distributed_training.parallel.tensor import apply_tp, can_overlap
@@ -85,9 +86,12 @@ class NativeEngine(base.Engine):
         self.remembered: Any = None  # what compressing gradients has lost so far
         modules = [self._spread(part, mesh) for part in stages.values()]
         self.module = modules[0]  # the whole model, where there is no pipeline
-        self.parameters = list(self.parts.parameters())
-        # Now: after an evaluation these are FSDP's gathered, rounded copies.
-        self.named = [(part, list(part.named_parameters())) for part in stages.values()]
+        # Those that learn. Now: after an evaluation these are FSDP's gathered, rounded copies.
+        self.named = [
+            (part, [each for each in part.named_parameters() if each[1].requires_grad])
+            for part in stages.values()
+        ]
+        self.parameters = [parameter for _, named in self.named for _, parameter in named]
         self.gradient_names = [name for _, named in self.named for name, _ in named]
         self.pipeline: Pipeline | None = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -121,6 +125,8 @@ class NativeEngine(base.Engine):
         part.to(topology.device)
         if topology.tp > 1:
             terms = apply_tp(part, mesh["tp"], self.tp_parts)
+        if config.lora_rank:
+            terms = apply_lora(part, config)
         apply_checkpointing(part, config.activation_checkpointing)
         apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
@@ -321,11 +327,13 @@ class NativeEngine(base.Engine):
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
         state = {}
-        part: Any
-        for part in self.parts.values():
+        full: Any
+        for part, named in self.named:
             tables = part.vocabulary_parameters()
             # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
-            for name, full in part.state_dict().items():
+            held = part.state_dict()
+            for name in dict(named):
+                full = held[name]
                 full = full.full_tensor() if isinstance(full, DTensor) else full
                 if name in tables:  # tp may have appended rows
                     full = full[: self.size.padded_vocab_size]

@@ -112,6 +112,17 @@ class ModelSpec:
         """Write full fp32 `state` (names of the model, on the CPU) to `folder`."""
         _load(self.family).save(state, self.size, folder, eos_token_id=eos_token_id)
 
+    @property
+    def stores_transposed(self) -> bool:
+        """Whether Hugging Face's matrices are [in, out]."""
+        return getattr(_load(self.family), "STORES_TRANSPOSED", False)
+
+    def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What has a row for each of one of our matrices, by name, as the modules of Hugging Face's
+        model have it."""
+        found: dict[str, torch.Tensor] = _load(self.family).name_rows(matrix, rows, self.size)
+        return found
+
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` holds readable weights of this size; load nothing."""
         if not (folder / "config.json").is_file():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
@@ -37,10 +38,14 @@ class Linear(nn.Linear):
     # block's graph only among blocks that call the same functions.
     instead: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
+    def __init__(self, *shape: Any, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        # A module of (x, product) whose output takes the product's place (parallel/lora.py).
+        self.adapter: nn.Module | None = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.instead is not None:
-            return self.instead(self, x)
-        return self.product(x)
+        y = self.product(x) if self.instead is None else self.instead(self, x)
+        return y if self.adapter is None else self.adapter(x, y)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T, and the bias where this layer adds it."""
@@ -154,6 +159,14 @@ class Decoder(nn.Module):
             if fnmatch.fnmatchcase(name, pattern)
         }
 
+    def fingerprint(self) -> int:
+        """A checksum of some thousand numbers of each parameter."""
+        checksum = 0
+        for parameter in self.parameters():
+            some = parameter.detach().flatten()[:: max(1, parameter.numel() // 1000)]
+            checksum = zlib.crc32(some.float().contiguous().numpy().data, checksum)
+        return checksum
+
     def vocabulary_parameters(self) -> list[str]:
         """Names of parameters with one row for each token, `padded_vocab_size` of them."""
         roles = self.find_roles().items()
@@ -197,9 +210,10 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> 
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """AdamW's two groups: matrices decay; biases and norms (one-dimensional) do not."""
-    everything = list(parameters)
-    return [
-        {"params": [p for p in everything if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in everything if p.dim() < 2], "weight_decay": 0.0},
+    """AdamW's groups of what learns: matrices decay; biases and norms (one-dimensional) do not."""
+    learning = [parameter for parameter in parameters if parameter.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in learning if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]

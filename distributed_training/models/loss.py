@@ -56,32 +56,41 @@ class ChunkedCrossEntropy:
         return torch.stack(losses).sum()
 
     def gradients(
-        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(summed loss, its gradients by x [N, D] and by weight [P, D])."""
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        vocab_size: int,
+        learns: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(summed loss, its gradients by x [N, D] and, where it learns, by weight [P, D])."""
         grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         total = torch.zeros((), device=x.device)
         chunks = (tensor.split(self.tokens) for tensor in (x, targets.flatten(), grad_x))
         for part, own, grad_part in zip(*chunks, strict=True):
             loss, grad_logits = self.compute(F.linear(part, weight), own, vocab_size)
             total += loss
             torch.mm(grad_logits, weight, out=grad_part)
-            grad_weight += grad_logits.t() @ part
-        return total, grad_x, grad_weight.to(weight.dtype)
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ part
+        return total, grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, loss):  # type: ignore[no-untyped-def]
-        total, *gradients = loss.gradients(x.flatten(0, -2), weight, targets, vocab_size)
-        ctx.save_for_backward(gradients[0].view_as(x), gradients[1])
+        learns = ctx.needs_input_grad[1]
+        gradients = loss.gradients(x.flatten(0, -2), weight, targets, vocab_size, learns)
+        total, grad_x, grad_weight = gradients
+        ctx.save_for_backward(grad_x.view_as(x), grad_weight)
         return total
 
     @staticmethod
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * scale, grad_weight * scale, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight * scale
+        return grad_x * scale, grad_weight, None, None, None
 
 
 def loss_and_gradient(

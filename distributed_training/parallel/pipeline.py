@@ -49,6 +49,7 @@ class Pipeline:
         self.tp_parts = plan.tp_parts
         some = next(iter(stages.values()))
         self.size = some.size
+        self.ties = some.size.tied and not config.lora_rank  # first and last stage's embedding
         self.dtype = some.compute_dtype or torch.float32
         self.first = stages.get(0)
         self.last = stages.get(len(ranks) - 1)
@@ -129,7 +130,7 @@ class Pipeline:
 
     def add_tied_gradients(self) -> None:
         """First and last stage take the sum of both gradients of the tied embedding."""
-        ends = [part for part in (self.first, self.last) if part is not None and self.size.tied]
+        ends = [part for part in (self.first, self.last) if part is not None and self.ties]
         gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
         if len(ends) == 2:
             gradients[0] += gradients[1]
@@ -179,7 +180,8 @@ class RoundedWeights:
         self.places = [
             (owner, name)
             for owner in module.modules()
-            for name, _ in owner.named_parameters(recurse=False)
+            for name, parameter in owner.named_parameters(recurse=False)
+            if parameter.requires_grad
         ]
         self.parameters = [getattr(owner, name) for owner, name in self.places]
         self.copies = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]

@@ -33,7 +33,13 @@ class WeightGradients:
         dtype = stage.compute_dtype or torch.float32
         self.start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         for block in stage.blocks.values():
-            linears: list[Any] = [each for each in block.modules() if isinstance(each, Linear)]
+            linears: list[Any] = [
+                each
+                for each in block.modules()
+                if isinstance(each, Linear) and each.weight.requires_grad
+            ]
+            if not linears:  # frozen: what adapters learn autograd computes with the first part
+                continue
             for linear in linears:
                 linear.tap = linear.seen = None
                 linear.instead = _product_with_tap

@@ -43,11 +43,14 @@ def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -
     model.compute_dtype = COMPUTE_DTYPES[config.precision]
     if plan.weights_dir is not None:
         plan.model.load(model, plan.weights_dir)
+    fingerprint = model.fingerprint() if config.lora_rank else 0
     if model.compute_dtype is not None:
         # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(model.compute_dtype).float()
+            rounded = parameter.data.to(model.compute_dtype)
+            parameter.data = rounded if config.lora_rank else rounded.float()
     engine = plan.strategy.traits.load()(model, plan, topology)
+    engine.base_fingerprint = fingerprint
     seed_dropout(plan, topology, 0)
     return engine
 

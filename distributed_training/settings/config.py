@@ -89,6 +89,14 @@ class RunConfig(Options):
         help="clip the norm of the whole gradient to this; None: never")
     dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0,
         help="on embeddings, attention and residuals")
+    lora_rank: CountOrZero = learning(0, aliases=("lora_r",),
+        help="train adapters of this rank beside frozen weights (LoRA); 0: train the weights")
+    lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = learning(16.0,
+        help="what adapters add is multiplied by lora_alpha / lora_rank")
+    lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0,
+        help="on what adapters see")
+    lora_targets: Text | None = learning(None, aliases=("lora_target_modules",),
+        help="matrices of the blocks that get adapters, such as qkv,mlp_in; None: all")
     strategy: Text = layout(AUTO,
         help="where state lives and who computes what; auto: the planner's first choice")
     deepspeed_config: Text | None = layout(None,

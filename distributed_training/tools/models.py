@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from distributed_training.data.hub import check_push
+from distributed_training.data.hub import WEIGHT_FILES, cannot_fetch, check_push, fetch_folder
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, ask
 from distributed_training.data.tokenizer import Tokenizer, is_chat
-from distributed_training.models import ModelSpec, find_model
+from distributed_training.models import ModelSpec, find_model, peft
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
@@ -25,7 +25,12 @@ from distributed_training.records.card import write_card
 from distributed_training.records.display import short_path
 from distributed_training.records.record import BEST, LAST, Record, load_record
 from distributed_training.run.saving import resume
-from distributed_training.run.saving.export import continuation, push_folder, write_folder
+from distributed_training.run.saving.export import (
+    continuation,
+    push_folder,
+    whole_model,
+    write_folder,
+)
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
@@ -40,6 +45,8 @@ def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
     if not (run / PLAN_FILE).is_file():
         if (folder / "config.json").is_file():
             return find_model(str(folder)), folder
+        if (folder / peft.CONFIG_FILE).is_file():
+            return find_model(str(base_of(folder))), folder
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or its hf/"
         raise UserError(f"{given} {what}", fix=fix)
@@ -52,6 +59,18 @@ def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
     return load_plan(run).model, run / kind
 
 
+def base_of(folder: Path) -> Path:
+    """The folder of the weights that the adapters in `folder` belong to."""
+    name = peft.read_config(folder).base_model_name_or_path
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return fetch_folder(name, WEIGHT_FILES)
+    except OSError as error:
+        command = f"hf download {name} {' '.join(WEIGHT_FILES)}"
+        raise cannot_fetch("base_model_name_or_path", name, error, command) from None
+
+
 def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     """(the model on the CPU, its tokenizer, whether it was trained on conversations) of a run; its
     newest checkpoint's where it has no hf/ yet."""
@@ -59,13 +78,14 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
         model = spec.build(dropout=0.0, seed=0)
-        spec.load(model, folder)
+        adapted = (folder / peft.CONFIG_FILE).is_file()
+        spec.load(model, base_of(folder) if adapted else folder)
+        if adapted:
+            peft.load_adapters(model, spec, folder)
         return model, Tokenizer(folder), is_chat(folder)
     print(f"no {LAST}/ yet: reading {short_path(checkpoint)}", file=sys.stderr)
-    plan, record, _, state = read_checkpoint(checkpoint)
-    model = plan.model.build(dropout=0.0, seed=0)
-    for name, values in model.state_dict().items():
-        values[: len(state[name])] = state[name]  # without the vocabulary's padding
+    plan, record, meta, state = read_checkpoint(checkpoint)
+    model = whole_model(state, meta.base_fingerprint, plan)
     return model, Tokenizer(plan.tokenizer_dir), record.data.get("form") == MESSAGES
 
 
@@ -131,8 +151,9 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int], known: list[int]) -> Iter
     yield tokenizer.decode(known)[len(said) :]
 
 
-def export_checkpoint(given: str, to: str | None = None) -> int:
-    """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/)."""
+def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False) -> int:
+    """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/); with
+    `merge` the whole model where these are adapters."""
     checkpoint = resume.newest_checkpoint(given_path(given).resolve())
     if checkpoint is None:
         what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
@@ -141,16 +162,17 @@ def export_checkpoint(given: str, to: str | None = None) -> int:
     folder = checkpoint.parents[1] / LAST if to is None else Path(to).expanduser()
     if folder.exists():
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
-    plan, record, step, state = read_checkpoint(checkpoint)
+    plan, record, meta, state = read_checkpoint(checkpoint)
     chat = record.data.get("form") == MESSAGES
-    write_folder(state, plan, Tokenizer(plan.tokenizer_dir), chat, folder)
-    write_card(folder, record.model_copy(update={"step": step}))
-    print(f"exported {short_path(folder)} (Hugging Face's format, after step {step})")
+    tokenizer = Tokenizer(plan.tokenizer_dir)
+    write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
+    write_card(folder, record.model_copy(update={"step": meta.step}))
+    print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
     return 0
 
 
-def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, int, dict[str, torch.Tensor]]:
-    """Plan and record of its run, its step, and its weights, under the model's names."""
+def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, dict[str, torch.Tensor]]:
+    """Plan and record of its run, its meta.json, and its weights, under the model's names."""
     meta = resume.read_meta(checkpoint)
     names = resume.files_to_read(checkpoint, meta)
     resume.check_files(checkpoint, meta, names)
@@ -158,7 +180,7 @@ def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, int, dict[str, torc
     weights = [name for name in saved.stored if name.startswith("weight/")]
     state = {name.removeprefix("weight/"): saved.whole(name) for name in weights}
     run_dir = checkpoint.parents[1]
-    return load_plan(run_dir), load_record(run_dir), meta.step, state
+    return load_plan(run_dir), load_record(run_dir), meta, state
 
 
 def push(given: str, repo_id: str, *, best: bool) -> int:

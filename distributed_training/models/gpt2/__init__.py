@@ -50,6 +50,7 @@ MODEL_TYPES = ("gpt2",)
 HUB_IDS = {
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 }
+STORES_TRANSPOSED = True
 # Our names -> Hugging Face's. Those called c_ are Conv1D: weights stored [in, out].
 _NAMES = {
     "token_embedding": "wte",
@@ -146,6 +147,13 @@ def save(
     ).save_pretrained(folder)
 
 
+def name_rows(matrix: str, rows: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+    """What has a row for each of a block's matrix, under Hugging Face's names of modules and in
+    their order."""
+    name = _hf_name(matrix)
+    return {f"transformer.{name}": _reorder(f"{name}.", rows, size)}
+
+
 def _hf_name(ours: str) -> str:
     return ".".join(_NAMES.get(part, part) for part in ours.split("."))
 
@@ -153,6 +161,11 @@ def _hf_name(ours: str) -> str:
 def _to_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
     if name == "wte.weight":
         return tensor[: size.vocab_size]
-    if ".c_attn." in name:  # rows (head, q/k/v, K) -> (q/k/v, head, K)
-        tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    tensor = _reorder(name, tensor, size)
     return tensor.t() if ".c_" in name else tensor
+
+
+def _reorder(name: str, rows: torch.Tensor, size: ModelSize) -> torch.Tensor:
+    if ".c_attn." in name:  # (head, q/k/v, K) -> (q/k/v, head, K)
+        return rows.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return rows

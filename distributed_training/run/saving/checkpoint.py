@@ -87,7 +87,8 @@ class Saver:
             parts = memory.copy(parts)
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.spread,
-            data_fingerprint=data_fingerprint, counters=engine.counters(), files={}, checksums={},
+            data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
+            counters=engine.counters(), files={}, checksums={},
         )  # fmt: skip
         self._row = {"step": step, "copied": memory is not None}
         self._row["page_locked"] = bool(memory and memory.page_locked)
@@ -253,6 +254,9 @@ def load_checkpoint(
         what = f"the text is not what {folder} was trained on"
         why = "a file of the dataset has changed, or this is another Python's embedded corpus"
         raise UserError(what, why, "restore it, or set resume to None")
+    if meta.base_fingerprint != engine.base_fingerprint:
+        what = f"the adapters of {folder} do not belong to the weights {plan.config.weights}"
+        raise UserError(what, "these have changed", "restore them, or set resume to None")
     try:
         names = resume.files_to_read(folder, meta, plan, topology.rank)
         saved = TensorFiles(folder / name for name in names)

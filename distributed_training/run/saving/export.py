@@ -12,6 +12,8 @@ import torch.distributed as dist
 from distributed_training.data.pieces import ask
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine
+from distributed_training.models import peft
+from distributed_training.models.decoder import Decoder
 from distributed_training.plan.plan import Plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, short_path
@@ -84,20 +86,55 @@ def export(engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, folder:
     """Write the model as `folder`, all of it or nothing, over an older one. Collective."""
     state = engine.full_state()
     if state is not None:
-        write_folder(state, plan, tokenizer, chat, folder)
+        write_folder(state, engine.base_fingerprint, plan, tokenizer, chat, folder)
     dist.barrier()
 
 
 def write_folder(
-    state: dict[str, torch.Tensor], plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path
+    state: dict[str, torch.Tensor],
+    base_fingerprint: int,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    chat: bool,
+    folder: Path,
+    *,
+    merge: bool = False,
 ) -> None:
-    """Write weights under the model's names as `folder`, all of it or nothing."""
+    """Write what a run has learnt, under the model's names, as `folder`, all of it or nothing.
+    Adapters alone, unless they are to `merge` or nobody else has the weights beside them."""
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    plan.model.save(state, writing, eos_token_id=tokenizer.eos_id)
+    config = plan.config
+    if config.lora_rank and plan.weights_dir is not None and not merge:
+        base = plan.model.hub_id if config.weights == "pretrained" else None
+        base = base or str(plan.weights_dir)
+        peft.save_adapters(
+            state, plan.model, config, writing, base=base, fingerprint=base_fingerprint
+        )
+    else:
+        if config.lora_rank:
+            state = whole_model(state, base_fingerprint, plan).state_dict()
+        plan.model.save(state, writing, eos_token_id=tokenizer.eos_id)
     tokenizer.save(writing, chat=chat)
     shutil.rmtree(folder, ignore_errors=True)
     writing.rename(folder)
+
+
+def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Plan) -> Decoder:
+    """The model on the CPU in fp32 with what a run has learnt, under the model's names. Raises
+    UserError where that are adapters and the weights that they belong to have changed."""
+    config = plan.config
+    model = plan.model.build(dropout=0.0, seed=config.seed)
+    if config.lora_rank:
+        if plan.weights_dir is not None:
+            plan.model.load(model, plan.weights_dir)
+        peft.check_base(model, base_fingerprint, plan.run_dir)
+        adapters = peft.to_peft(state, plan.model)
+        peft.merge_adapters(model, plan.model, adapters, config.lora_alpha / config.lora_rank)
+        return model
+    for name, values in model.state_dict().items():
+        values[: len(state[name])] = state[name]  # without the vocabulary's padding
+    return model
 
 
 def push_folder(folder: Path, repo_id: str) -> str:

@@ -45,6 +45,7 @@ class Meta(BaseModel, strict=True):
     work: dict[str, Any]  # `Plan.work` of the run that wrote it
     spread: dict[str, Any]  # `Plan.spread`
     data_fingerprint: str = ""
+    base_fingerprint: int = 0  # of the weights that adapters belong to (Engine)
     counters: dict[str, float]  # of the engine (engines/base.py)
     files: dict[str, int]  # name -> bytes
     checksums: dict[str, int]  # CRC-32 of each, and of copies

@@ -1,0 +1,90 @@
+"""LoRA (Hu et al., 2106.09685): weights stay as they are, and blocks' matrices W get a trained
+product of two narrow ones beside them: y = W x + (alpha / rank) B A dropout(x).
+
+A is [rank, in], B [out, rank]. B begins at 0, so that the first step sees the weights of the base.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.parallel.gradients import local_part
+from distributed_training.settings.config import RunConfig
+
+
+def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
+    """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters beside its
+    blocks' matrices, in place.
+
+    Returns names of parameters whose gradients are still to be summed over tp. Of a matrix that is
+    split by rows every process holds all of A, and its rows of B; else its columns of A, all of B.
+    """
+    model.requires_grad_(False)
+    terms = set()
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, Linear) or not is_target(name, config):
+            continue
+        a, b = _draw(name, linear.weight, config, model.compute_dtype)
+        linear.adapter = Adapter(a, b, config)
+        if isinstance(linear.weight, DTensor):
+            whole = "b" if linear.weight.placements[0].is_shard(1) else "a"
+            terms.add(f"{name}.adapter.{whole}")
+    return terms
+
+
+def is_target(name: str, config: RunConfig) -> bool:
+    """Whether the matrix of this name, such as blocks.0.qkv, gets an adapter."""
+    targets = config.lora_targets
+    return targets is None or name.rpartition(".")[2] in targets.split(",")
+
+
+def _draw(
+    name: str, weight: torch.Tensor, config: RunConfig, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """A and B from the name and the seed alone, split as the weight is; rounded like weights that
+    training begins with."""
+    rows, columns = weight.shape
+    generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
+    a = torch.empty(config.lora_rank, columns)
+    a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+    drawn = [a.to(dtype or a.dtype).float(), torch.zeros(rows, config.lora_rank)]
+    drawn = [each.to(weight.device) for each in drawn]
+    if not isinstance(weight, DTensor):
+        return drawn
+    by_columns = weight.placements[0].is_shard(1)
+    places = [Shard(1), Replicate()] if by_columns else [Replicate(), Shard(0)]
+    mesh = weight.device_mesh
+    return [
+        distribute_tensor(each, mesh, [place], src_data_rank=None)
+        for each, place in zip(drawn, places, strict=True)
+    ]
+
+
+class Adapter(nn.Module):
+    """What is added to the product of one matrix."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: RunConfig) -> None:
+        super().__init__()
+        self.a = nn.Parameter(a)
+        self.b = nn.Parameter(b)
+        self.scale = config.lora_alpha / config.lora_rank
+        self.dropout = config.lora_dropout
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The matrix's input [.., in] and product [.., out] -> the sum [.., out]."""
+        inputs = x
+        if isinstance(x, DTensor):  # of a whole x each process computes one term of the gradient
+            places = [Partial() if place.is_replicate() else place for place in x.placements]
+            inputs = x.to_local(grad_placements=places)
+        inputs = F.dropout(inputs, self.dropout, self.training)
+        narrow = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
+        added = F.linear(narrow, local_part(self.b).to(x.dtype))
+        if isinstance(y, DTensor):
+            added = DTensor.from_local(added, y.device_mesh, y.placements, run_check=False)
+        return y + added
