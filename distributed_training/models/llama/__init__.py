@@ -200,6 +200,12 @@ def save(
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
+def name_rows(matrix: str, rows: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+    """What has a row for each of a block's matrix, as Hugging Face's modules have it."""
+    parts = _to_hf(f"{matrix}.", rows, size)
+    return {name[:-1]: part.reshape(-1, *rows.shape[1:]) for name, part in parts.items()}
+
+
 def _to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
