@@ -30,6 +30,7 @@ WORK = {
     "warmup_steps": 5, "weight_decay": 0.5,
     "max_grad_norm": None, "dropout": 0.5, "pack": False, "max_steps": 5,
     "gradient_compression": "bf16", "compression_rank": 2, "compression_k": 0.5,
+    "lora_rank": 2, "lora_alpha": 4.0, "lora_dropout": 0.1, "lora_targets": "qkv",
 }  # fmt: skip
 NOT_WORK = {
     "strategy": "dp", "batch_size": 5, "grad_accum_steps": 5,  # the last two: global_batch_size
