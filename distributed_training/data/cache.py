@@ -27,7 +27,7 @@ from distributed_training.data.corpus import Corpus, Source
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32
+from distributed_training.settings.files import crc32, publish
 
 _VERSION = 4
 _META = "meta.json"
@@ -127,8 +127,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
         }
     (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": dtypes}))
     (building / _CHECKSUM).write_bytes(_checksum(building))
-    shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
-    os.replace(building, folder)  # so that a cache is never half written
+    publish(building, folder)  # over one that was damaged, if any
 
 
 def _progress(what: str, total: int) -> tqdm:

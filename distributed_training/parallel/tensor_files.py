@@ -93,7 +93,8 @@ def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ..
 
 def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     """Write those parts that are this process's to write, one in memory at a time; return the
-    file's bytes and its CRC-32 once it is on the disk."""
+    file's bytes and its CRC-32 once it is on the disk. Raises FloatingPointError at the first part
+    that is not finite."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
     header: dict[str, Any] = {}
     end = 0
@@ -106,7 +107,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     text = json.dumps({**header, "__metadata__": {"places": json.dumps(places)}}).encode()
     text += b" " * (-len(text) % 8)
     size = checksum = 0
-    numbers = (part.get().detach().cpu().contiguous().numpy().data.cast("B") for part in parts)
+    numbers = (_finite(part).numpy().data.cast("B") for part in parts)
     with open(path, "wb") as file:
         for data in itertools.chain([struct.pack("<Q", len(text)) + text], numbers):
             file.write(data)
@@ -116,6 +117,14 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
         file.flush()
         os.fsync(file.fileno())
     return size, checksum
+
+
+def _finite(part: Part) -> torch.Tensor:
+    """Its numbers on the CPU."""
+    numbers = part.get().detach().cpu().contiguous()
+    if not all(map(math.isfinite, numbers.aminmax())):  # which NaN comes through
+        raise FloatingPointError(f"{part.name} has numbers that are not finite")
+    return numbers
 
 
 class HostMemory:

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from distributed_training.records.provenance import git_commit, timestamp, versions
-from distributed_training.settings.files import Model, load_json, parse_as
+from distributed_training.settings.files import Model, load_json, parse_as, publish
 
 SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
@@ -278,7 +278,7 @@ def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     try:
         temporary.write_bytes(content)
-        os.replace(temporary, path)
+        publish(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

@@ -25,7 +25,7 @@ from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import ending
 from distributed_training.run.ranks import handling
 from distributed_training.run.saving import checkpoint
-from distributed_training.run.saving.resume import list_checkpoints
+from distributed_training.run.saving.resume import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
 
 FLUSH_EVERY_S = 1.0
@@ -254,7 +254,7 @@ class Trainer:
     def _saved_checkpoints(self) -> list[Path]:
         """Of steps that this run has taken, as rank 0 sees them: later ones, which whoever resumed
         passed over, are there until the next save. Collective."""
-        taken = f"step-{self.step:08d}"
+        taken = name_of(self.step)
         folders = list_checkpoints(self.plan.run_dir)
         found = [str(folder) for folder in folders if folder.name <= taken]
         return [Path(folder) for folder in from_rank_0(found)]
@@ -265,6 +265,7 @@ class Trainer:
         saved = self._saved_checkpoints()
         if self.plan.config.on_nonfinite != "rollback" or self._passed_over or not saved:
             raise error
+        self._pending.clear()
         self.restore(saved[-1])
         self._passed_over = error.step
         self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")
@@ -347,7 +348,13 @@ class Trainer:
         """Wait for a save that is under way; raises what failed in it. Collective."""
         if self.saver.under_way:
             self.at("the end of a save")
-            self.saver.finish()
+            try:
+                self.saver.finish()
+            except FloatingPointError as error:
+                step = self.saver.step
+                what = f"step {step} is not saved: {error}"
+                fix = ending.advise_nonfinite(self._saved_checkpoints())
+                raise ending.NonFiniteError(step, what, fix) from None
 
     def _saved(self, folder: Path, row: dict[str, Any]) -> None:
         self.history.saves.append(row)

@@ -43,6 +43,7 @@ from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims
 from distributed_training.run.saving.disks import check_disks
 from distributed_training.run.saving.export import export, generate_sample, push_folder
+from distributed_training.run.saving.resume import state_of
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -196,7 +197,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     record = None
     tracker = trackers.Tracker()
     if plan.checkpoint is not None and topology.rank == 0:
-        state = records.load_state(plan.run_dir)
+        state = state_of(plan.checkpoint)
         history = History(**state.model_dump(include=set(vars(history))))
     history = History(**from_rank_0(vars(history)))
     if topology.rank == 0:

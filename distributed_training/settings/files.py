@@ -7,6 +7,7 @@ import difflib
 import functools
 import json
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Iterable
@@ -47,6 +48,24 @@ def given_path(text: str | Path) -> Path:
     path = Path(text).expanduser()
     ours = ROOT / path
     return ours if ours.exists() and not path.exists() else path
+
+
+def publish(made: Path, final: Path) -> None:
+    """Rename a file or folder into place, over an older one, once all of it is on the disk."""
+    for path in (*made.rglob("*"), made):
+        _sync(path)
+    if final.is_dir():
+        shutil.rmtree(final)
+    os.replace(made, final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache

@@ -1,4 +1,6 @@
+import contextlib
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -18,6 +20,7 @@ from distributed_training.records.record import start_record
 from distributed_training.run.saving import checkpoint, resume
 from distributed_training.run.saving.checkpoint import Saver, load_checkpoint
 from distributed_training.run.saving.resume import FORMAT, check_files, list_checkpoints, read_meta
+from distributed_training.settings.errors import UserError
 from tests.support import refused, save_now
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
@@ -120,8 +123,7 @@ def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
 
 
 def edit_meta(folder, **changes):
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
+    resume.write_meta(folder, read_meta(folder).model_copy(update=changes))
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch):
@@ -137,9 +139,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", publish)
     save(tmp_path, 5)
-    done = [name for name in done if "-> meta.json" not in name]
-    writing, final = ".writing-00000005", "step-00000005"
-    assert done == [RANK_0, "meta.json", writing, f"{writing} -> {final}", "checkpoints"]
+    renamed = done.index(".writing-00000005 -> step-00000005")
+    assert {RANK_0, "meta.json", ".writing-00000005"} <= set(done[:renamed])
+    assert done[renamed + 1 :] == ["checkpoints"]
 
 
 def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path, monkeypatch):
@@ -172,9 +174,9 @@ def test_a_disk_that_fills_in_the_background_is_reported_when_it_is_asked(tmp_pa
     begin(saver, FakeEngine(1), 1)
     saver.finish()
     first = list_checkpoints(tmp_path)
-    for name in ("write_parts", "write_json"):  # of each process's file; of meta.json
+    for where, name in ((checkpoint, "write_parts"), (resume, "write_json")):  # and meta.json
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, name, full)
+            patched.setattr(where, name, full)
             begin(saver, FakeEngine(2), 2)
             with pytest.raises(OSError, match="No space left"):
                 saver.finish()
@@ -184,6 +186,21 @@ def test_a_disk_that_fills_in_the_background_is_reported_when_it_is_asked(tmp_pa
     saver.finish()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000001", "step-00000002"]
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path):
+    good, engine = save(tmp_path, 1, keep=1), FakeEngine(2)
+    engine.counters = dict
+    for poison in (float("nan"), -float("inf")):
+        engine.state[3, 1] = poison
+        saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY, lambda *_: None)
+        begin(saver, engine, 2)
+        engine.state.fill_(2)  # what was copied counts
+        with pytest.raises(FloatingPointError, match=r"weight/w has .* not finite on rank 0"):
+            saver.finish()
+        assert list_checkpoints(tmp_path) == [good]
+    healed = save(tmp_path, 2, keep=1, engine=engine)
+    assert list_checkpoints(tmp_path) == [healed]
 
 
 @pytest.mark.parametrize("reason", ["no room", "on disk"])
@@ -276,15 +293,25 @@ def test_what_runs_code_when_it_is_loaded_is_never_loaded(tmp_path):
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\x00", {"files": []}, {"step": True}])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\x00"])
 def test_a_corrupt_meta_is_no_checkpoint(content, tmp_path):
     folder = save(tmp_path, 1)
-    if isinstance(content, dict):
-        edit_meta(folder, **content)
-    else:
-        (folder / "meta.json").write_bytes(content)
+    (folder / "meta.json").write_bytes(content)
     with refused(f"{folder} is not a checkpoint of this suite", "remove that folder"):
         read_meta(folder)
+
+
+def test_each_flipped_bit_of_a_meta_is_found_and_a_folder_of_another_step(tmp_path):
+    folder = save(tmp_path, 1)
+    file = folder / "meta.json"
+    whole, meta = file.read_bytes(), read_meta(folder)
+    for place, bit in itertools.product(range(0, len(whole), 3), range(8)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        with contextlib.suppress(UserError):
+            assert read_meta(folder) == meta  # of white space
+    file.write_bytes(whole)
+    with refused("is damaged", "the folder another name"):
+        read_meta(folder.rename(folder.with_name("step-00000041")))
 
 
 def test_another_releases_format_is_refused(tmp_path):
@@ -386,24 +413,22 @@ def test_a_foreign_checkpoint_says_what_differs(key, value, tmp_path):
         find_resume(str(run_dir), tmp_path, {})
 
 
-@pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{"])
-def test_auto_passes_over_what_is_no_record_of_ours(content, tmp_path, caplog):
-    wanted = make_run(tmp_path, "20260101-a", 1)
-    other = make_run(tmp_path, "20260102-b", 1)
-    (other / "record.json").write_bytes(content)
-    assert find_resume("auto", tmp_path)[0] == wanted
-    (warning,) = caplog.records
-    assert f"passes over {other}" in warning.getMessage()
-    with refused(str(other)):
-        find_resume(str(other), tmp_path)
-
-
-def test_a_named_checkpoint_needs_its_runs_record(tmp_path):
-    run_dir = make_run(tmp_path, "a", 1)
+@pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])
+def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog):
+    run_dir = make_run(tmp_path, "20260101-a", 1)
+    (folder,) = list_checkpoints(run_dir)
+    whole = (run_dir / "record.json").read_bytes()
     (run_dir / "record.json").unlink()
-    for path in (run_dir, list_checkpoints(run_dir)[0]):
-        with refused("record", "record.json does not exist"):
-            find_resume(str(path), tmp_path)
+    if content:
+        (run_dir / "record.json").write_bytes(content)
+    for given in ("auto", str(run_dir), str(folder)):
+        assert find_resume(given, tmp_path) == (run_dir, folder)
+    assert resume.state_of(folder).started_at == json.loads(whole)["started_at"]
+    (folder / "record.json").unlink()
+    assert find_resume("auto", tmp_path)
+    assert f"passes over {folder}" in caplog.records[-1].getMessage()
+    with refused(f"{run_dir}/record.json"):
+        find_resume(str(run_dir), tmp_path)
 
 
 def test_other_tokens_are_refused(tmp_path):

@@ -175,7 +175,7 @@ def test_files_of_all_nodes_together_suffice_any_layout(two_nodes, tmp_path):
     ):
         with refused(f"lacks {lacks}.safetensors", os.uname().nodename, "into one, to every node"):
             files_to_read(nodes[node], meta, plan_on(spread, reader))
-    together = tmp_path / "together"
+    together = tmp_path / nodes[0].name
     for node in nodes:
         shutil.copytree(node, together, dirs_exist_ok=True)
     for spread, reader in ((other, None), (SPREAD, 0), (SPREAD, 1)):

@@ -105,6 +105,19 @@ def make_trainer(engine=None, **config):
     )
 
 
+@pytest.mark.usefixtures("_group", "saved")
+def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
+    def finish(saver):
+        saver._row = {"step": 4}
+        raise FloatingPointError("weight/w has numbers that are not finite on rank 0")
+
+    monkeypatch.setattr(checkpoint.Saver, "under_way", True)
+    monkeypatch.setattr(checkpoint.Saver, "finish", finish)
+    with pytest.raises(ending.NonFiniteError, match="step 4 is not saved: weight/w has") as caught:
+        make_trainer(checkpoint_every=4).run()
+    assert caught.value.step == 4
+
+
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize(
     ("every", "steps"), [(None, [5, 10, 12]), (0, []), ("signal", []), (4, [4, 8, 12])]

@@ -2,7 +2,8 @@
 until they are written.
 
     <run>/checkpoints/step-00000120/
-        meta.json               step, the work, how it was spread, every file with its checksum
+        meta.json               step, the work, how it was spread, checksums of itself and others
+        record.json             the run's record as it was then
         rank-00000.safetensors  the part that a rank held of weights and moments, under the model's
                                 names, and its random numbers' state
         copies-00001.safetensors  without a shared disk: what this node's ranks hold of that, too,
@@ -14,7 +15,7 @@ The sampler needs no file: its position is the step. resume.py finds and checks 
 
 from __future__ import annotations
 
-import os
+import errno
 import shutil
 import socket
 import threading
@@ -41,9 +42,10 @@ from distributed_training.parallel.tensor_files import (
 from distributed_training.plan.machine import available_ram_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.record import write_json
+from distributed_training.records.record import RECORD_FILE
 from distributed_training.run.saving import disks, resume
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import publish
 
 ROOM = 1.3  # of what a copy takes, must be free
 
@@ -133,6 +135,11 @@ class Saver:
             self._memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
     @property
+    def step(self) -> int:
+        """Of the last save."""
+        return int(self._row["step"])
+
+    @property
     def under_way(self) -> bool:
         """Whether `finish` has something to do."""
         return self._ending is not None
@@ -142,7 +149,8 @@ class Saver:
         return self._ending is not None and self._ending.done()
 
     def finish(self) -> None:
-        """Wait until nothing is being written. Raises what failed on any rank, OSError for one."""
+        """Wait until nothing is being written. Raises what failed on any rank: OSError, say, or
+        FloatingPointError where the state is not finite and so was not saved."""
         if self._ending is None:
             return
         ending = self._ending
@@ -173,7 +181,7 @@ class Saver:
         """Write this rank's files; once all are on the disk publish them by one rename a disk, and
         delete all checkpoints but the last. The folder. Collective in the thread's group."""
         first = self.topology.rank == 0
-        final = writing.with_name(f"step-{meta.step:08d}")
+        final = writing.with_name(resume.name_of(meta.step))
         for host, found in self._on_all(_write_files, writing, parts, self.topology.rank):
             for name, (size, checksum) in found.items():
                 of = meta.copies if name.startswith("copies") else meta.files
@@ -189,18 +197,20 @@ class Saver:
         return final
 
     def _on_all(self, do: Callable[..., Any] | None, *arguments: Any) -> list[Any]:
-        """What it gives on each rank, None where there is nothing to do; the first error, most
-        often of a full disk, is raised on all. Collective in the thread's group."""
+        """What it gives on each rank, None where there is nothing to do; the first error, of a disk
+        or of numbers that are not finite, is raised on all. Collective in the thread's group."""
         found = failure = None
         try:
             if do is not None:
                 found = do(*arguments)
         except OSError as error:
-            failure = (error.errno, str(error.strerror or error))
+            failure = (error.errno or errno.EIO, str(error.strerror or error))
+        except FloatingPointError as error:
+            failure = (0, f"{error} on rank {self.topology.rank}")
         ranks = gather((found, failure), self._group)
         for _, failed in ranks:
             if failed:
-                raise OSError(*failed)
+                raise OSError(*failed) if failed[0] else FloatingPointError(failed[1])
         return [each for each, _ in ranks]
 
 
@@ -225,12 +235,11 @@ def _write_files(
 
 
 def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
-    write_json(writing / resume.META_FILE, meta)
-    _sync(writing / resume.META_FILE)
-    _sync(writing)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(writing, final)
-    _sync(final.parent)
+    record = final.parents[1] / RECORD_FILE
+    if record.is_file():  # on rank 0's disk
+        shutil.copy(record, writing)
+    resume.write_meta(writing, meta)
+    publish(writing, final)
 
 
 def _remove_others(final: Path, plan: Plan) -> None:
@@ -304,12 +313,3 @@ def _random_numbers(topology: Topology) -> Iterator[Part]:
     for device, (state, restore) in states.items():
         name = f"random/{device}/{topology.rank}"
         yield replace(part_of(name, state, state.shape, (0,)), set=restore)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

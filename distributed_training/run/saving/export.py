@@ -19,6 +19,7 @@ from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, short_path
 from distributed_training.records.record import RECORD_FILE, load_record
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import publish
 
 
 def continuation(
@@ -116,8 +117,7 @@ def write_folder(
             state = whole_model(state, base_fingerprint, plan).state_dict()
         plan.model.save(state, writing, eos_token_id=tokenizer.eos_id)
     tokenizer.save(writing, chat=chat)
-    shutil.rmtree(folder, ignore_errors=True)
-    writing.rename(folder)
+    publish(writing, folder)
 
 
 def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Plan) -> Decoder:

@@ -6,9 +6,11 @@ A checkpoint's files are described in checkpoint.py, which writes them.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,14 +19,21 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed_training.plan.plan import PLAN_FILE, Plan
-from distributed_training.records.record import RECORD_FILE, RunState, is_alive, load_state
+from distributed_training.records.record import (
+    RECORD_FILE,
+    RunState,
+    is_alive,
+    load_state,
+    write_json,
+)
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32, parse_json, shown, user_path
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
-FORMAT = 4
+CHECKSUM = "checksum"  # in it, of the rest
+FORMAT = 5
 INSTEAD = "remove that folder to fall back to the one before, or set resume to None"
 TOGETHER = (
     "resume with shared_disk=False and the same layout on the same nodes in their order, or copy "
@@ -55,6 +64,11 @@ class Meta(BaseModel, strict=True):
     hosts: dict[str, str] = {}
 
 
+def name_of(step: int) -> str:
+    """Of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
     return sorted((run_dir / CHECKPOINTS).glob("step-*"))
@@ -69,8 +83,19 @@ def last_of_run(run_dir: Path, resumed_from: Path | None) -> Path | None:
     return own[-1] if own else resumed_from
 
 
+def write_meta(folder: Path, meta: Meta) -> None:
+    """A checkpoint's meta.json, with a checksum of all that it says."""
+    values = json.loads(meta.model_dump_json())
+    write_json(folder / META_FILE, {**values, CHECKSUM: _checksum_of(values)})
+
+
+def _checksum_of(values: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
 def read_meta(folder: Path) -> Meta:
-    """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint."""
+    """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint, and where it
+    does not say what was written or is another folder's."""
     foreign = UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD)
     try:
         values = parse_json((folder / META_FILE).read_text())
@@ -81,10 +106,11 @@ def read_meta(folder: Path) -> Meta:
         age = "an earlier" if form < FORMAT else "a later"
         what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
         raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
-    try:
-        return Meta.model_validate(values)
-    except ValueError:
-        raise foreign from None
+    written = values.pop(CHECKSUM, None)
+    if written != _checksum_of(values) or folder.name != name_of(values["step"]):
+        why = f"{META_FILE} has other contents than were written, or the folder another name"
+        raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
+    return Meta.model_validate(values)
 
 
 def files_of(rank: int) -> tuple[str, str]:
@@ -235,7 +261,17 @@ def _load_state(checkpoint: Path, meta: Meta) -> RunState:
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
         first = meta.hosts[files_of(0)[0]]
         raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
-    return load_state(run_dir)
+    return state_of(checkpoint)
+
+
+def state_of(checkpoint: Path) -> RunState:
+    """Its run's record or, where that is damaged or gone, what the checkpoint has of it."""
+    try:
+        return load_state(checkpoint.parents[1])
+    except UserError:
+        if (checkpoint / RECORD_FILE).is_file():
+            return load_state(checkpoint)
+        raise
 
 
 def identity(plan: Plan) -> dict[str, Any]:
