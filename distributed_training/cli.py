@@ -25,7 +25,7 @@ from typing import Any
 
 from distributed_training.advise.cluster import parse_cluster
 from distributed_training.records.record import BEST, LAST
-from distributed_training.run.launch import CPU_PROCESSES, start, start_planned
+from distributed_training.run.launch import CPU_PROCESSES, PLANNED, start, start_planned
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
@@ -82,7 +82,7 @@ def build_parser(
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--force", action="store_true", help="run what is predicted not to fit")
-    add("--run_dir", type=Path, help=hidden)
+    add(PLANNED, action="store_true", help=hidden)
     add("--local_rank", help=hidden)  # deepspeed passes it
     for title, members in by_group(keys).items():
         group = parser.add_argument_group(title)
@@ -109,7 +109,7 @@ def about_key(key: Key, *more: str) -> str:
 def parse(
     argv: Sequence[str], program: Program, command: Command, more: AddOptions = lambda parser: None
 ) -> argparse.Namespace:
-    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, `run_dir`; `more` adds the
+    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`; `more` adds a
     command's own options."""
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
@@ -199,8 +199,8 @@ def doctor(argv: Sequence[str], program: Program) -> int:
 def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
     arguments = parse(argv, program, train)
-    if arguments.run_dir is not None:
-        return start_planned(arguments.run_dir)
+    if arguments.planned:
+        return start_planned()
     config = configure(arguments, program)
     asked = arguments.num_gpus
     given = arguments.cluster

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -114,7 +116,7 @@ def run(text, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1))
 
-    def run_worker(given, process):
+    def run_worker(given, process, _):
         return "planned" if isinstance(given, Plan) else "launched", given, process
 
     monkeypatch.setattr("distributed_training.run.worker.run", run_worker)
@@ -180,19 +182,22 @@ def test_a_strategys_defaults_reach_the_run(run, monkeypatch):
 def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
     kind, plan, process = run()
     assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1))
-    assert capsys.readouterr().out == ""
+    first = "planning the run, importing torch ...\n"
+    assert capsys.readouterr().out == first
     assert run(machine=GPU_MACHINE)[1].num_processes == 1
-    assert capsys.readouterr().out == "using 1 of 4 GPUs; --num_gpus all uses all\n"
+    assert capsys.readouterr().out == f"{first}using 1 of 4 GPUs; --num_gpus all uses all\n"
 
 
 def test_several_processes_are_spawned_and_read_the_plan(run, monkeypatch):
     spawned = []
+    monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
     monkeypatch.setattr(launch, "spawn", lambda *given: spawned.append(given) or 7)
     assert run("--num_gpus", "2") == 7
-    ((plan, script, max_restarts),) = spawned
-    assert (plan.num_processes, script, max_restarts) == (2, str(SCRIPT), 0)
+    ((plan, command, max_restarts, _),) = spawned
+    assert (plan.num_processes, command, max_restarts) == (2, [str(SCRIPT), "--planned"], 0)
     assert (plan.run_dir / "plan.json").is_file()
-    kind, read, process = run("--run_dir", plan.run_dir, process=rank(1))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{plan.run_dir}\n"))
+    kind, read, process = run("--planned", process=rank(1))
     assert (kind, read, process) == ("planned", plan, rank(1))
 
 

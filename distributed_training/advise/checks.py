@@ -160,23 +160,12 @@ def check_extensions(plan: Plan) -> None:
         refuse_stale_lock(name)
 
 
-def needed_extensions(strategy: Strategy) -> list[str]:
-    """Names of the DeepSpeed extensions that a worker builds before the run."""
-    names = []
-    if strategy.steps_on_host:
-        names.append("cpu_adam")
-    if strategy.swaps_to_disk:
-        names.append("async_io")
-    return names
-
-
 def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
-    """Names (of folders, too) of all extensions that are built, DeepSpeed's own choices included:
-    page-locked memory for async_io, and shared memory between processes that have no GPU.
-    """
-    names = needed_extensions(strategy)
+    """Names (of folders, too) of all DeepSpeed extensions that a run builds: the last is for shared
+    memory between processes that have no GPU."""
+    names = ["cpu_adam"] if strategy.steps_on_host else []
     if strategy.swaps_to_disk:
-        names.append("pin_memory")
+        names += ["async_io", "pin_memory"]
     if strategy.traits.takes_deepspeed_json and not machine.num_gpus:
         names.append("deepspeed_shm_comm")
     return names

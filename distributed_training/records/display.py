@@ -86,25 +86,41 @@ class Display:
             for word, line in itertools.zip_longest([name], wrap.wrap(value), fillvalue=""):
                 self.say(f"  {word:<{width}}  {line}")
 
-    def start(self, done: int, total: int) -> None:
+    def start(self, done: int, total: int, compiles: bool) -> None:
         """Training begins at step `done` of `total`."""
         self._total = total
+        if compiles:
+            self.say("compiling; this is the first step ...")
         if self.enabled and sys.stderr.isatty():
             form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=form)
 
     def progress(
-        self, step: int, *, epoch: int, loss: float, rate: float, tokens_per_s: float, left_s: float
+        self,
+        step: int,
+        *,
+        epoch: int,
+        loss: float,
+        rate: float,
+        num_tokens: int,
+        seconds: float,
+        num_steps: int,
     ) -> None:
-        """Training has reached `step`, in its `epoch`th epoch; `left_s` seconds are left."""
-        left = tqdm.format_interval(round(left_s)).removeprefix("0")
-        text = f"epoch {epoch}  loss {loss:.4f}  lr {rate:.1e}  {tokens_per_s:,.0f} tok/s  {left}"
+        """Training has reached `step`, in its `epoch`th epoch. Lately `num_steps` took `seconds`;
+        0: these are those of the first step, which tell nothing of the others."""
+        text = f"epoch {epoch}  loss {loss:.4f}  lr {rate:.1e}  "
+        if num_steps:
+            left_s = (self._total - step) * seconds / num_steps
+            left = tqdm.format_interval(round(left_s)).removeprefix("0")
+            text += f"{num_tokens / seconds:,.0f} tok/s  {left} left"
+        else:
+            text += f"first step {seconds:.1f} s"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
         elif time.monotonic() - self._last_line > 5 or step == self._total:
             self._last_line = time.monotonic()
-            self.say(f"step {step:>6}/{self._total}  {text} left")
+            self.say(f"step {step:>6}/{self._total}  {text}")
 
     def stop(self) -> None:
         """Training has ended."""

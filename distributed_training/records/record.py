@@ -120,6 +120,8 @@ class Record(RunState):
     num_steps: int  # planned
     # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
     # where the run did not get so far.
+    # import, plan, data, model, sample (and first evaluation), first_step; of rank 0's process
+    startup_s: dict[str, float] = {}
     performance: dict[str, Any] = {}
     # Peaks while training, the highest rank's, and by_rank; None: not measured.
     memory: dict[str, Any] = {}

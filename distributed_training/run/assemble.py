@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed_training.advise.checks import needed_extensions
+from distributed_training.advise.checks import built_extensions
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models.decoder import Decoder
@@ -57,11 +58,14 @@ def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
-    for name in needed_extensions(plan.strategy) if topology.local_rank == 0 else ():
-        from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    names = built_extensions(plan.strategy, plan.machine) if topology.local_rank == 0 else ()
+    for name in names:
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or two) ...")
-        {"cpu_adam": CPUAdamBuilder, "async_io": AsyncIOBuilder}[name]().load(verbose=False)
+        began = time.monotonic()
+        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or more) ...")
+        ALL_OPS[name].load(verbose=False)
+        display.say(f"DeepSpeed extension {name}: loaded in {time.monotonic() - began:.1f} s")
     dist.barrier()
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.show import layout_name, torchrun_command
@@ -32,8 +33,8 @@ from distributed_training.records.record import (
     mark_stopped,
 )
 from distributed_training.run.prepare import make_plan, reserve_run_dir
-from distributed_training.run.process import Process, current_process, single_process
-from distributed_training.run.ranks import RESTARTS, run_ranks
+from distributed_training.run.process import Process, Startup, current_process, single_process
+from distributed_training.run.ranks import RESTARTS, run_ranks, starting
 from distributed_training.run.saving.resume import last_of_run
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -42,6 +43,7 @@ from distributed_training.settings.strategies import load_strategy
 
 SEEN_WITHIN_S = 5.0  # a process's end; the memory of a GPU is freed before
 TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
+PLANNED = "--planned"  # the option of processes that are started here
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
@@ -58,12 +60,14 @@ def start(
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
     as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
     process = current_process(os.environ)
+    if not dry_run and (process is None or process.rank == 0):
+        print("planning the run, importing torch ...", flush=True)
     if process is not None:
         if num_gpus not in (None, "all", str(process.world_size)):
             what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
             raise UserError(what, fix="give the number to the launcher only")
         if not dry_run:
-            return _work(config, process)
+            return _work(config, process, Startup())
         if process.rank > 0:
             return 0
     machine = detect_machine() if cluster is None else cluster.machine
@@ -77,29 +81,40 @@ def start(
         # Every number of processes has layouts of some strategy.
         mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
         count = here = requested_processes(num_gpus, machine, mesh)
-    cut = peek_data if dry_run else cut_data
-    places = {"num_processes": count, "processes_here": here}
-    plan = make_plan(config, machine, **places, cut=cut)
+
+    def make(config: RunConfig) -> Plan:
+        cut = peek_data if dry_run else cut_data
+        return make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
+
     if dry_run:
+        plan = make(config)
         typed = _launch_command(plan, os.path.relpath(script), arguments)
         print(describe_plan(plan, "(this one)" if process else shlex.join(typed)))
         return 0
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
-    plan = reserve_run_dir(plan)
     unsure = AUTO in (config.strategy, config.batch_size)
     if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
-        return _work(plan, single_process())
-    code = spawn(plan, str(script), max_restarts)
+        startup = Startup()
+        plan = reserve_run_dir(make(config))
+        startup.end("plan")
+        return _work(plan, single_process(), startup)
+    prepare_environment(count)
+    command = [str(script), PLANNED]
+    can_run = count <= max(machine.num_gpus, os.cpu_count() or 1)
+    # They import torch while the run is planned.
+    with starting(command, count if can_run else 0) as ranks:
+        plan = reserve_run_dir(make(config))
+    code = spawn(plan, command, max_restarts, ranks)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         failed = plan
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
-        plan = reserve_run_dir(make_plan(below, machine, **places, cut=cut))
+        plan = reserve_run_dir(make(below))
         what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
-        code = spawn(plan, str(script), max_restarts)
+        code = spawn(plan, command, max_restarts)
     return code
 
 
@@ -111,10 +126,21 @@ def ran_out_early(run_dir: Path) -> bool:
     return not metrics.is_file() or metrics.read_bytes().count(b"\n") <= TRIAL_STEPS
 
 
-def start_planned(run_dir: Path) -> int:
-    """Run this process's part of the plan in `run_dir`, which the launching process made."""
+def start_planned() -> int:
+    """Run this process's part of the plan that the launching process makes meanwhile, and whose
+    folder is the first line of standard input."""
     process = current_process(os.environ)
     assert process is not None
+    prepare_environment(process.local_world_size)
+    from distributed_training.run import worker
+
+    startup = Startup()
+    worker.warm_up(process)
+    startup.end("import")
+    line = sys.stdin.readline()
+    if not line:  # the launching process was killed
+        return 1
+    run_dir = Path(line.removesuffix("\n"))
     plan = load_plan(run_dir)
     if count := int(os.environ.get(RESTARTS, 0)):
         if process.rank == 0:
@@ -122,14 +148,16 @@ def start_planned(run_dir: Path) -> int:
         saved = last_of_run(run_dir, plan.checkpoint)
         note = f"started again ({count}), from {saved.name if saved else 'the beginning'}"
         plan = replace(plan, checkpoint=saved, notes=[*plan.notes, note])
-    return _work(plan, process)
+    startup.end("plan")
+    return worker.run(plan, process, startup)
 
 
-def _work(given: Plan | RunConfig, process: Process) -> int:
+def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     prepare_environment(process.local_world_size)
     from distributed_training.run import worker
 
-    return worker.run(given, process)
+    startup.end("import")
+    return worker.run(given, process, startup)
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
@@ -157,14 +185,13 @@ def prepare_environment(processes_here: int) -> None:
             setattr(sys, name, LastingStream(getattr(sys, name)))
 
 
-def spawn(plan: Plan, script: str, max_restarts: int) -> int:
-    """Start the plan's processes, wait, return the run's exit code. The end of one that was killed
-    is recorded here."""
-    prepare_environment(plan.num_processes)
+def spawn(plan: Plan, command: Sequence[str], max_restarts: int, ranks: Sequence[Any] = ()) -> int:
+    """Start the plan's processes, unless they are there, wait, return the run's exit code. The end
+    of one that was killed is recorded here."""
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
-    command = [script, "--run_dir", str(plan.run_dir)]
-    ended = run_ranks(command, plan.num_processes, max_restarts)
+    line = str(plan.run_dir)
+    ended = run_ranks(command, plan.num_processes, max_restarts, ranks=ranks, line=line)
     code = ended.exit_code
     status = "interrupted" if ended.signum else "failed"  # where the record does not say better
     reason = ended.reason

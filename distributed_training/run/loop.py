@@ -23,6 +23,7 @@ from distributed_training.records.metrics import PeakMemory, StepTimer, disk_byt
 from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
 from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import ending
+from distributed_training.run.process import Startup
 from distributed_training.run.ranks import handling
 from distributed_training.run.saving import checkpoint
 from distributed_training.run.saving.resume import list_checkpoints, name_of
@@ -88,6 +89,7 @@ class Trainer:
     save_best: Callable[[], None] = lambda: None  # collective
     at: Callable[..., None] = lambda place, limited=False: None  # told where training is
     step_ended: Callable[[], None] = lambda: None
+    startup: Startup = field(default_factory=Startup)
 
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
@@ -97,7 +99,7 @@ class Trainer:
         self._flushed_at = time.monotonic()
         self._stopping = ending.Stopping(self.display.say)
         self.saver = checkpoint.Saver(self.plan, self.topology, self._saved)
-        self._warm = False
+        self._first = 0  # step that this process took first, and that compiled
         self._passed_over = 0  # step whose batch is left out after a rollback
 
     @property
@@ -115,7 +117,8 @@ class Trainer:
             with handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
                 if self.step == 0:
                     self._evaluate()
-                self.display.start(self.step, self.num_steps)
+                self.startup.end("sample")
+                self.display.start(self.step, self.num_steps, bool(self.plan.config.compile))
                 self._begin_training()
                 while self.step < self.num_steps and not stop:
                     try:
@@ -162,7 +165,7 @@ class Trainer:
 
     def _update(self) -> None:
         """One optimizer step; what came of it is still on the device."""
-        self.at(f"step {self.step + 1}", limited=self._warm)  # the first one compiles
+        self.at(f"step {self.step + 1}", limited=bool(self._first))
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
@@ -171,10 +174,11 @@ class Trainer:
         self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
         self.step_ended()
-        if not self._warm:
-            self.saver.prepare(self.engine)
-        self._warm = True
         self.history.step += 1
+        if not self._first:
+            self._first = self.step
+            self.startup.end("first_step")
+            self.saver.prepare(self.engine)
 
     def _flush(self) -> None:
         """Sum pending losses over ranks; write, show and track them. Collective.
@@ -221,14 +225,15 @@ class Trainer:
             self.history.cut(error.step)
             self.write_record()
             raise error
-        seconds = sum(durations_s)
+        warm = [row for row in rows if row["step"] != self._first]
         self.display.progress(
             self.step,
             epoch=rows[-1]["epoch"] + 1,
             loss=rows[-1]["loss"],
             rate=rows[-1]["learning_rate"],
-            tokens_per_s=sum(row["num_tokens"] for row in rows) / seconds,
-            left_s=(self.num_steps - self.step) * seconds / len(rows),
+            num_tokens=sum(row["num_tokens"] for row in warm or rows),
+            seconds=sum(row["step_time_s"] for row in warm or rows),
+            num_steps=len(warm),
         )
 
     def _judge(
@@ -335,12 +340,13 @@ class Trainer:
     def write_record(self) -> None:
         """Put the history so far into the record."""
         if self.record is not None:
-            self.record.update(**vars(self.history))
+            self.record.update(**vars(self.history), startup_s=self.startup.seconds)
 
     def _save(self) -> None:
         """Begin to save, once the save before has ended."""
         self._finish_saving()
         self.at(f"saving step {self.step}")
+        self._say(f"saving checkpoints/step-{self.step:08d}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
 
@@ -360,10 +366,10 @@ class Trainer:
         self.history.saves.append(row)
         self.write_record()
         waited = "" if row["copied"] else "; training waited: memory has no room for a copy"
-        self._say(f"saved {folder.parent.name}/{folder.name}{waited}", row["step"])
+        self.display.say(f"saved {folder.parent.name}/{folder.name}{waited}")
 
-    def _say(self, text: str, step: int | None = None) -> None:
-        self.display.say(f"step {step or self.step:>6}/{self.num_steps}  {text}")
+    def _say(self, text: str) -> None:
+        self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
 
     def _begin_training(self) -> None:
         self.memory.begin()

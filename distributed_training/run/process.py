@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+import psutil
 
 from distributed_training.settings.errors import UserError
 
@@ -19,6 +22,20 @@ class Process:
     world_size: int
     local_rank: int
     local_world_size: int
+
+
+class Startup:
+    """Seconds of each phase from the start of this process to the end of its first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = psutil.Process().create_time()
+
+    def end(self, phase: str) -> None:
+        """A phase has ended, and the next begun."""
+        now = time.time()
+        self.seconds[phase] = round(now - self._last, 3)
+        self._last = now
 
 
 def current_process(environment: Mapping[str, str]) -> Process | None:

@@ -72,10 +72,30 @@ class Ended:
         return f"rank {', '.join(map(str, left))}: left before the run's end, with exit code 0"
 
 
-def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ended:
-    """Start a script with its arguments `count` times, and again where one fails, and wait for the
-    end. Signals that stop this process, and Ctrl-Z, are passed on."""
+@contextlib.contextmanager
+def starting(command: Sequence[str], count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
     ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        _start(ranks, command, count, 0)
+        yield ranks
+    except BaseException:
+        _end(ranks, ())
+        raise
+
+
+def run_ranks(
+    command: Sequence[str],
+    count: int,
+    max_restarts: int = 0,
+    *,
+    ranks: Sequence[subprocess.Popen[bytes]] = (),
+    line: str = "",
+) -> Ended:
+    """Start a script with its arguments `count` times, unless its `ranks` are there, and again
+    where one fails; give them a `line` of input and wait for the end. Signals that stop this
+    process, and Ctrl-Z, are passed on."""
+    ranks = list(ranks)
     told: list[int] = []
 
     def tell(signum: int, _frame: Any) -> None:
@@ -92,7 +112,9 @@ def run_ranks(command: Sequence[str], count: int, max_restarts: int = 0) -> Ende
     with handling({**stops, signal.SIGTSTP: pause}):
         for attempt in range(max_restarts + 1):
             try:
-                _start(ranks, command, count, attempt)
+                if attempt or not ranks:
+                    _start(ranks, command, count, attempt)
+                _give(ranks, line)
                 if told:  # before all were there
                     _send(ranks, told[-1])
                 codes = _wait(ranks, told)
@@ -127,10 +149,18 @@ def _start(
             process = subprocess.Popen(
                 [sys.executable, "-u", *command],
                 env=environment,
+                stdin=subprocess.PIPE,
                 pass_fds=passed,
                 start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
             )
             ranks.append(process)
+
+
+def _give(ranks: Sequence[subprocess.Popen[bytes]], line: str) -> None:
+    for process in ranks:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
+            process.stdin.write(f"{line}\n".encode())
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
@@ -37,7 +38,7 @@ from distributed_training.run import assemble
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
-from distributed_training.run.process import Process
+from distributed_training.run.process import Process, Startup
 from distributed_training.run.profiling import Profile
 from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims
@@ -49,7 +50,7 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
 
-def run(given: Plan | RunConfig, process: Process) -> int:
+def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     """This process's part of a run; returns the exit code. Collective.
 
     Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
@@ -69,14 +70,22 @@ def run(given: Plan | RunConfig, process: Process) -> int:
             given = agree_on_plan(given, process, ask, current_agent(os.environ))
             check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
+            startup.end("plan")
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(given.run_dir, topology, given.config.hang_timeout_s)
         try:
-            return _train(given, topology, watch, ask)
+            return _train(given, topology, watch, ask, startup)
         except BaseException as error:  # others may wait in a collective that never completes
             end_failed(given, topology, error)
+
+
+def warm_up(process: Process) -> None:
+    """What takes seconds and needs no plan: the GPU's context, the compiler and its processes."""
+    if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
+        torch.zeros((), device=torch.device("cuda", process.local_rank))
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def prepare(num_gpus: int, process: Process) -> torch.device:
@@ -134,7 +143,7 @@ def agree_on_plan(
     return PLAN_AS_JSON.validate_json(answer["plan"])
 
 
-def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather) -> int:
+def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: Startup) -> int:
     """From data to the finished record; the exit code. Collective."""
     display = Display(enabled=topology.rank == 0)
     for note in plan.notes:
@@ -143,7 +152,10 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather) -> int:
     # Machines may hold other files under one name, or another Python, which is the embedded corpus.
     check_ranks_agree({"training data": data.fingerprint}, ask)
     assemble.build_extensions(plan, topology, display)
+    startup.end("data")
     trainer = _build_trainer(plan, topology, data, display)
+    startup.end("model")
+    trainer.startup = startup
     model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")

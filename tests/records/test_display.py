@@ -82,8 +82,8 @@ def test_other_ranks_are_silent(capsys):
     display = Display(enabled=False)
     display.say("a")
     display.table([("a", "b")])
-    display.start(0, 10)
-    display.progress(10, epoch=1, loss=1.0, rate=1.0, tokens_per_s=1.0, left_s=1.0)
+    display.start(0, 10, compiles=True)
+    display.progress(10, epoch=1, loss=1.0, rate=1.0, num_tokens=1, seconds=1.0, num_steps=1)
     display.stop()
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
@@ -93,12 +93,13 @@ def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     display = Display(enabled=True)
-    display.start(0, 100)
+    display.start(0, 100, compiles=True)
     for step, now_s in ((1, 100.0), (2, 101.0), (3, 106.0), (100, 107.0)):  # noqa: B007
-        left_s = (100 - step) * 0.5
-        display.progress(step, epoch=1, loss=2.0, rate=3e-3, tokens_per_s=1234.5, left_s=left_s)
+        timed = {"num_tokens": 1234, "seconds": 0.5, "num_steps": min(step - 1, 1)}
+        display.progress(step, epoch=1, loss=2.0, rate=3e-3, **timed)
     display.stop()
-    lines = capsys.readouterr().out.splitlines()
+    compiling, *lines = capsys.readouterr().out.splitlines()
+    assert compiling.startswith("compiling")
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
-    expected = "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  1,234 tok/s  0:50 left"
-    assert lines[0] == expected
+    assert lines[0] == "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  first step 0.5 s"
+    assert lines[1].endswith("loss 2.0000  lr 3.0e-03  2,468 tok/s  0:48 left")

@@ -91,11 +91,10 @@ KILLED = {1: -signal.SIGKILL}
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
     """Calls spawn() with ranks that touch the record, then end as the test says."""
-    monkeypatch.setattr(launch, "prepare_environment", lambda _: None)
 
     def call(codes, *, signum=0, recorded=True, push=None):
-        def run_ranks(command, count, max_restarts):
-            assert (command, count, max_restarts) == (["x.py", "--run_dir", str(tmp_path)], 2, 0)
+        def run_ranks(command, count, max_restarts, *, ranks, line):
+            assert (command, count, max_restarts, line) == (["x.py"], 2, 0, str(tmp_path))
             if recorded:
                 os.utime(tmp_path / "record.json")
             return Ended(signum=signum, codes=codes)
@@ -103,7 +102,7 @@ def spawn(tmp_path, monkeypatch):
         monkeypatch.setattr(launch, "run_ranks", run_ranks)
         config = SimpleNamespace(push=push)
         plan = SimpleNamespace(run_dir=tmp_path, offload_dir=None, config=config, num_processes=2)
-        return launch.spawn(plan, "x.py", 0)
+        return launch.spawn(plan, ["x.py"], 0)
 
     return call
 

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from distributed_training.run.ranks import run_ranks
+from distributed_training.run.ranks import run_ranks, starting
 from tests.conftest import clean_environment
 
 BEGIN = """
@@ -46,6 +46,19 @@ def test_each_is_told_its_place(ranks, tmp_path):
     assert (ended.exit_code, ended.codes) == (0, {0: 0, 1: 0})
     assert (tmp_path / "told-0").read_text() == "0 0 2 2 127.0.0.1"
     assert (tmp_path / "told-1").read_text() == "1 1 2 2 127.0.0.1"
+
+
+def test_they_start_while_the_run_is_planned_and_end_where_that_fails(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{BEGIN}(pathlib.Path(sys.argv[1]) / f'read-{{rank}}').write_text(input())")
+    command = [str(script), str(tmp_path)]
+    with starting(command, 2) as begun:
+        ranks_there = list(begun)
+    assert run_ranks(command, 2, ranks=ranks_there, line="a folder").exit_code == 0
+    assert [(tmp_path / f"read-{rank}").read_text() for rank in range(2)] == ["a folder"] * 2
+    with pytest.raises(KeyboardInterrupt), starting(command, 2) as begun:
+        raise KeyboardInterrupt
+    assert [process.returncode for process in begun] == [-signal.SIGTERM] * 2
 
 
 def test_only_who_failed_by_itself_is_blamed(ranks):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 
 import pytest
 
@@ -21,7 +24,7 @@ def start(text, tmp_path, monkeypatch):
     """Calls start() on a machine of this test, as a process of this test."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, 1))
-    monkeypatch.setattr(worker, "run", lambda *got: got)
+    monkeypatch.setattr(worker, "run", lambda given, process, _: (given, process))
 
     def call(*, num_gpus=None, dry_run=False, machine=CPU_MACHINE, process=None, **config):
         values = {
@@ -73,7 +76,8 @@ def test_a_process_of_a_launcher_plans_with_the_others(start, tmp_path):
 def run_without_planning(run_dir):
     """In a process of its own, where nothing that plans can be called."""
     make.make_plan = make.find_sources = machine.detect_machine = None
-    assert launch.start_planned(run_dir) == 0
+    sys.stdin = io.StringIO(f"{run_dir}\n")
+    assert launch.start_planned() == 0
 
 
 def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
@@ -88,6 +92,7 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
 
 def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(start, monkeypatch):
     begun = []
+    monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
     monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
     assert start(machine=GPU_MACHINE, strategy="auto") == 0
     assert start(machine=GPU_MACHINE, strategy="auto", num_gpus="2") == 0
