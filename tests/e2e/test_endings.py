@@ -57,7 +57,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
-def fail_without_room(how: str, strategy: str, folder: str) -> None:
+def assert_ends_without_room(how: str, strategy: str, folder: str) -> None:
     """A run that saves after 3 steps, and then has no room to save after 6."""
     values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
     job = {"how": how, "disk": str(folder), "arguments": settings(values)}
@@ -78,11 +78,11 @@ def fail_without_room(how: str, strategy: str, folder: str) -> None:
 
 
 def test_a_full_disk_is_said_and_leaves_what_was_saved(small_disk):
-    fail_without_room("full", "fsdp", small_disk)
+    assert_ends_without_room("full", "fsdp", small_disk)
 
 
 def test_a_limit_of_file_sizes_is_a_full_disk(tmp_path):
-    fail_without_room("limit", "dp", tmp_path)
+    assert_ends_without_room("limit", "dp", tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root")

@@ -61,8 +61,11 @@ def test_a_reused_number_and_a_broken_file_hold_nothing(tmp_path, other):
     claims.refuse_held(tmp_path / "a")
     (tmp_path / "a" / claims.OWNER_FILE).write_text("{")
     claims.refuse_held(tmp_path / "a")
+    claims.claim(tmp_path / "a", IDENTITY)
+    assert json.loads((tmp_path / "a" / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
     claims.release(tmp_path / "a")
     claims.release(tmp_path / "a")
+    assert not (tmp_path / "a" / claims.OWNER_FILE).exists()
 
 
 @pytest.mark.parametrize("end", ["renewed", "released", "silent"])

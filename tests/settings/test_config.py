@@ -279,7 +279,7 @@ keys = st.one_of(real_keys, real_keys, near_misses, st.text(max_size=10), st.non
 TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}
 
 
-def config_or_explanation(build):
+def assert_config_or_explanation(build):
     """A whole RunConfig comes out, or a refusal of one line that says something."""
     config, text = None, ""
     try:
@@ -298,7 +298,7 @@ def config_or_explanation(build):
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(keys, values, max_size=5))
 def test_any_config_resolves_or_explains(config):
-    config_or_explanation(lambda: build_config(config))
+    assert_config_or_explanation(lambda: build_config(config))
 
 
 set_texts = st.text(max_size=30) | st.builds(
@@ -309,4 +309,4 @@ set_texts = st.text(max_size=30) | st.builds(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(set_texts, max_size=3))
 def test_any_set_text_resolves_or_explains(texts):
-    config_or_explanation(lambda: build_config({}, overrides=texts))
+    assert_config_or_explanation(lambda: build_config({}, overrides=texts))
