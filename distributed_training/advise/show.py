@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,10 @@ SPEED = ("s/step", "tok/s", "MFU", "bound by")
 
 
 def layout_name(plan: Plan) -> str:
-    """ "3d pp2 tp2 1f1b m8": strategy, axes and cut of the batch."""
-    axes = {axis: size for axis, size in plan.mesh.items() if size > 1}
-    one_kind = plan.num_processes in (plan.mesh["dp_replicate"], plan.mesh["dp_shard"])
+    """ "3d pp=4 tp=2 1f1b m8": strategy, its axes unless the name says all, the cut of the batch."""
     words = [plan.strategy.name]
-    if not one_kind or settings_of(plan).keys() - {"num_microbatches"}:  # else the name says it
-        short = {"dp_replicate": "copies", "dp_shard": "shard"}
-        words += [f"{short.get(axis, axis)}{size}" for axis, size in axes.items()]
+    if settings_of(plan).keys() & plan.mesh.keys():
+        words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]
     if plan.mesh["pp"] > 1:
         words.append(plan.config.pipeline_schedule)
     if plan.batch.num_microbatches > 1:
@@ -146,13 +144,17 @@ def why_first(best: Choice, others: Sequence[Choice]) -> str:
     return f"{name} is the quickest that fits: {reason}; {against}."
 
 
-def batch_script(plan: Plan, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
-    """configs/train.slurm for a layout on the cluster's nodes."""
+def batch_script(choice: Choice, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
+    """configs/train.slurm for a layout on the cluster's nodes, with a quarter more than the RAM
+    that is predicted for a node."""
+    plan = choice.plan
+    ram = choice.prediction.memory.host_bytes * cluster.processes_a_node
     job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
     for there, here in {
         "--job-name=gpt2": f"--job-name={plan.strategy.name}",
         "#SBATCH --nodes=1": f"#SBATCH --nodes={cluster.nodes}",
         "--gpus-per-node=4": f"--gpus-per-node={cluster.processes_a_node}",
+        "--mem=64G": f"--mem={math.ceil(1.25 * ram / GIB)}G",
         'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
         "(real_model_example.py": f"({shlex.join([script.name, *options(plan, typed)])}",
     }.items():

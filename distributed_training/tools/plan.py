@@ -75,7 +75,7 @@ def run(
         print(f"  {command(choice.plan, cluster, script.name, typed)}")
     if arguments.write:
         path = user_path("--write", arguments.write)
-        path.write_text(batch_script(fitting[0].plan, cluster, script, typed), encoding="utf-8")
+        path.write_text(batch_script(fitting[0], cluster, script, typed), encoding="utf-8")
         print(f"wrote {path}")
     return 0
 
