@@ -21,7 +21,7 @@ SPEED = ("s/step", "tok/s", "MFU", "bound by")
 
 
 def layout_name(plan: Plan) -> str:
-    """ "3d pp=4 tp=2 1f1b m8": strategy, its axes unless the name says all, the cut of the batch."""
+    """ "3d pp=4 tp=2 1f1b m8": strategy, axes unless the name says all, the cut of the batch."""
     words = [plan.strategy.name]
     if settings_of(plan).keys() & plan.mesh.keys():
         words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]
