@@ -2,13 +2,10 @@
 
     python pipedream_runtime.py --num_stages 4
     torchrun --nproc_per_node=4 pipedream_runtime.py
-    python pipedream_runtime.py --benchmark --set num_stages=4 --record out.json
 
 Every schedule runs at every number of microbatches. One of the runs tells how long the stages
 take; fed with that, the simulator predicts the others, and schedule=search looks for the shortest
-order. --benchmark changes CONFIG's defaults to a measurement of GPT-2 medium's blocks on GPUs:
-GPipe, 1F1B and PipeDream. --benchmark=zero-bubble measures schedules that cut the backward pass,
-and --benchmark=search found orders where sending takes as long as a forward pass.
+order. results/lab/tutorial/benchmark.py has settings for GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipedream.config import Rule, parse_arguments
-from pipedream.errors import UserError, main_with_errors, nearest
+from pipedream.errors import UserError, main_with_errors
 from pipedream.runtime.launch import Process, launch, run_worker, this_process
 from pipedream.runtime.prediction import MeasuredRun, calibrate, can_predict, predict
 from pipedream.runtime.record import build_record, render
@@ -34,7 +31,7 @@ from pipedream.schedules.catalogue import (
     schedule_for_training,
     trainable,
 )
-from pipedream.simulate.trace import write_trace
+from pipedream.simulate.trace import trace_document
 
 if TYPE_CHECKING:
     from pipedream.runtime.session import Outcome
@@ -63,48 +60,6 @@ CONFIG: dict[str, Any] = {
     "timeout_s": 120,  # a stage that waits longer for another one gives up
     "go_on": False,  # where a schedule fails, start again without it
 }
-
-ON_GPUS: dict[str, Any] = {
-    "device": "cuda",
-    "model": "gpt2-medium",
-    "forward_ms": 0,
-    "backward_ms": 0,
-    "learning_rate": 0.01,
-    "repeats": 3,
-    "calibrate_on": 8,
-    "check_weights": False,
-    "go_on": True,
-}
-BENCHMARKS: dict[str, dict[str, Any]] = {
-    "flushes": ON_GPUS
-    | {
-        "num_microbatches": [4, 8, 16, 32],
-        "num_batches": 3,
-        "microbatch_size": 8,  # where a GPU works for as long as the host takes to launch, it waits
-    },
-    "zero-bubble": ON_GPUS
-    | {
-        "schedule": [
-            "zb-h1", "1f1b", "zb-h2", "search", "interleaved", "zb-v", "v-half", "v-min",
-        ],
-        "num_microbatches": [8],
-        "layers_per_stage": 6,
-        "microbatch_size": 32,  # F, I and W of half a rank's blocks still take 5 ms of an H200
-        "timeout_s": 60,
-    },
-    "search": ON_GPUS
-    | {
-        "schedule": ["zb-h1", "search", "1f1b", "zb-h2"],
-        "memory": [4, 5, 6],
-        "num_microbatches": [8],
-        "num_batches": 1,
-        "layers_per_stage": 1,  # little work between messages of the same size
-        "microbatch_size": 96,
-        "nccl_max_ctas": 2,  # and a slower link: to send takes about as long as F
-        "repeats": 5,
-        "timeout_s": 60,
-    },
-}  # fmt: skip
 
 RULES: dict[str, Rule] = {
     "num_stages": Rule(text="stages p, one process each", kind=int, low=1, high=64),
@@ -189,15 +144,8 @@ EXTRA = {
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
-    """CONFIG, with a benchmark's values under --benchmark, and what the command line changes."""
-    base = dict(CONFIG)
-    for option in [a for a in arguments if a.partition("=")[0] == "--benchmark"]:
-        arguments = [a for a in arguments if a != option]
-        name = option.partition("=")[2] or "flushes"
-        if name not in BENCHMARKS:
-            raise UserError(f"there is no benchmark {name!r}", nearest(name, BENCHMARKS))
-        base |= BENCHMARKS[name]
-    config = parse_arguments(base, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
+    """CONFIG, with what the command line changes."""
+    config = parse_arguments(CONFIG, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
     for key in ("schedule", "num_microbatches"):
@@ -337,14 +285,14 @@ def _write_trace(path: str, run: MeasuredRun, chosen: MeasuredRun) -> None:
     timeline = None
     if can_predict(chosen.schedule, run.schedule):
         timeline = predict(run.schedule, calibrate(chosen.events, chosen.schedule))
-    write_trace(
-        path,
+    trace = trace_document(
         predicted=timeline,
         measured=run.events,
         policy=run.policy,
         batch_size=run.num_microbatches,
         unit_s=1e-9,
     )
+    Path(path).write_text(json.dumps(trace))
 
 
 def _save_weights(path: str, outcome: Outcome) -> None:

@@ -3,12 +3,10 @@
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: the operations, the order in which each rank runs them, the clock, and
-what a timeline costs. All of that is plain Python; only the command line at the end, which reads
-options and draws, uses the package.
-
-More schedules, search, training, CSV files and traces: python -m pipedream --help. It knows the
-same options, and gets every command whose options this file does not know.
+Read it from top to bottom: the operations, the order in which each rank runs them, the clock, what
+a timeline costs, and how it is printed. All of that is plain Python. The package reads the options,
+and gets every command that this file does not know: more schedules, search, training, CSV files and
+traces (python -m pipedream --help).
 """
 
 from __future__ import annotations
@@ -16,15 +14,15 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
+from shutil import get_terminal_size
 from typing import Any, NamedTuple
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: stages of the pipeline, one a rank
     "num_microbatches": 8,  # m: microbatches that a batch is cut into
     "schedule": "all",  # or naive, gpipe, 1f1b, pipedream, interleaved, zb-h1, zb-h2, zb-v
-    "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
     "forward": 1,  # F: time of one microbatch's forward pass on a rank, in any unit
     "input_gradient": 1,  # I: the half of the backward pass that the rank before waits for
     "weight_gradient": 1,  # W: the half that only the optimizer waits for
@@ -328,55 +326,105 @@ def stashed_versions(order: Order) -> tuple[int, int]:
     return most, behind
 
 
-# --- The command line: reading options and drawing are the package's ------------------------
+# --- What is printed -------------------------------------------------------------------------
+
+HEAD = f"""{"":<24}{"one batch":^20}{"in a row":^15}{"at most":^18}
+{"":<24}  time bubble   span    time   used activ. weights stale"""
+NOTES = """\
+bubble: idle share until the last rank ends; span: within each rank's own span; used: busy share.
+In a row: num_batches batches. After a flush a rank starts the next batch once its own work is done;
+PipeDream never pauses. At most, on any rank: activ., microbatches whose activations it holds;
+weights, copies of its parameters; stale, updates between the weights a microbatch saw and its own.
+More schedules, search, training: python -m pipedream"""
+LEGEND = """\
+F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
+microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
+
+
+def table_line(row: Row) -> str:
+    """What the row comes to, on the fullest rank or stage."""
+    cells = f"{number(row.makespan):>6}{percent(row.idle):>7}{percent(row.span_idle):>7}"
+    cells += f"{number(row.stream):>8}{percent(1 - row.stream_idle):>7}"
+    cells += f"{number(max(row.activations)):>7}{max(row.versions):>8}{max(row.staleness):>5}"
+    return f"{row.title:<24}{cells}"
+
+
+def number(value: Fraction) -> str:
+    return f"{float(value):.4g}"
+
+
+def percent(share: Fraction) -> str:
+    return f"{float(100 * share):.1f}%"
+
+
+def draw(row: Row) -> str:
+    """A line a rank, each operation from its start to its end; goes on below where the terminal
+    ends."""
+    p, room = len(row.orders), max(40, get_terminal_size((100, 24)).columns - 8)
+    labels = {(k, s, i): f"{k if s < p else k.lower()}{i}" for k, s, i in row.times}
+    lasts = {op: end - start for op, (start, end) in row.times.items() if end > start}
+    rate = max(Fraction(len(labels[op]), ticks) for op, ticks in lasts.items())  # columns a tick
+    width = math.ceil(max(end for _, end in row.times.values()) * rate)
+    lines = {f"rank {rank}": ["."] * width for rank in range(p)}
+    for line, order in zip(lines.values(), row.orders, strict=True):
+        for op in order:
+            first, end = (math.floor(time * rate) for time in row.times[op])
+            line[first:end] = labels[op].ljust(end - first, "-")[: end - first]
+    unit = rate / row.tick
+    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if step * unit >= 10)
+    marks = "".join(
+        str(time).ljust(math.floor((time + every) * unit) - math.floor(time * unit))
+        for time in range(0, math.ceil(width / unit), every)
+    )
+    blocks = []
+    for begin in range(0, width, room):
+        for name, line in ({"time": marks} | lines).items():
+            blocks.append(f"{name:<7}{''.join(line[begin : begin + room])}".rstrip())
+    return "\n".join(blocks)
+
+
+# --- The command line ------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Print the grids that are asked for, and the table."""
-    from pipedream.draw.terminal import LEGEND, number, print_wrapped
-
+    """The table of all schedules, or one schedule's timeline and its line of the table."""
     config = chosen()
     if config is None:
         hand_over()
         return
-    name, verbose = config["schedule"], config["verbose"]
-    rows: Iterable[Row | str] = (attempt(each, config) for each in SCHEDULES)
-    if name != "all":
-        rows = [attempt(name, config)]
-        if isinstance(rows[0], str):
-            hand_over()
-            return
     f, i, w, c = (number(config[key]) for key in DURATIONS)
-    print_wrapped(
-        "",
+    print(
         f"p = {config['num_stages']} ranks, m = {config['num_microbatches']} microbatches a batch; "
-        f"durations F = {f}, I = {i}, W = {w}, B = I + W, communication {c}",
+        f"durations F = {f}, I = {i}, W = {w},\nB = I + W, communication {c}"
     )
-    if verbose or (verbose is None and name != "all"):
-        print_wrapped("", LEGEND)
-        rows = list(rows)
-        for row in rows:
-            if isinstance(row, Row):
-                print_schedule(row, config["num_batches"])
-        print()
-    print_table(rows, config["num_batches"])
+    if config["schedule"] == "all":
+        print(HEAD, flush=True)
+        for name, (title, _) in SCHEDULES.items():
+            try:
+                print(table_line(measure(name, config)), flush=True)  # each as soon as it is there
+            except ValueError as error:
+                print(f"{title:<24}not possible: {error}")
+    else:
+        row = measure(config["schedule"], config)
+        print(LEGEND, f"\n{row.title}", draw(row), "", HEAD, table_line(row), sep="\n")
+    print(NOTES)
 
 
 def chosen() -> dict[str, Any] | None:
     """CONFIG as the command line changes it; None for what this file does not know."""
     from pipedream.__main__ import RULES
     from pipedream.config import parse_arguments
-    from pipedream.errors import UserError
 
     if "--help" in sys.argv or "-h" in sys.argv:
         return None
     try:
         config = parse_arguments(CONFIG, {key: RULES[key] for key in CONFIG}, "")
-    except UserError:
+        config["schedule"] = config["schedule"].lower()
+        if config["schedule"] != "all":
+            measure(config["schedule"], config)
+    except (KeyError, ValueError):
         return None
-    config["schedule"] = config["schedule"].lower()
-    known = config["schedule"] in ("all", *SCHEDULES) and not config["steps"]
-    return config if known else None
+    return config if not config["steps"] else None
 
 
 def hand_over() -> None:
@@ -386,77 +434,6 @@ def hand_over() -> None:
     sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items() if key != "steps"]
     package.main()
 
-
-def attempt(name: str, config: dict[str, Any]) -> Row | str:
-    """The row, or why there is none."""
-    try:
-        return measure(name, config)
-    except ValueError as error:
-        return f"{SCHEDULES[name][0]:<24}not possible: {error}"
-
-
-def print_schedule(row: Row, count: int) -> None:
-    """One schedule's grid and what it comes to."""
-    from pipedream.draw.terminal import bold, draw, listed, number, percent, use_colour, width
-
-    print(f"\n{bold(row.title)}")
-    blocks = 2 if row.title == "PipeDream" else 3
-    print(draw(as_timeline(row), width(), colour=use_colour(), max_blocks=blocks))
-    print(
-        f"  one batch    time {number(row.makespan)}, utilisation {percent(1 - row.idle)}, bubble "
-        f"{percent(row.idle)} (within the ranks' own spans {percent(row.span_idle)})"
-    )
-    used = percent(1 - row.stream_idle)
-    print(f"  {count} batches".ljust(15) + f"time {number(row.stream)}, utilisation {used}")
-    print(f"  activations  microbatches held at most: {listed(row.activations, 'rank')}")
-    print(f"  weights      versions kept at most: {listed(row.versions, 'stage')}")
-    print(f"               updates behind at most: {listed(row.staleness, 'stage')}")
-
-
-def as_timeline(row: Row) -> Any:
-    """The same as the package's object, which knows how to be drawn."""
-    from pipedream.schedules import ops
-    from pipedream.simulate.simulator import Timeline, build_costs
-
-    schedule = ops.Schedule(
-        name=row.title,
-        orders=tuple(tuple(ops.Op(*op) for op in order) for order in row.orders),
-        chains=ops.one_chain(1 + max(stage for order in row.orders for _, stage, _ in order)),
-    )
-    starts, ends = (
-        tuple(tuple(row.times[op][side] for op in order) for order in row.orders) for side in (0, 1)
-    )
-    costs = build_costs(schedule)
-    return Timeline(schedule=schedule, costs=costs, tick=row.tick, starts=starts, ends=ends)
-
-
-def print_table(rows: Iterable[Row | str], count: int) -> None:
-    """A line a schedule, as soon as it is there."""
-    from pipedream.draw.terminal import number, percent, print_wrapped
-
-    print(f"{'':<24}{'one batch':^20}{f'{count} in a row':^15}{'at most':^21}".rstrip())
-    print(f"{'':<24}  time bubble   span    time   used activ. weights stale", flush=True)
-    for row in rows:
-        if isinstance(row, str):
-            print_wrapped(row[:24], row[24:])
-            continue
-        cells = f"{number(row.makespan):>6}{percent(row.idle):>7}{percent(row.span_idle):>7}"
-        cells += f"{number(row.stream):>8}{percent(1 - row.stream_idle):>7}"
-        cells += f"{number(max(row.activations)):>7}{max(row.versions):>8}{max(row.staleness):>5}"
-        print(f"{row.title:<24}{cells}", flush=True)
-    for note in NOTES:
-        print_wrapped("", note)
-
-
-NOTES = (
-    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
-    "share.",
-    "In a row: after a flush a rank starts the next batch once its own work is done; PipeDream "
-    "never pauses.",
-    "At most, on any rank: activ., microbatches whose activations it holds; weights, copies of its "
-    "parameters; stale, updates between the weights a microbatch saw and its own.",
-    "More schedules, search, training: python -m pipedream",
-)
 
 if __name__ == "__main__":
     from pipedream.errors import main_with_errors

@@ -1,18 +1,18 @@
-"""Draws every picture of the tutorial from simulated timelines: python pipedream_visual.py
+"""Draws the tutorial's pictures of simulated timelines: python pipedream_visual.py
 
-Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline.
+Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipeline. Those
+of records are drawn by results/lab/tutorial/pages.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipedream.config import SHARED_RULES, Rule, parse_arguments, shipped
+from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.data import Standing, forwards_only, idle_curves, same_orders, standings
 from pipedream.errors import UserError, errors_in_one_line, main_with_errors
 from pipedream.schedules.policies import POLICIES, weight_use
@@ -34,7 +34,6 @@ CONFIG: dict[str, Any] = {
     "overlap_saving": 0,
     "stage_scale": None,
     "weight_size": 1,
-    "study": "records/cpu-staleness.json",
     "output": "figures",
     "only": None,
 }
@@ -118,22 +117,6 @@ def activations_and_versions(work: Work, path: Path) -> Figure:
     )
 
 
-def gradient_error(work: Work, path: Path) -> Figure:
-    return charts.draw_gradient_error(_load_study(shipped(Path(work.config["study"]))), path)
-
-
-def _load_study(path: Path) -> list[dict[str, Any]]:
-    """The record's rows of gradient errors; UserError where there is no such record."""
-    fix = f"type python ../results/lab/tutorial/staleness.py {path} to make it"
-    if not path.is_file():
-        raise UserError(f"{path} with the measured gradient errors is not there", fix)
-    try:
-        rows = json.loads(path.read_text())["gradient_errors"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no record of gradient errors", fix) from error
-    return rows
-
-
 PICTURES: dict[str, Callable[[Work, Path], Figure]] = {
     picture.__name__: picture
     for picture in (
@@ -146,7 +129,6 @@ PICTURES: dict[str, Callable[[Work, Path], Figure]] = {
         bubble_vs_microbatches,
         memory_vs_bubble,
         activations_and_versions,
-        gradient_error,
     )
 }
 
@@ -167,7 +149,6 @@ RULES: dict[str, Rule] = {
         high=1000,
         text="memory of a rank's weights, in units of one microbatch's activations on a rank",
     ),
-    "study": Rule(kind=str, text="record of measured gradient errors"),
     "output": Rule(kind=str, text="folder for the pictures; made if it is not there"),
     "only": Rule(
         kind=str,

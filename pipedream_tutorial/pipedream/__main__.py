@@ -10,6 +10,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
@@ -41,7 +42,7 @@ from pipedream.simulate.comparison import (
     measure_csv,
     measure_search,
 )
-from pipedream.simulate.trace import write_trace
+from pipedream.simulate.trace import trace_document
 from pipedream.train.report import print_training
 
 CONFIG: dict[str, Any] = {
@@ -170,12 +171,10 @@ def export(row: Row, config: dict[str, Any]) -> None:
         check_csv(row, config)
         save_csv(row.batch.schedule, Path(config["csv"]))
     if config["trace"] is not None:
-        write_trace(
-            config["trace"],
-            predicted=row.stream,
-            policy=row.policy,
-            batch_size=row.batch.schedule.num_microbatches,
+        trace = trace_document(
+            predicted=row.stream, policy=row.policy, batch_size=row.batch.schedule.num_microbatches
         )
+        Path(config["trace"]).write_text(json.dumps(trace))
     for option in EXTRA:
         if config[option] is not None:
             print(f"wrote {config[option]}", file=sys.stderr)

@@ -205,7 +205,10 @@ SHARED_RULES: dict[str, Rule] = {
 }
 
 
-RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
+RENAMED = {
+    "backward": "set input_gradient or weight_gradient, the halves of the backward pass",
+    "benchmark": "type python ../results/lab/tutorial/benchmark.py and its name",
+}
 """Keys of before, and what to type instead."""
 
 

@@ -1,7 +1,11 @@
 """Runs that the simulator made, as if they had been measured."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 from pipedream.simulate.simulator import Timeline
-from pipedream.simulate.trace import MeasuredEvent
+from pipedream.simulate.trace import MeasuredEvent, trace_document
 
 
 def events_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[MeasuredEvent]:
@@ -18,3 +22,7 @@ def events_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[MeasuredEv
         )
         for e in timeline.all_events()
     ]
+
+
+def write_trace(path: Path, **given: Any) -> None:
+    path.write_text(json.dumps(trace_document(**given)))

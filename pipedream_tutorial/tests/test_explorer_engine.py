@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import events_of
+from measured import events_of, write_trace
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, one_chain, recomputed, repeat, save_csv
@@ -29,7 +29,6 @@ from pipedream.simulate.search import (
     pattern,
 )
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
-from pipedream.simulate.trace import write_trace
 
 HERE = Path(__file__).resolve().parent
 NODE = shutil.which("node")

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from browser import Browser, find_browser
 from matplotlib.image import imread
-from measured import events_of
+from measured import events_of, write_trace
 from pipedream.config import SHARED_RULES
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
 from pipedream.simulate.simulator import build_costs, simulate
-from pipedream.simulate.trace import write_trace
 
 TUTORIAL = Path(__file__).resolve().parent.parent
 PAGE, SOURCES = TUTORIAL / "explorer.html", TUTORIAL / "explorer"

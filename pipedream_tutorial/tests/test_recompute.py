@@ -9,13 +9,7 @@ import pytest
 from pipedream import __main__ as command
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import (
-    CLOSED_FORMS,
-    Case,
-    even_fill,
-    recomputed_activations,
-    zb_recomputed_activations,
-)
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, even_fill
 from pipedream.schedules.ops import Schedule, recomputed
 from pipedream.simulate.measures import idle, peak_activations, times_of
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
@@ -72,6 +66,20 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
         found = timed(recomputed(schedule, KEPT), c)
         assert set(idle(found).makespan) == {even_fill(c)}
         assert found.makespan == (c.m + c.p - 1) * c.total + c.m * c.f
+
+
+def recomputed_activations(held: Fraction, v: int, kept: Fraction) -> Fraction:
+    """What a rank holds with R before each whole B, and `held` without: one stage's all, at its F
+    or B, and of the others the share that is kept."""
+    return (1 + (held * v - 1) * kept) / v
+
+
+def zb_recomputed_activations(c: Case, r: int, ahead: int, kept: Fraction) -> Fraction:
+    """ZB-H1 (`ahead` 1) and ZB-H2 (2): all of a microbatch is held from R to its late W, so that
+    the last rank saves nothing."""
+    most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
+    whole = min(c.m, ahead * r + 1)
+    return whole + (most - whole) * kept
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
 from pipedream.train.models import build_stages
 from pipedream.train.oracle import train
-from pipedream_runtime import BENCHMARKS, read_config
+from pipedream_runtime import read_config
 from starting import FAST, no_process_is_left, run, warm  # noqa: F401
+
+from results.lab.tutorial.benchmark import arguments
 
 # Every schedule with one copy of the model; the runtime knows none by name.
 SCHEDULES = [
@@ -78,10 +80,10 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
 
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
-    """What --benchmark does on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
+    """What is measured on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
     done = warm(
-        ["--benchmark", "--model=gpt2-tiny", "--num_stages=2", "--repeats=3", "--num_batches=2",
-         "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
+        [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
+         "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
          "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")],
         2,
     )  # fmt: skip
@@ -167,17 +169,15 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(device, gpus, expected, 
 )
 def test_a_benchmark_is_for_gpus_and_can_be_built_for_four_stages(name, limits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    config = read_config([f"--benchmark={name}"])
-    assert config == read_config([]) | BENCHMARKS[name] | {"calibrate_on": 8}
+    config = read_config(arguments(name))
     cases = build_cases(config)
     assert cases[0].num_microbatches in config["num_microbatches"]
     assert [case.memory for case in cases if case.memory] == limits
     wanted = "a GPU for each of 4 stages, and this machine has none; run it where there are 4, or"
     with pytest.raises(UserError, match=wanted):
         on_gpus(config)
-    assert not on_gpus(read_config([f"--benchmark={name}", "--device=cpu"]))
     with pytest.raises(UserError, match="there is no benchmark 'searcj'; did you mean 'search'"):
-        read_config(["--benchmark=searcj"])
+        arguments("searcj")
 
 
 class FakeDevice:

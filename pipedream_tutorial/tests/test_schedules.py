@@ -7,13 +7,7 @@ from itertools import pairwise
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
-from pipedream.schedules.closed_forms import (
-    CLOSED_FORMS,
-    Case,
-    gpipe_makespan,
-    one_f_one_b_makespan,
-    one_f_one_b_period,
-)
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case
 from pipedream.schedules.ops import BACKWARD, Op, Schedule, repeat
 from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
@@ -112,6 +106,18 @@ def test_sizes_that_a_schedule_does_not_take_are_refused_with_what_to_type() -> 
         build_schedule("xyz", 2, 2)
 
 
+def gpipe_makespan(
+    forward: tuple[Fraction, ...], backward: tuple[Fraction, ...], m: int, communication: Fraction
+) -> Fraction:
+    """GPipe on uneven stages: each half fills once and then runs at its slowest stage's pace.
+
+    Durations by stage, of whole backward passes; every hop there and back is paid once.
+    """
+    fill = sum(forward, Fraction(0)) + sum(backward, Fraction(0))
+    paced = (m - 1) * (max(forward) + max(backward))
+    return fill + paced + 2 * (len(forward) - 1) * communication
+
+
 def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
     rng = random.Random(1)
     for _ in range(150):
@@ -130,7 +136,19 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
         t = uneven(build_schedule("pipedream", p, 70), f, b)
         by_op = {op: e.end for e in t.all_events() for op in e.item.parts}
         first = [by_op[Op(BACKWARD, 0, i)] for i in range(50, 70 - p)]
-        assert {after - before for before, after in pairwise(first)} == {one_f_one_b_period(f, b)}
+        assert {after - before for before, after in pairwise(first)} == {
+            max(map(sum, zip(f, b, strict=True)))
+        }
+
+
+def one_f_one_b_makespan(c: Case, communication: Fraction) -> Fraction:
+    """1F1B on even stages with a time to send: p microbatches pay for one more round trip.
+
+    Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
+    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each.
+    """
+    hops = 2 * (c.p + c.m - 2 - -(-(c.m - 1) // c.p))
+    return (c.m + c.p - 1) * c.total + hops * communication
 
 
 def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:

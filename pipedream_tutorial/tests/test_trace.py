@@ -7,7 +7,6 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, repeat
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
-from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers, write_trace
+from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers
 
 P, M = 4, 8
 NAMES = ["1f1b", "zb-v", "dualpipe-v", "chimera"]
@@ -68,9 +67,8 @@ def measured_like(timeline: Timeline, seed: int = 0) -> list[MeasuredEvent]:
     return found
 
 
-def written(path: Path, **arguments: Any) -> list[dict[str, Any]]:
-    write_trace(path, **arguments)
-    return json.loads(path.read_text())["traceEvents"]
+def written(**arguments: Any) -> list[dict[str, Any]]:
+    return json.loads(json.dumps(trace_document(**arguments)))["traceEvents"]
 
 
 def ns(microseconds: float) -> int:
@@ -135,10 +133,10 @@ def slice_names(timeline: Timeline) -> dict[Op, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("communication", COMMUNICATION)
-def test_a_predicted_trace_is_the_timeline(tmp_path: Path, name: str, communication: str) -> None:
+def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
-    events = written(tmp_path / "t.json", predicted=timeline, policy=POLICIES["flush"], unit_s=unit)
+    events = written(predicted=timeline, policy=POLICIES["flush"], unit_s=unit)
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
     names, ranks = slice_names(timeline), timeline.schedule.ranks()
@@ -171,13 +169,12 @@ def test_a_predicted_trace_is_the_timeline(tmp_path: Path, name: str, communicat
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_prediction_and_measurement_share_a_file(tmp_path: Path, name: str) -> None:
+def test_prediction_and_measurement_share_a_file(name: str) -> None:
     schedule = build_schedule(name, P, M)
     timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=1))
     measured = measured_like(timeline)
     policy = POLICIES["stash" if name == "1f1b" else "flush"]
-    events = written(
-        tmp_path / "t.json", predicted=timeline, measured=measured, policy=policy, batch_size=M,
+    events = written(predicted=timeline, measured=measured, policy=policy, batch_size=M,
         unit_s=0.001,
     )  # fmt: skip
     check_format(events)

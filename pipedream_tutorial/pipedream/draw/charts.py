@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -149,7 +148,7 @@ def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Fig
     smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
     steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
     ticks = [y for y in steps if smallest < y <= max(shares)]
-    _log_axes(axes, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
+    log_axes(axes, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
     for ax, (field, _) in zip(axes, texts, strict=True):
         ax.set_ylim(-0.2 * smallest if 0 in shares else smallest, 1.1 * max(shares, default=1))
         ends = [float(getattr(curve.simulated[-1], field)) for curve in curves]
@@ -157,7 +156,7 @@ def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Fig
     return save(figure, path)
 
 
-def _log_axes(
+def log_axes(
     axes: Sequence[Axes], smallest: float, below: float, ticks: Sequence[float], zero: str
 ) -> None:
     """One logarithmic scale of shares for all, with 0 on a line of its own below it."""
@@ -198,90 +197,6 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
         at = float(ax.transData.inverted().transform((0, y))[1])
         style: dict[str, Any] = {"fontsize": SMALL, "va": "center", "linespacing": 1.1}
         ax.text(x, at, text, color=darker(_curve_style(place)["color"]), **style)
-
-
-def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
-    """How wrong gradients are without weight stashing, against learning rate, depth and stage.
-
-    A row has num_stages, learning_rate, mode (a schedule's name), median_relative_error and
-    per_stage (a list of such errors); None where training diverged. Errors of exactly 0, which a
-    logarithmic axis cannot show, are drawn on a line of their own below it.
-    """
-    wrong = [row for row in rows if row["mode"] == "pipedream-no-stash"]
-    right = [row for row in rows if row["mode"] == "pipedream"]
-    numbers = [row for row in wrong if row["median_relative_error"] is not None]
-    depths = sorted({row["num_stages"] for row in rows})
-    figure, axes = new_figure(
-        _error_title(numbers, right), [4.6], columns=2, head=0.5, left=1.4, right=0.3
-    )
-    for i, p in enumerate(depths):
-        for group, dashes in ((wrong, "-"), (right, ":")):
-            own = sorted(
-                (row["learning_rate"], row["median_relative_error"])
-                for row in group
-                if row["num_stages"] == p and row["median_relative_error"] is not None
-            )
-            _error_line(axes[0], own, dashes, i, f"p = {p}" if dashes == "-" else "")
-    axes[0].set_xscale("log")
-    axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes[0].set_xlabel("learning rate (of a batch)", fontsize=TEXT)
-    panel_title(axes[0], "All stages: without stashing, and with (dotted)")
-    rates = sorted({row["learning_rate"] for row in numbers})
-    rate = rates[len(rates) // 2]
-    for row in numbers:
-        if row["learning_rate"] == rate:
-            points = list(enumerate(row["per_stage"]))
-            name = f"p = {row['num_stages']}"
-            _error_line(axes[1], points, "-", depths.index(row["num_stages"]), name, at=0)
-    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[1].set_xlabel("stage (the last one sees no update in between)", fontsize=TEXT)
-    panel_title(axes[1], f"By stage, without stashing, learning rate {rate:g}")
-    axes[1].set_xlim(-0.3, 0.3 + max(depths) - 1)
-    drawn = np.concatenate([line.get_ydata() for ax in axes for line in ax.get_lines()])
-    errors = drawn[drawn > 0]
-    smallest = 10.0 ** math.floor(math.log10(errors.min()))
-    powers = [smallest * 10.0**k for k in range(20)]
-    ticks = [0.0, *(power for power in powers if power <= errors.max())]
-    _log_axes(axes, smallest, 0.6, ticks, "exactly 0")
-    for ax in axes:
-        ax.set_ylim(-0.3 * smallest, 1.5 * errors.max())
-    axes[0].set_ylabel("relative error of the gradient, median", fontsize=TEXT)
-    return save(figure, path)
-
-
-def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
-    """The smallest and the largest error without stashing, and the largest with it."""
-    ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
-    low, high = (
-        f"{100 * row['median_relative_error']:.2g}% (p = {row['num_stages']}, learning rate "
-        f"{row['learning_rate']:g})"
-        for row in (ordered[0], ordered[-1])
-    )
-    largest = max((row["median_relative_error"] or 0 for row in right), default=0)
-    with_it = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
-    return f"Without stashing gradients are off by {low} to {high}; with stashing by {with_it}"
-
-
-def _error_line(
-    ax: Axes,
-    points: Sequence[tuple[float, float]],
-    dashes: str,
-    place: int,
-    name: str,
-    at: int = -1,
-) -> None:
-    """One line, named beside its first or last point; markers stay visible where lines meet."""
-    if not points:
-        return
-    colour = LINE_COLOURS[1 + place % 7]
-    style = HOLLOW | {"marker": MARKERS[place], "markersize": max(5.0, 12.0 - 2 * place)}
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=colour, **style)
-    if name:
-        ax.annotate(
-            name, points[at], xytext=(9, 2), textcoords="offset points", fontsize=SMALL,
-            color=darker(colour), fontweight="bold",
-        )  # fmt: skip
 
 
 def draw_memory_vs_bubble(found: Sequence[Standing], weights: Fraction, path: Path) -> Figure:

@@ -28,7 +28,6 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 class Cell:
     """Where one event is drawn."""
 
-    rank: int
     first: int
     """First column, from 0."""
     end: int
@@ -129,7 +128,7 @@ def cells(timeline: Timeline, scale: Scale) -> list[list[Cell]]:
             first, end = math.floor(event.start * scale.rate), math.floor(event.end * scale.rate)
             kind = event.item.parts[0].kind if len(event.item.parts) == 1 else "&"
             text = _fill(label(event.item), kind, end - first, scale)
-            found[-1].append(Cell(rank=event.rank, first=first, end=end, kind=kind, text=text))
+            found[-1].append(Cell(first=first, end=end, kind=kind, text=text))
     return found
 
 

@@ -56,39 +56,54 @@ class Profile:
     layers: tuple[Layer, ...]
 
 
-_LAYER_KEYS = tuple(field.name for field in dataclasses.fields(Layer))
-_PROFILE_KEYS = tuple(field.name for field in dataclasses.fields(Profile))
-_COUNTS = ("batch", "sequence", "threads")
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value will do, and what to give instead."""
+
+_TEXT: Check = (lambda v: isinstance(v, str) and v.isprintable(), "one line of text")
+_COUNT: Check = (lambda v: type(v) is int and v >= 1, "a whole number from 1 on")
+# The bounds keep what is computed from amounts finite, too.
+_AMOUNT: Check = (
+    lambda v: type(v) in (int, float) and (v == 0 or 1e-18 <= v <= 1e18),
+    "0, or a number from 1e-18 to 1e18",
+)
+_LAYER = {field.name: _AMOUNT for field in dataclasses.fields(Layer)} | {"name": _TEXT}
+_PROFILE = {field.name: _TEXT for field in dataclasses.fields(Profile)} | {
+    "batch": _COUNT,
+    "sequence": _COUNT,
+    "threads": _COUNT,
+    "layers": (lambda v: isinstance(v, list) and len(v) > 0, "a list of one layer or more"),
+}
 
 
 def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", "give the path of a profile's JSON") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no text", "give the path of a profile's JSON") from None
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}: line {error.lineno}, column {error.colno}: {error.msg}", "mend the JSON there"
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deep nesting
-        raise UserError(f"{path}: {error}", "write a profile as those in profiles/") from None
-    values = dict(_check_keys(found, _PROFILE_KEYS, str(path)))
-    for key in _COUNTS:
-        values[key] = _count(values[key], f"{path}: key {key!r}")
-    for key in set(_PROFILE_KEYS) - {*_COUNTS, "layers"}:
-        values[key] = _text(values[key], f"{path}: key {key!r}")
-    entries = values["layers"]
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{path}: key 'layers' is {_shown(entries)}", "list one layer or more")
-    values["layers"] = tuple(
-        _layer(entry, f"{path}: layers[{place}]") for place, entry in enumerate(entries)
-    )
-    return Profile(**values)
+    except (ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
+        raise UserError(f"{path}: {error}", "give the path of a profile's JSON") from None
+    values = _checked(found, _PROFILE, str(path))
+    layers = [
+        Layer(**_checked(entry, _LAYER, f"{path}: layers[{place}]"))
+        for place, entry in enumerate(values["layers"])
+    ]
+    return Profile(**values | {"layers": tuple(layers)})
+
+
+def _checked(found: object, rules: Mapping[str, Check], where: str) -> dict[str, Any]:
+    """All keys are there and no others, each with a value that will do; else UserError."""
+    if not isinstance(found, dict):
+        raise UserError(f"{where} is {_shown(found)}", f"write an object with {', '.join(rules)}")
+    for key in found:
+        if key not in rules:
+            raise UserError(f"{where}: unknown key {_shown(key)}", nearest(key, rules))
+    for key, (holds, wanted) in rules.items():
+        if key not in found:
+            raise UserError(f"{where}: key {key!r} is missing", f"it needs {', '.join(rules)}")
+        if not holds(found[key]):
+            raise UserError(f"{where}: key {key!r} is {_shown(found[key])}", f"give {wanted}")
+    return found
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -98,49 +113,6 @@ def save_profile(profile: Profile, path: Path) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in values.items()]
     text = "\n".join(["{", *lines, '  "layers": [', layers, "  ]", "}"])
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _layer(entry: object, where: str) -> Layer:
-    values = dict(_check_keys(entry, _LAYER_KEYS, where))
-    values["name"] = _text(values["name"], f"{where}, key 'name'")
-    for key in _LAYER_KEYS[1:]:
-        values[key] = _amount(values[key], f"{where} ({values['name']}), key {key!r}")
-    return Layer(**values)
-
-
-def _check_keys(found: object, keys: Sequence[str], where: str) -> Mapping[str, Any]:
-    if not isinstance(found, dict):
-        raise UserError(f"{where} is {_shown(found)}", f"write an object with {', '.join(keys)}")
-    for key in found:
-        if key not in keys:
-            raise UserError(f"{where}: unknown key {_shown(key)}", nearest(key, keys))
-    for key in keys:
-        if key not in found:
-            raise UserError(f"{where}: key {key!r} is missing", f"it needs {', '.join(keys)}")
-    return found
-
-
-def _amount(value: object, where: str) -> int | float:
-    """A finite number from 0 on; the bounds keep what is computed from them finite, too."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not (value == 0 or 1e-18 <= value <= 1e18)
-    ):
-        raise UserError(f"{where} is {_shown(value)}", "give 0, or a number from 1e-18 to 1e18")
-    return value
-
-
-def _count(value: object, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where} is {_shown(value)}", "give a whole number from 1 on")
-    return value
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value.isprintable():
-        raise UserError(f"{where} is {_shown(value)}", "give one line of text")
-    return value
 
 
 def _shown(value: object) -> str:

@@ -3,10 +3,9 @@
 Replica r of a stage with R replicas takes the microbatches i with i mod R == r. Each rank first
 runs n forwards, then a backward for each forward, so it has at most n microbatches in flight.
 
-How large n has to be. PipeDream gives the input stage NOAM = ceil(workers / input replicas); the
-same rule on the workers from stage k on is noam_in_flight. Where replicas do not divide each other
-it can be too small: 3-2-1 workers with equal work a worker run at 5/4 of the predicted period
-(tests/test_replicated.py). Enough for every duration is, from the last stage backwards,
+How large n has to be. PipeDream gives the input stage NOAM = ceil(workers / input replicas). Where
+replicas do not divide each other that can be too small: 3-2-1 workers with equal work a worker run
+at 5/4 of the predicted period. Enough for every duration is, from the last stage backwards,
 
     n_last = 1,    n_k = 1 + ceil(n_next R_next / R_k)
 
@@ -31,11 +30,6 @@ from operator import mul
 from pipedream.plan.planner import Plan, Stage
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule, as_orders, one_chain
 from pipedream.simulate.simulator import Costs, Timeline, simulate
-
-
-def noam_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """PipeDream's rule by stage: workers from the stage on / its replicas, rounded up."""
-    return tuple(-(-sum(replicas[k:]) // own) for k, own in enumerate(replicas))
 
 
 def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:

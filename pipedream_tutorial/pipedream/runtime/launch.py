@@ -270,6 +270,8 @@ def meet(process: Process, timeout: datetime.timedelta) -> None:
     """Make torch's default process group, of gloo: for barriers and results, on a GPU as well."""
     import torch.distributed as dist
 
+    from pipedream.runtime.channels import exchange
+
     options: dict[str, Any] = {}
     if REPORTS in os.environ:
         serves = process.rank == 0
@@ -284,6 +286,4 @@ def meet(process: Process, timeout: datetime.timedelta) -> None:
         )
         options |= {"rank": process.rank, "world_size": process.world_size}
     dist.init_process_group("gloo", timeout=timeout, **options)
-    found: list[Any] = [None] * process.world_size
-    dist.all_gather_object(found, os.getpid())
-    _pids.update(enumerate(found))
+    _pids.update(enumerate(exchange(os.getpid())))

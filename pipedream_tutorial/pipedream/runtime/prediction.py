@@ -12,6 +12,7 @@ from statistics import median
 
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
+from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 from pipedream.simulate.trace import MeasuredEvent, transfers
 
@@ -126,14 +127,8 @@ def recut(costs: Costs, num_stages: int) -> Costs:
     """Costs of the same layers cut into so many equal stages."""
 
     def each(durations: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
-        n = len(durations)
-        # In units of 1 / (n num_stages) of the model a stage of theirs is num_stages long.
-        return tuple(
-            sum(
-                durations[piece // num_stages] for piece in range(place * n, (place + 1) * n)
-            ) / Fraction(num_stages)
-            for place in range(num_stages)
-        )  # fmt: skip
+        share = Fraction(len(durations), num_stages)
+        return tuple(share * mean for mean in stage_factors(durations, num_stages))
 
     return replace(
         costs,

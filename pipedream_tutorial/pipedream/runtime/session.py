@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Peer, connect, connection_to
+from pipedream.runtime.channels import Peer, connect, connection_to, exchange, gather_weights
 from pipedream.runtime.launch import Process, meet
 from pipedream.runtime.prediction import MeasuredRun, calibrate, makespan_ns, recut
 from pipedream.runtime.stage import (
@@ -37,9 +37,9 @@ from pipedream.runtime.workload import (
 from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
-from pipedream.simulate.search import search
+from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
-from pipedream.simulate.trace import transfers
+from pipedream.simulate.trace import MeasuredEvent, transfers
 from pipedream.train.oracle import batch_losses
 from pipedream.train.trainer import Weights
 
@@ -105,17 +105,15 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 def _found_case(config: Config, case: Case, runs: Sequence[MeasuredRun]) -> Case:
     """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
-    found: list[Schedule | None] = [None]
+    words = None
     if dist.get_rank() == 0:
         chosen = calibration(runs, config)
         assert chosen is not None
         assert case.memory is not None
         costs = recut(calibrate(chosen.events, chosen.schedule), config["num_stages"])
-        found = [search(costs, case.num_microbatches, case.memory).schedule]
-    with connection_to("the other stages"):
-        dist.broadcast_object_list(found)
-    assert found[0] is not None
-    return replace(case, schedule=repeat(found[0], config["num_batches"]))
+        words = search(costs, case.num_microbatches, case.memory).words
+    schedule = as_schedule(exchange(words)[0], case.name)
+    return replace(case, schedule=repeat(schedule, config["num_batches"]))
 
 
 def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | None:
@@ -173,14 +171,13 @@ def run_session(
             case = cases[place] = _found_case(config, case, runs)
         station = stations[_placement(case.schedule, process.rank)]
         repeats = _run_case(config, station, case, keep_weights=wanted)
-        by_rank: list[Any] | None = [None] * process.world_size if process.rank == 0 else None
-        with connection_to("the other stages"):
-            dist.gather_object(repeats, by_rank)
-        if by_rank is None:
+        weights.append(gather_weights(repeats[-1].weights))
+        by_rank = exchange([asdict(replace(own, weights={})) for own in repeats])
+        if process.rank != 0:
             continue
-        runs.append(_measured_run(config, case, by_rank))
-        last = {stage: own for of_rank in by_rank for stage, own in of_rank[-1].weights.items()}
-        weights.append([own for _, own in sorted(last.items())])
+        runs.append(
+            _measured_run(config, case, [[_unpacked(own) for own in rank] for rank in by_rank])
+        )
         say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(runs[-1].events) / 1e9:.3f} s")
         keep(runs)
     with connection_to("the other stages"):
@@ -262,6 +259,16 @@ def _run_case(config: Config, station: Station, case: Case, *, keep_weights: boo
         )
         for number in range(config["repeats"])
     ]
+
+
+def _unpacked(given: dict[str, Any]) -> RankRun:
+    """From JSON, whose keys are text."""
+    by_number = {
+        key: {int(number): value for number, value in given[key].items()}
+        for key in ("peak_versions", "losses")
+    }
+    events = [MeasuredEvent(**event) for event in given["events"]]
+    return RankRun(**given | by_number | {"events": events})
 
 
 def _measured_run(config: Config, case: Case, by_rank: Sequence[list[RankRun]]) -> MeasuredRun:

@@ -11,7 +11,7 @@ github.com/deepseek-ai/DualPipe; V-Half and V-Min 2405.15362.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -350,53 +350,3 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2107.06925",
     ),
 }
-
-
-# Beside the table: uneven stages, a time to send, short runs, recomputation.
-
-
-def gpipe_makespan(
-    forward: Sequence[Fraction], backward: Sequence[Fraction], m: int, communication: Fraction
-) -> Fraction:
-    """GPipe on uneven stages: each half fills once and then runs at its slowest stage's pace.
-
-    Durations by stage, of whole backward passes; every hop there and back is paid once.
-    """
-    fill = sum(forward, Fraction(0)) + sum(backward, Fraction(0))
-    paced = (m - 1) * (max(forward) + max(backward))
-    return fill + paced + 2 * (len(forward) - 1) * communication
-
-
-def one_f_one_b_makespan(c: Case, communication: Fraction) -> Fraction:
-    """1F1B on even stages with a time to send: p microbatches pay for one more round trip.
-
-    Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
-    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each.
-    """
-    hops = 2 * (c.p + c.m - 2 - -(-(c.m - 1) // c.p))
-    return (c.m + c.p - 1) * c.total + hops * communication
-
-
-def one_f_one_b_period(forward: Sequence[Fraction], backward: Sequence[Fraction]) -> Fraction:
-    """Time a microbatch once 1F1B runs steadily on uneven stages: the slowest stage's F + B."""
-    return max(f + b for f, b in zip(forward, backward, strict=True))
-
-
-def short_run_versions(c: Case, s: int) -> int:
-    """Versions that weight stashing keeps on stage s in a run of m microbatches, however few."""
-    ahead = min(c.m, c.p - s)
-    return min(ahead, c.m - ahead + 2)
-
-
-def recomputed_activations(held: Fraction, v: int, kept: Fraction) -> Fraction:
-    """What a rank holds with R before each whole B, and `held` without: one stage's all, at its F
-    or B, and of the others the share that is kept."""
-    return (1 + (held * v - 1) * kept) / v
-
-
-def zb_recomputed_activations(c: Case, r: int, ahead: int, kept: Fraction) -> Fraction:
-    """ZB-H1 (`ahead` 1) and ZB-H2 (2): all of a microbatch is held from R to its late W, so that
-    the last rank saves nothing."""
-    most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
-    whole = min(c.m, ahead * r + 1)
-    return whole + (most - whole) * kept

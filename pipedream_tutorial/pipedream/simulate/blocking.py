@@ -82,71 +82,54 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     `buffered` sends are copied away and never wait. Raises DeadlockError that names what every
     rank of the circle is at.
     """
-    state = _State(programs, buffered)
-    while state.advance():
-        pass
-    if any(at < len(program) for at, program in zip(state.at, programs, strict=True)):
-        raise state.deadlock()
-    return state.ended
+    left = [deque(program) for program in programs]
+    posted: list[list[Action]] = [
+        [] for _ in programs
+    ]  # of a rank's step, those that have not ended
+    sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
+    ended: list[Action] = []
+    going = True
+    while going:
+        going = False
+        for rank, steps in enumerate(left):
+            if posted[rank] or not steps:
+                continue
+            going = True
+            for action in steps.popleft():
+                if action.kind == SEND:
+                    sent[rank, action.peer].append(action.op)
+                waits = action.kind == RECV or (action.kind == SEND and not buffered)
+                (posted[rank] if waits else ended).append(action)
+        for rank, actions in enumerate(posted):
+            for action in [action for action in actions if action.kind == RECV]:
+                channel = sent[action.peer, rank]
+                if not channel or channel[0] != action.op:  # only a channel's oldest message
+                    continue
+                going = True
+                channel.popleft()
+                actions.remove(action)
+                ended.append(action)
+                if not buffered:
+                    through = Action(SEND, action.op, rank)
+                    posted[action.peer].remove(through)
+                    ended.append(through)
+    if any(posted):
+        raise _deadlock(posted, sent)
+    return ended
 
 
-class _State:
-    """Where each rank is, and what is posted on each channel (sender, receiver)."""
-
-    def __init__(self, programs: Sequence[Sequence[Step]], buffered: bool) -> None:
-        self.programs, self.buffered = programs, buffered
-        self.at = [-1] * len(programs)
-        self.open: list[list[Action]] = [[] for _ in programs]
-        self.sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)
-        self.ended: list[Action] = []
-
-    def advance(self) -> bool:
-        """Let every rank that can go to its next step do so, then move what can move."""
-        before = len(self.ended), list(self.at)
-        for rank, program in enumerate(self.programs):
-            if not self.open[rank] and self.at[rank] < len(program):
-                self.at[rank] += 1
-                if self.at[rank] < len(program):
-                    self._post(rank, program[self.at[rank]])
-        for rank in range(len(self.programs)):
-            for action in list(self.open[rank]):
-                if action.kind == RECV:
-                    self._receive(rank, action)
-        return before != (len(self.ended), self.at)
-
-    def _post(self, rank: int, step: Step) -> None:
-        for action in step:
-            if action.kind == SEND:
-                self.sent[rank, action.peer].append(action.op)
-            if action.kind == RUN or (action.kind == SEND and self.buffered):
-                self.ended.append(action)
-            else:
-                self.open[rank].append(action)
-
-    def _receive(self, rank: int, action: Action) -> None:
-        """A RECV takes its channel's oldest message, if that is what it is for."""
-        channel = self.sent[action.peer, rank]
-        if not channel or channel[0] != action.op:
-            return
-        channel.popleft()
-        self._end(rank, action)
-        if not self.buffered:
-            self._end(action.peer, Action(SEND, action.op, rank))
-
-    def _end(self, rank: int, action: Action) -> None:
-        self.open[rank].remove(action)
-        self.ended.append(action)
-
-    def deadlock(self) -> DeadlockError:
-        """Follow from a rank that waits to the one it waits for, until one comes up again."""
-        rank = next(r for r, actions in enumerate(self.open) if actions)
-        path: dict[int, Action] = {}
-        while rank not in path and self.open[rank]:
-            action = path[rank] = self.open[rank][0]
-            late = action.kind == RECV and action.op in self.sent[action.peer, rank]
-            rank = rank if late else action.peer
-        circle = list(path.items())
-        if rank in path:  # otherwise the chain ends at a rank that has nothing left to do
-            circle = circle[list(path).index(rank) :]
-        text = "; ".join(f"rank {r} is at {action}" for r, action in circle)
-        return DeadlockError([action.op for _, action in circle], f"deadlock: {text}")
+def _deadlock(
+    posted: Sequence[Sequence[Action]], sent: dict[tuple[int, int], deque[Op]]
+) -> DeadlockError:
+    """Follow from a rank that waits to the one it waits for, until one comes up again."""
+    rank = next(r for r, actions in enumerate(posted) if actions)
+    path: dict[int, Action] = {}
+    while rank not in path and posted[rank]:
+        action = path[rank] = posted[rank][0]
+        late = action.kind == RECV and action.op in sent[action.peer, rank]
+        rank = rank if late else action.peer
+    circle = list(path.items())
+    if rank in path:  # otherwise the chain ends at a rank that has nothing left to do
+        circle = circle[list(path).index(rank) :]
+    text = "; ".join(f"rank {r} is at {action}" for r, action in circle)
+    return DeadlockError([action.op for _, action in circle], f"deadlock: {text}")

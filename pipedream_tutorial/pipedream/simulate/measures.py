@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
@@ -13,12 +13,11 @@ from pipedream.schedules.ops import (
     INPUT_GRADIENT,
     RECOMPUTE,
     WEIGHT_GRADIENT,
-    Item,
     Op,
     Schedule,
 )
 from pipedream.schedules.policies import WeightUse
-from pipedream.simulate.simulator import Event, Timeline
+from pipedream.simulate.simulator import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +54,8 @@ def idle_in_a_row(timeline: Timeline, last_ends: Sequence[int], count: int) -> I
     )
 
 
-def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, Fraction | int]]]:
-    """rank -> after each operation, how many stages' activations of a microbatch it holds.
+def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]]:
+    """By rank: after each operation, how many stages' activations of a microbatch it holds.
 
     A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
     In a pair the forward's is added before the backward's goes. Where there is an R, the forward
@@ -64,26 +63,8 @@ def activation_steps(schedule: Schedule) -> dict[int, list[tuple[Op, Fraction | 
     adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
     share would.
     """
-    return dict(enumerate(map(list, _held(schedule))))
-
-
-def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
-    v = schedule.stages_per_rank
-    return tuple(
-        Fraction(max((held for _, held in steps), default=0)) / v for steps in _held(schedule)
-    )
-
-
-def _held(schedule: Schedule) -> Iterator[Iterator[tuple[Op, Fraction | int]]]:
     again = {op[1:] for op in schedule.ops() if op.kind == RECOMPUTE}
     gone = 1 - schedule.kept
-    return (_held_on_a_rank(order, again, gone) for order in schedule.orders)
-
-
-def _held_on_a_rank(
-    order: Sequence[Item], again: set[tuple[int, int]], gone: Fraction
-) -> Iterator[tuple[Op, Fraction | int]]:
     change: dict[str, Fraction | int] = {
         FORWARD: 1,
         INPUT_GRADIENT: 0,
@@ -91,26 +72,27 @@ def _held_on_a_rank(
         BACKWARD: -1,
         RECOMPUTE: gone,
     }
-    held: Fraction | int = 0
-    for item in order:
-        for op in item.parts:
+    found = []
+    for order in schedule.orders:
+        held: Fraction | int = 0
+        steps: list[tuple[Op, Fraction | int]] = []
+        for op in (op for item in order for op in item.parts):
             held += change[op.kind]
-            yield op, held
+            steps.append((op, held))
             if again and op.kind == FORWARD and op[1:] in again:
                 held -= gone
-                yield op, held
+                steps.append((op, held))
+        found.append(steps)
+    return found
 
 
-def critical_path(timeline: Timeline) -> list[Event]:
-    """The operations that fix the makespan, first to last: each began when the one before ended
-    (and its result had arrived)."""
-    by_op = {op: event for event in timeline.all_events() for op in event.item.parts}
-    event = max(timeline.all_events(), key=lambda e: e.end)
-    path = [event]
-    while event.bound_by is not None:
-        event = by_op[event.bound_by]
-        path.append(event)
-    return path[::-1]
+def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
+    """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
+    v = schedule.stages_per_rank
+    return tuple(
+        Fraction(max((held for _, held in steps), default=0)) / v
+        for steps in activation_steps(schedule)
+    )
 
 
 Time = TypeVar("Time", int, Fraction)
@@ -130,7 +112,7 @@ def held_activations(
     """
     v = schedule.stages_per_rank
     found = {}
-    for rank, steps in activation_steps(schedule).items():
+    for rank, steps in enumerate(activation_steps(schedule)):
         points, before = [(zero, Fraction(0))], None
         for op, count in steps:
             start, end = times[op]

@@ -51,6 +51,7 @@ class Problem:
 class Found:
     """The best order that was found, and what no order can beat."""
 
+    words: Words
     schedule: Schedule
     makespan: Fraction
     lower_bound: Fraction
@@ -108,6 +109,7 @@ def search(
             best = min(best, shorter, key=lambda words: _score(problem, words))
             length, _ = _score(problem, best)
     return Found(
+        words=best,
         schedule=as_schedule(best, f"search-p{p}-m{m}-memory{memory}"),
         makespan=int(length) * problem.tick,
         lower_bound=bound * problem.tick,

@@ -412,20 +412,13 @@ def load_order(path: Path) -> Schedule:
     """
     schedule = load_csv(path)
     try:
-        _check_passes(schedule)
+        found = sorted({op.microbatch for op in schedule.ops()})
+        if found != list(range(len(found))):
+            last = len(found) - 1
+            raise ValueError(f"its {len(found)} microbatches are not numbered 0 to {last}")
+        if all(op.kind == FORWARD for op in schedule.ops()):
+            raise ValueError("it has no backward pass")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:
         raise UserError(f"{path} cannot run: {error}", "mend the order in the file") from error
     return schedule
-
-
-def _check_passes(schedule: Schedule) -> None:
-    found = sorted({op.microbatch for op in schedule.ops()})
-    if found != list(range(len(found))):
-        raise ValueError(f"its {len(found)} microbatches are not numbered 0 to {len(found) - 1}")
-    done = {(op.kind, op.stage, op.microbatch) for op in schedule.ops()}
-    for _, stage, i in done:
-        halves = [(kind, stage, i) in done for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
-        backward = ("B", stage, i) in done or all(halves)
-        if (FORWARD, stage, i) not in done or not backward:
-            raise ValueError(f"stage {stage} needs F, and B or both I and W, of microbatch {i}")

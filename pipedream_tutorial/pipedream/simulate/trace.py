@@ -8,24 +8,12 @@ Event Format": times in microseconds, and slices of one thread are disjoint or n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-from pipedream.errors import UserError
-from pipedream.schedules.ops import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Item,
-    Op,
-    Pair,
-    Schedule,
-)
+from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
 from pipedream.simulate.measures import held_activations, live_versions
 from pipedream.simulate.simulator import Needs, Timeline
@@ -35,7 +23,6 @@ TraceEvent = dict[str, Any]
 # Process 0 is the idle task to some viewers, so ranks are counted from here on.
 FIRST_PID = {"predicted": 1000, "measured": 2000}
 FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
-KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,33 +61,6 @@ class _Run:
     slices: list[_Slice]
 
 
-def write_trace(
-    path: Path | str,
-    *,
-    predicted: Timeline | None = None,
-    measured: Sequence[MeasuredEvent] | None = None,
-    policy: Policy | None = None,
-    batch_size: int | None = None,
-    unit_s: float | Fraction = 1,
-) -> None:
-    """Write a trace file with the groups that are given.
-
-    `policy` and `batch_size` (microbatches between two updates where the policy updates once a
-    batch; all of them by default) give weight versions; without a policy none are shown.
-    `unit_s` is the length of one simulator unit in seconds. The measured run starts at time 0.
-    Raises UserError when there is nothing to write or the file cannot be written.
-    """
-    document = trace_document(
-        predicted=predicted, measured=measured, policy=policy, batch_size=batch_size, unit_s=unit_s
-    )
-    try:
-        Path(path).write_text(json.dumps(document))
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}", "give a file in a folder that exists"
-        ) from error
-
-
 def trace_document(
     *,
     predicted: Timeline | None = None,
@@ -109,14 +69,17 @@ def trace_document(
     batch_size: int | None = None,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
-    """What write_trace writes, as the object that JSON is made of."""
+    """A trace with the groups that are given, as the object that JSON is made of.
+
+    `policy` and `batch_size` (microbatches between two updates where the policy updates once a
+    batch; all of them by default) give weight versions; without a policy none are shown.
+    `unit_s` is the length of one simulator unit in seconds. The measured run starts at time 0.
+    """
     runs = []
     if predicted is not None:
         runs.append(_predicted_run(predicted, Fraction(unit_s)))
     if measured:
         runs.append(_measured_run(measured))
-    if not runs:
-        raise UserError("there is nothing to trace", "give a simulated or a measured run")
     events: list[TraceEvent] = []
     for run in runs:
         use = None
@@ -174,8 +137,6 @@ def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
     zero = min(event.start_ns for event in measured)
     slices = []
     for e in sorted(measured, key=lambda e: (e.start_ns, e.end_ns)):
-        if e.kind not in KINDS or e.thread not in FIRST_TID or e.end_ns < e.start_ns:
-            raise ValueError(f"{e} is no event: kind, thread or times are wrong")
         slices.append(
             _Slice(
                 rank=e.rank,
@@ -186,8 +147,6 @@ def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
             )
         )
     computed = [s for s in slices if s.thread == "compute"]
-    if len({s.item for s in computed}) < len(computed):
-        raise ValueError("an operation was measured twice: trace one run at a time")
     num_ranks = 1 + max(s.rank for s in slices)
     orders = tuple(tuple(s.item for s in computed if s.rank == r) for r in range(num_ranks))
     stages = tuple(sorted({op.stage for s in computed for op in s.item.parts}))
@@ -209,24 +168,21 @@ def _impossible(run: _Run) -> list[tuple[Op, Op]]:
     return [(a, b) for a, b in transfers(run.schedule) if at[b].start_ns < at[a].end_ns]
 
 
-def _metadata(run: _Run) -> list[TraceEvent]:
-    events = []
+def _metadata(run: _Run) -> Iterable[TraceEvent]:
+    """Names of processes and threads, and the order in which viewers show them."""
     for rank in range(run.schedule.num_ranks):
         pid = FIRST_PID[run.group] + rank
-        names = {"process_name": {"name": f"{run.group} rank {rank}"}}
-        order = {"process_sort_index": {"sort_index": pid}}
-        for kind, args in (names | order).items():
-            events.append({"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args})
-    threads = {(s.rank, s.thread, lane) for s, lane in _laned(run)}
-    for rank, thread, lane in sorted(threads):
-        pid, tid = FIRST_PID[run.group] + rank, FIRST_TID[thread] + lane
+        yield from _named("process", pid, 0, f"{run.group} rank {rank}", pid)
+    for rank, thread, lane in sorted({(s.rank, s.thread, lane) for s, lane in _laned(run)}):
+        tid = FIRST_TID[thread] + lane
         name = thread if lane == 0 else f"{thread} {lane + 1}"
-        for kind, args in (
-            ("thread_name", {"name": name}),
-            ("thread_sort_index", {"sort_index": tid}),
-        ):
-            events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
-    return events
+        yield from _named("thread", FIRST_PID[run.group] + rank, tid, name, tid)
+
+
+def _named(what: str, pid: int, tid: int, name: str, place: int) -> Iterable[TraceEvent]:
+    at = {"ph": "M", "pid": pid, "tid": tid}
+    yield at | {"name": f"{what}_name", "args": {"name": name}}
+    yield at | {"name": f"{what}_sort_index", "args": {"sort_index": place}}
 
 
 def _laned(run: _Run) -> list[tuple[_Slice, int]]:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, Op
-from pipedream.train.models import Task, build_task
-from pipedream.train.oracle import TrainResult, Watcher, train
+from pipedream.train.models import build_task
+from pipedream.train.oracle import TrainResult, train
 from pipedream.train.trainer import StageTrainer, Weights
 
 Gradients = list[list[torch.Tensor]]
@@ -94,14 +94,7 @@ def watch_gradients(
 ) -> TrainResult:
     """oracle.train with these settings; `see` is called for every `every`-th microbatch when all
     stages have run its backward pass."""
-    task = build_task(seed=settings["seed"])
-    watch = _watcher(task, settings["num_microbatches"], see, every)
-    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer)
-
-
-def _watcher(
-    task: Task, batch_size: int, see: Callable[[MicrobatchGradients], None], every: int
-) -> Watcher:
+    task, batch_size = build_task(seed=settings["seed"]), settings["num_microbatches"]
     used: dict[int, dict[int, Weights]] = defaultdict(dict)
     newest: dict[int, dict[int, tuple[list[torch.Tensor], Weights]]] = defaultdict(dict)
 
@@ -117,25 +110,23 @@ def _watcher(
         newest[i][stage] = trainer.newest
         if len(newest[i]) < len(trainers):
             return
-        modules = [t.module for t in trainers]
-        inputs, target = task.microbatch(i)
-        used_at = [weights for _, weights in sorted(used.pop(i).items())]
         last = [found for _, found in sorted(newest.pop(i).items())]
-        applied_to = [weights for _, weights in last]
-        exact = exact_gradient(modules, used_at, inputs, target, batch_size)
-        current = exact
-        if not _equal(used_at, applied_to):
-            current = exact_gradient(modules, applied_to, inputs, target, batch_size)
+        used_at = [weights for _, weights in sorted(used.pop(i).items())]
+        exact, current = (
+            exact_gradient([t.module for t in trainers], weights, *task.microbatch(i), batch_size)
+            for weights in (used_at, [weights for _, weights in last])
+        )
         computed = [gradients for gradients, _ in last]
         see(MicrobatchGradients(microbatch=i, computed=computed, exact=exact, current=current))
 
-    return watch
+    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer)
 
 
-def _equal(ours: Sequence[Weights], theirs: Sequence[Weights]) -> bool:
-    return all(
-        torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a
-    )
+def train_and_check(name: str, **settings: Any) -> tuple[TrainResult, list[MicrobatchError]]:
+    """oracle.train, and the gradients' errors by microbatch."""
+    errors: list[MicrobatchError] = []
+    result = watch_gradients(name, lambda found: errors.append(errors_of(found)), **settings)
+    return result, errors
 
 
 def errors_of(found: MicrobatchGradients) -> MicrobatchError:

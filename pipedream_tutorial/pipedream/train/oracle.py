@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -141,3 +142,13 @@ def batch_losses(losses: Mapping[int, Any], m: int, num_batches: int) -> list[fl
     return [
         sum(float(losses[i]) for i in range(b * m, (b + 1) * m)) / m for b in range(num_batches)
     ]
+
+
+def final_loss(result: TrainResult, num_microbatches: int, seed: int) -> float:
+    """Mean loss of the last batches that hold every sample about once (all batches, if fewer).
+
+    Of the whole data and of many weights: one step's noise would hide what the schedules differ by.
+    """
+    task = build_task(seed=seed)
+    batches = math.ceil(len(task.targets) / (task.microbatch_size * num_microbatches))
+    return statistics.fmean(result.losses[-batches:])

@@ -1,10 +1,11 @@
-"""The tutorial's pictures that its pages quote: single steps, the frontier of search, and how far
-simulation is from measurement. All at the sizes that the pages name."""
+"""The tutorial's pictures that its pages quote, at the sizes that they name: single steps, the
+frontier of search, and how far simulation is from measurement, and gradients from exact ones."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,15 +16,26 @@ from typing import Any
 import checkout  # noqa: F401
 import numpy as np
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.config import FOLDER
-from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, Record
+from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, Record, log_axes
 from pipedream.draw.grids import Panel, Picture, idle_text, panel_title
 from pipedream.draw.labels import place_labels
-from pipedream.draw.page import GREY, LINE_COLOURS, SMALL, TEXT, new_figure, number, percent, save
+from pipedream.draw.page import (
+    GREY,
+    LINE_COLOURS,
+    SMALL,
+    TEXT,
+    darker,
+    new_figure,
+    number,
+    percent,
+    save,
+)
 from pipedream.plan.planner import Plan, plan_pipeline
 from pipedream.plan.profile import load_profile
 from pipedream.plan.replicated import simulate_plan
@@ -318,3 +330,93 @@ def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
         for text, record in records
     ]  # fmt: skip
     return _digest(drawn)
+
+
+def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
+    """How wrong gradients are without weight stashing, against learning rate, depth and stage.
+
+    A row has num_stages, learning_rate, mode (a schedule's name), median_relative_error and
+    per_stage (a list of such errors); None where training diverged. Errors of exactly 0, which a
+    logarithmic axis cannot show, are drawn on a line of their own below it.
+    """
+    wrong = [row for row in rows if row["mode"] == "pipedream-no-stash"]
+    right = [row for row in rows if row["mode"] == "pipedream"]
+    numbers = [row for row in wrong if row["median_relative_error"] is not None]
+    depths = sorted({row["num_stages"] for row in rows})
+    figure, axes = new_figure(
+        _error_title(numbers, right), [4.6], columns=2, head=0.5, left=1.4, right=0.3
+    )
+    for i, p in enumerate(depths):
+        for group, dashes in ((wrong, "-"), (right, ":")):
+            own = sorted(
+                (row["learning_rate"], row["median_relative_error"])
+                for row in group
+                if row["num_stages"] == p and row["median_relative_error"] is not None
+            )
+            _error_line(axes[0], own, dashes, i, f"p = {p}" if dashes == "-" else "")
+    axes[0].set_xscale("log")
+    axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes[0].set_xlabel("learning rate (of a batch)", fontsize=TEXT)
+    panel_title(axes[0], "All stages: without stashing, and with (dotted)")
+    rates = sorted({row["learning_rate"] for row in numbers})
+    rate = rates[len(rates) // 2]
+    for row in numbers:
+        if row["learning_rate"] == rate:
+            points = list(enumerate(row["per_stage"]))
+            name = f"p = {row['num_stages']}"
+            _error_line(axes[1], points, "-", depths.index(row["num_stages"]), name, at=0)
+    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[1].set_xlabel("stage (the last one sees no update in between)", fontsize=TEXT)
+    panel_title(axes[1], f"By stage, without stashing, learning rate {rate:g}")
+    axes[1].set_xlim(-0.3, 0.3 + max(depths) - 1)
+    drawn = np.concatenate([line.get_ydata() for ax in axes for line in ax.get_lines()])
+    errors = drawn[drawn > 0]
+    smallest = 10.0 ** math.floor(math.log10(errors.min()))
+    powers = [smallest * 10.0**k for k in range(20)]
+    ticks = [0.0, *(power for power in powers if power <= errors.max())]
+    log_axes(axes, smallest, 0.6, ticks, "exactly 0")
+    for ax in axes:
+        ax.set_ylim(-0.3 * smallest, 1.5 * errors.max())
+    axes[0].set_ylabel("relative error of the gradient, median", fontsize=TEXT)
+    return save(figure, path, gradient_digest(rows))
+
+
+def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
+    """The smallest and the largest error without stashing, and the largest with it."""
+    ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
+    low, high = (
+        f"{100 * row['median_relative_error']:.2g}% (p = {row['num_stages']}, learning rate "
+        f"{row['learning_rate']:g})"
+        for row in (ordered[0], ordered[-1])
+    )
+    largest = max((row["median_relative_error"] or 0 for row in right), default=0)
+    with_it = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
+    return f"Without stashing gradients are off by {low} to {high}; with stashing by {with_it}"
+
+
+def _error_line(
+    ax: Axes,
+    points: Sequence[tuple[float, float]],
+    dashes: str,
+    place: int,
+    name: str,
+    at: int = -1,
+) -> None:
+    """One line, named beside its first or last point; markers stay visible where lines meet."""
+    if not points:
+        return
+    colour = LINE_COLOURS[1 + place % 7]
+    style = HOLLOW | {"marker": MARKERS[place], "markersize": max(5.0, 12.0 - 2 * place)}
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=colour, **style)
+    if name:
+        ax.annotate(
+            name, points[at], xytext=(9, 2), textcoords="offset points", fontsize=SMALL,
+            color=darker(colour), fontweight="bold",
+        )  # fmt: skip
+
+
+def gradient_digest(rows: Sequence[Record]) -> str:
+    """Of all that is drawn."""
+    keys = ("num_stages", "learning_rate", "mode", "median_relative_error", "per_stage")
+    return _digest([[row[key] for key in keys] for row in rows])

@@ -164,6 +164,7 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
 
     shown = [(describe(record), record) for record in load_records(folder / "records").values()]
     searched = _load(folder / "records/frontier.json")
+    errors = _load(folder / "records/cpu-staleness.json")["gradient_errors"]
     found: dict[str, tuple[str, Callable[[Path], object]]] = {
         "figures/prediction.png": (
             own.prediction_digest(shown),
@@ -172,6 +173,10 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
         "figures/frontier.png": (
             own.frontier_digest(searched),
             partial(own.draw_frontier, searched),
+        ),
+        "figures/gradient_error.png": (
+            own.gradient_digest(errors),
+            partial(own.draw_gradient_error, errors),
         ),
     }
     for name, build in own.PICTURES.items():

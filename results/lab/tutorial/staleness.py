@@ -24,9 +24,9 @@ import checkout  # noqa: F401
 import torch
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES
-from pipedream.train.gradients import MicrobatchError
-from pipedream.train.oracle import train
-from pipedream.train.studies import TRAINED, final_loss, train_and_check
+from pipedream.train.gradients import MicrobatchError, train_and_check
+from pipedream.train.oracle import final_loss, train
+from pipedream.train.report import TRAINED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class FinalLosses:
     num_stages: int
     learning_rate: float
     losses: list[float]
-    """One a seed, as TrainingRow.final_loss; infinite where it is no number."""
+    """One a seed, as oracle.final_loss; infinite where it is no number."""
     median: float
     num_diverged: int
 
