@@ -114,7 +114,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
         print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     # All is parsed before anything is tokenised, which takes much longer.
     with _progress("reading", num_bytes) as bar:
-        sizes = [_measure(source.read(by_line=by_line), bar) for source in splits.values()]
+        parts = (source.read(by_line=by_line, chat=tokenizer.chat) for source in splits.values())
+        sizes = [_measure(part, bar) for part in parts]
     if not sizes[0]:
         raise UserError(f"dataset={corpus.name!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
@@ -165,9 +166,16 @@ def _fill_split(
 
         append("starts", np.zeros(1))
         length = 0
-        for batch, encoded in _encode(tokenizer, _batches(source.read(by_line=by_line))):
-            pairs = zip(batch, encoded, strict=True)
-            rows = [np.append(row, tokenizer.eos_id) if p.eos else row for p, row in pairs]
+        templated = source.has_answers and tokenizer.chat is not None  # has its marks
+        begin = [] if templated else tokenizer.bos_ids
+        begins = True
+        pieces = source.read(by_line=by_line, chat=tokenizer.chat)
+        for batch, encoded in _encode(tokenizer, _batches(pieces), templated):
+            rows = []
+            for piece, row in zip(batch, encoded, strict=True):
+                whole = np.append(begin, row) if begins and begin else row
+                rows.append(np.append(whole, tokenizer.eos_id) if piece.eos else whole)
+                begins = piece.ends
             sizes = [len(row) for row in rows]
             ends = length + np.cumsum(sizes)
             length = ends[-1]
@@ -183,14 +191,14 @@ def _fill_split(
 
 
 def _encode(
-    tokenizer: Tokenizer, batches: Iterable[list[Piece]]
+    tokenizer: Tokenizer, batches: Iterable[list[Piece]], marks: bool
 ) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
     """Each batch with the ids of its pieces; the next ones are in work meanwhile."""
     queue = deque[tuple[list[Piece], Future]]()
     with ThreadPoolExecutor(_AHEAD) as pool:
         for batch in batches:
             texts = [piece.text for piece in batch]
-            queue.append((batch, pool.submit(tokenizer.encode_batch, texts)))
+            queue.append((batch, pool.submit(tokenizer.encode_batch, texts, marks=marks)))
             if len(queue) > _AHEAD:
                 done, future = queue.popleft()
                 yield done, future.result()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distributed_training.data import files as on_disk
 from distributed_training.data import hub, pieces
+from distributed_training.data.chat import ChatTemplate
 from distributed_training.data.files import RECORD_KINDS, TEXT_KINDS
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
@@ -46,8 +47,9 @@ class Source:
         """About as long as the text is."""
         return sum(map(on_disk.count_bytes, self.files)) + sum(map(len, self.texts))
 
-    def read(self, *, by_line: bool) -> Iterator[Piece]:
-        """What is tokenised, in its order; of running text, where asked, line by line."""
+    def read(self, *, by_line: bool, chat: ChatTemplate | None = None) -> Iterator[Piece]:
+        """What is tokenised, in its order; of running text, where asked, line by line, of questions
+        and answers through the model's template."""
         if self.form == RUNNING:
             cut = pieces.cut_lines if by_line else pieces.cut_text
             in_memory = ([text] for text in self.texts)
@@ -56,7 +58,8 @@ class Source:
         else:
             for file in self.files:
                 for where, record in on_disk.read_records(file):
-                    yield from pieces.cut_record(record, self.form, where)
+                    template = chat.cut if chat else None
+                    yield from pieces.cut_record(record, self.form, where, template)
 
     def digest(self) -> str:
         """SHA-256 of form and contents."""

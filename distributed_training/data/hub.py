@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ WIKITEXT_FILES = {
 WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
+TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
 WEIGHT_FILES = ("config.json", "model.safetensors")
+INDEX = "model.safetensors.index.json"  # of weights in several files
 
 
 def fetch_wikitext() -> dict[str, Path]:
@@ -68,6 +71,27 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
 def fetch_folder(repo_id: str, filenames: tuple[str, ...]) -> Path:
     """Folder with these files of a model; OSError when they are not available."""
     return fetch_all(repo_id, filenames)[0].parent
+
+
+def fetch_weights(repo_id: str) -> Path:
+    """Folder with a model's weights, in one file or several; OSError when they are not there."""
+    try:
+        return fetch_folder(repo_id, WEIGHT_FILES)
+    except OSError as error:
+        try:
+            index = fetch_folder(repo_id, (WEIGHT_FILES[0], INDEX)) / INDEX
+        except OSError:
+            raise error from None
+    names = json.loads(index.read_text())["weight_map"].values()
+    return fetch_folder(repo_id, (WEIGHT_FILES[0], *sorted(set(names))))
+
+
+def fetch_tokenizer(repo_id: str) -> Path:
+    """Folder with a model's tokenizer.json and what belongs to it; OSError as above."""
+    folder = fetch_folder(repo_id, (TOKENIZER_JSON, "tokenizer_config.json"))
+    with contextlib.suppress(OSError):  # many have it in the settings
+        fetch_folder(repo_id, ("chat_template.jinja",))
+    return folder
 
 
 def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserError:

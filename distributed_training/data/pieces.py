@@ -1,6 +1,6 @@
 """Texts and records as pieces, each of which is tokenised by itself. No torch import.
 
-Chats have a template of our own:
+Chats have a template of our own, where the tokenizer brings none (data/chat.py):
 
     user: What is 2 + 2?
     assistant: 4<|endoftext|>user: And 3 + 3?
@@ -13,7 +13,7 @@ assistant says, each with the end-of-text token after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from distributed_training.data.files import split_lines
@@ -26,6 +26,7 @@ PROMPT = "prompt"
 MESSAGES = "messages"
 ANSWERS = (PROMPT, MESSAGES)  # forms of which only a part is learnt
 ASSISTANT = "assistant"
+Message = dict[str, str]  # role, content
 _EXAMPLES = {
     TEXT: '{"text": "..."}',
     PROMPT: '{"prompt": "...", "completion": "..."}',
@@ -34,7 +35,7 @@ _EXAMPLES = {
 }
 _MIN = 2**15
 _MAX = 2**20  # characters of a piece
-_BREAK = re.compile(r"(?<=\S)[ \n]")
+_BREAK = re.compile(r"(?<=\S) |(?<=\w)\n")
 
 
 class Piece(NamedTuple):
@@ -49,8 +50,9 @@ class Piece(NamedTuple):
 def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
     """A text as pieces whose ids in a row are those of the whole text.
 
-    Byte-level BPE joins no character with a space or line feed after it, so these are where a text
-    may be cut. One without any for a million characters is cut there.
+    Byte-level BPE joins no character with a space after it, and no letter or digit with a line
+    feed, so these are where a text may be cut. One without any for a million characters is cut
+    there.
     """
     rest = ""
     start = 0
@@ -85,13 +87,17 @@ def find_form(record: Any, where: str) -> str:
     raise UserError(f'{where} has no "text" string', why, "give " + " or ".join(_EXAMPLES.values()))
 
 
-def cut_record(record: Any, form: str, where: str) -> list[Piece]:
-    """The pieces of a record; none where there is nothing to learn in it. Raises UserError for one
-    of another form."""
+def cut_record(
+    record: Any, form: str, where: str, cut: Callable[[list[Message], str], list[Piece]] | None
+) -> list[Piece]:
+    """The pieces of a record; none where there is nothing to learn in it. `cut` is that of the
+    model's own chat template, for questions and answers. Raises UserError for one of another form.
+    """
     if not isinstance(record, dict):
         raise _wrong(where, form, form)
     if form == MESSAGES:
-        return _cut_messages(record, where)
+        messages = _messages(record, where)
+        return cut(messages, where) if cut else cut_messages(messages)
     for name in {TEXT: [TEXT], PROMPT: [PROMPT, "completion"]}[form]:
         if not isinstance(record.get(name), str):
             raise _wrong(where, name, form)
@@ -99,33 +105,37 @@ def cut_record(record: Any, form: str, where: str) -> list[Piece]:
         return list(cut_text([record[TEXT]])) if record[TEXT].strip() else []
     if not record["completion"].strip():
         return []
+    if cut:
+        asked = {"role": "user", "content": record[PROMPT]}
+        return cut([asked, {"role": ASSISTANT, "content": record["completion"]}], where)
     prompt = Piece(record[PROMPT], in_loss=False, eos=False, ends=False)
     return [prompt, Piece(record["completion"])]
 
 
-def _cut_messages(record: dict[str, Any], where: str) -> list[Piece]:
+def _messages(record: dict[str, Any], where: str) -> list[Message]:
     if not isinstance(record.get(MESSAGES), list):
         raise _wrong(where, MESSAGES, MESSAGES, "list")
-    pieces = list[Piece]()
-    before = ""
     for message in record[MESSAGES]:
         words = message if isinstance(message, dict) else {}
         for name in ("role", "content"):
             if not isinstance(words.get(name), str):
                 raise _wrong(f"{where}: a message", name, MESSAGES)
-        if words["role"] == ASSISTANT:
+    return list(record[MESSAGES])
+
+
+def cut_messages(messages: Iterable[Message]) -> list[Piece]:
+    """A conversation in our own template."""
+    pieces = list[Piece]()
+    before = ""
+    for message in messages:
+        if message["role"] == ASSISTANT:
             pieces.append(Piece(f"{before}{ASSISTANT}:", in_loss=False, eos=False, ends=False))
-            pieces.append(Piece(f" {words['content']}", ends=False))
+            pieces.append(Piece(f" {message['content']}", ends=False))
             before = ""
         else:
-            before += f"{words['role']}: {words['content']}\n"
+            before += f"{message['role']}: {message['content']}\n"
     # What follows the last answer is not learnt, and nothing follows from it.
     return [*pieces[:-1], pieces[-1]._replace(ends=True)] if pieces else []
-
-
-def ask(question: str) -> str:
-    """What a model trained on chats is given to answer a question."""
-    return f"user: {question}\n{ASSISTANT}:"
 
 
 def _wrong(where: str, name: str, form: str, kind: str = "string") -> UserError:

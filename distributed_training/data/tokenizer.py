@@ -1,15 +1,19 @@
-"""Byte-level BPE tokenizers in GPT-2's file format. No torch or transformers import."""
+"""Tokenizers in Hugging Face's tokenizer.json, or GPT-2's two files. No torch import."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from distributed_training.data.hub import TOKENIZER_FILES
+from distributed_training.data.chat import ChatTemplate, read_template
+from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_JSON
+from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, Message, cut_messages
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json
 
 END_OF_TEXT = "<|endoftext|>"
 EMBEDDED_DIR = Path(__file__).parent / "assets" / "bpe-2048"
@@ -18,49 +22,110 @@ SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # for transformers; every GPT
 
 
 class Tokenizer:
-    """Text to token ids and back, from a folder with vocab.json and merges.txt, or UserError."""
+    """Text to token ids and back, from a folder with tokenizer.json, or with vocab.json and
+    merges.txt; UserError where it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.has_json = (folder / TOKENIZER_JSON).is_file()
+        settings: dict[str, Any] = {}
+        if self.has_json and (folder / SETTINGS.name).is_file():
+            settings = load_json(folder / SETTINGS.name, "tokenizer")
+        self._bpe = self._read()
+        # Marks such as <|endoftext|> are tokens where a template wrote them, not in a text that
+        # mentions them.
+        self._bpe.encode_special_tokens = True
+        vocabulary = self._bpe.get_vocab()
+        eos, bos = (_mark(settings.get(f"{name}_token")) for name in ("eos", "bos"))
+        eos = eos or END_OF_TEXT
+        if eos not in vocabulary:
+            raise UserError(f"tokenizer {folder} has no {eos} token")
+        self.eos_id = self.end_of_answer = vocabulary[eos]
+        self.num_tokens = max(vocabulary.values()) + 1
+        self.bos_ids: list[int] = []  # what a text begins with
+        self.chat: ChatTemplate | None = None  # the model's own
+        if not self.has_json:
+            return
+        self._with_marks = self._read()
+        self.bos_ids = [i for i in self._with_marks.encode("").ids if i != self.eos_id]
+        file = folder / CHAT_TEMPLATE.name
+        template = file.read_text() if file.is_file() else read_template(settings)
+        if template and not is_chat(folder):
+            self.chat = ChatTemplate(template, eos, bos or "")
+            self.end_of_answer = vocabulary.get(self.chat.end_of_answer(), self.eos_id)
+
+    def _read(self) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        self.folder = folder
         try:
-            model = models.BPE.from_file(*(str(folder / name) for name in TOKENIZER_FILES))
+            if self.has_json:
+                return Tokenizer.from_file(str(self.folder / TOKENIZER_JSON))
+            model = models.BPE.from_file(*(str(self.folder / name) for name in TOKENIZER_FILES))
         except Exception as error:  # the Rust library raises plain Exception
-            fix = "give a folder with vocab.json and merges.txt, or set tokenizer to auto"
-            raise UserError(f"tokenizer {folder} cannot be read", str(error), fix) from None
-        self._bpe = Tokenizer(model)
-        self._bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._bpe.decoder = decoders.ByteLevel()
-        vocabulary = self._bpe.get_vocab()
-        if END_OF_TEXT not in vocabulary:
-            raise UserError(f"tokenizer {folder} has no {END_OF_TEXT} token")
-        self.eos_id = vocabulary[END_OF_TEXT]
-        self.num_tokens = max(vocabulary.values()) + 1
+            fix = "give a folder with tokenizer.json, or vocab.json and merges.txt, or set "
+            fix += "tokenizer to auto"
+            raise UserError(f"tokenizer {self.folder} cannot be read", str(error), fix) from None
+        bpe = Tokenizer(model)
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        return bpe
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the two files: equal tokenizers have equal fingerprints."""
-        contents = b"".join((self.folder / name).read_bytes() for name in TOKENIZER_FILES)
+        """SHA-256 of all that decides ids: equal tokenizers have equal fingerprints."""
+        names = (TOKENIZER_JSON,) if self.has_json else TOKENIZER_FILES
+        contents = b"".join((self.folder / name).read_bytes() for name in names)
+        if self.has_json:
+            contents += f"{self.eos_id} {self.chat and self.chat.text}".encode()
         return hashlib.sha256(contents).hexdigest()
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One int32 array of ids per text; no special tokens are added."""
+    def encode_batch(self, texts: list[str], *, marks: bool = False) -> list[np.ndarray]:
+        """One int32 array of ids per text; no special tokens are added, and those that the texts
+        have are such only with `marks`."""
         # "Fast" leaves out where in the text each token is, which takes as long as all the rest.
-        found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        bpe = self._with_marks if marks else self._bpe
+        found = bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(coded.ids, dtype=np.int32) for coded in found]
 
     def decode(self, ids: list[int]) -> str:
-        """Text for a list of ids, end-of-text left out."""
-        return self._bpe.decode([i for i in ids if i != self.eos_id])
+        """Text for a list of ids, special tokens left out."""
+        return self._bpe.decode([i for i in ids if i not in (self.eos_id, self.end_of_answer)])
+
+    def talks(self, form: str | None) -> bool:
+        """Whether texts of this form are conversations."""
+        return form == MESSAGES or (form == PROMPT and self.chat is not None)
+
+    def begin(self, text: str) -> list[int]:
+        """Ids of a text that goes on."""
+        return [*self.bos_ids, *self.encode_batch([text])[0].tolist()]
+
+    def ask(self, said: list[Message]) -> list[int]:
+        """Ids of a conversation up to where the answer to its last message begins."""
+        if self.chat:
+            text = self.chat.render(said, ask=True)
+            return self.encode_batch([text], marks=True)[0].tolist()
+        ids = list(self.bos_ids)
+        for piece in cut_messages([*said, {"role": ASSISTANT, "content": ""}])[:-1]:
+            ids += self.encode_batch([piece.text])[0].tolist() + [self.eos_id] * piece.eos
+        return ids
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
         """Copy the files, so that `AutoTokenizer.from_pretrained(folder)` opens them; with `chat`
-        it has the template of data/pieces.py."""
+        it has a template, the model's own or that of data/pieces.py."""
         folder.mkdir(parents=True, exist_ok=True)
-        own = [self.folder / name for name in TOKENIZER_FILES]
-        for file in (*own, SETTINGS, *([CHAT_TEMPLATE] if chat else [])):
+        files = [*(self.folder / name for name in TOKENIZER_FILES), SETTINGS]
+        if self.has_json:
+            own = (TOKENIZER_JSON, SETTINGS.name, CHAT_TEMPLATE.name)
+            files = [self.folder / name for name in own if (self.folder / name).is_file()]
+        if chat and not self.chat:
+            files.append(CHAT_TEMPLATE)
+        for file in files:
             shutil.copyfile(file, folder / file.name)
+
+
+def _mark(found: Any) -> str | None:
+    """A special token, which older files describe at length."""
+    return found["content"] if isinstance(found, dict) else found
 
 
 def is_chat(folder: Path) -> bool:

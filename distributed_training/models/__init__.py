@@ -2,7 +2,8 @@
 
 A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and imports torch
 only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size, the path of a
-Hugging Face folder, or the path of a family, with `:size` for other than its first.
+Hugging Face folder, its name on the Hub, or the path of a family, with `:size` for other than its
+first.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from distributed_training.data import hub
+from distributed_training.data.hub import INDEX
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, load_code, load_json, shown, user_path
 
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
-INDEX = "model.safetensors.index.json"  # of weights in several files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +163,10 @@ def find_model(name: str) -> ModelSpec:
         size = _load(family).sizes()[published]
         return ModelSpec(label=published, family=family, size=size, hub_id=ids.get(published))
     folder = user_path("model", name).resolve()
+    hub_id = None
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        folder = _fetch_config(name)
+        hub_id = name
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json", "model")
         kind = config.get("model_type") if isinstance(config, dict) else None
@@ -169,6 +176,9 @@ def find_model(name: str) -> ModelSpec:
             raise UserError(what, f"this suite trains {', '.join(kinds)}")
         family = kinds[kind]
         (size,) = _load(family).sizes(folder).values()
+        if hub_id:
+            label = name.rpartition("/")[2]
+            return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
         return ModelSpec(label=folder.name, family=family, size=size, weights_dir=folder)
     path, _, chosen = name.partition(":")
     folder = user_path("model", path).resolve()
@@ -181,8 +191,21 @@ def find_model(name: str) -> ModelSpec:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
         wanted = f"{folder}:{label}"
-    why = f"model is {', '.join(names)}, 'auto', or a folder with config.json or __init__.py"
+    why = f"model is {', '.join(names)}, 'auto', a name of the Hub, or a folder with config.json "
+    why += "or __init__.py"
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
+
+
+@functools.cache
+def _fetch_config(hub_id: str) -> Path:
+    """A folder with the config.json of a model of the Hub."""
+    try:
+        return hub.fetch_folder(hub_id, ("config.json",))
+    except OSError as error:
+        what = f"model={hub_id!r} is neither a folder nor a model that the Hugging Face Hub gives"
+        fix = f"if it exists, on a machine with internet access run: hf download {hub_id}; then "
+        fix += "copy ~/.cache/huggingface here"
+        raise UserError(what, str(error), fix) from None
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from typing import Any
 from distributed_training.data import hub
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec
+from distributed_training.models import ModelSpec, weight_files
+from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -71,23 +72,32 @@ def find_sources(plan: Plan) -> Plan:
 def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
     asked = config.tokenizer
     own = spec.weights_dir
-    if asked == AUTO and own is not None and (own / "vocab.json").is_file():
+    files = (hub.TOKENIZER_JSON, hub.TOKENIZER_FILES[0])
+    if asked == AUTO and own is not None and any((own / name).is_file() for name in files):
         return str(own), own
     if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
         return EMBEDDED, EMBEDDED_DIR
-    if asked not in (AUTO, "gpt2"):
-        folder = user_path("tokenizer", asked)
-        if not folder.is_dir():
-            fix = 'give one with vocab.json and merges.txt, or "auto", "gpt2", "embedded"'
-            raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
+    folder = user_path("tokenizer", asked)
+    if asked not in (AUTO, "gpt2") and folder.is_dir():
         return str(folder), folder.resolve()
-    note = "GPT-2's tokenizer is not available ({}): using the small one that is shipped; "
+    repo_id = spec.hub_id if asked == AUTO else asked
+    if repo_id in (None, "gpt2") or repo_id in HUB_IDS.values():
+        repo_id = "gpt2"
+        fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
+        command = hub.TOKENIZER_COMMAND
+    elif "/" in repo_id:
+        fetch = partial(hub.fetch_tokenizer, repo_id)
+        command = f"hf download {repo_id} --include '*token*'"
+    else:
+        fix = "give one with tokenizer.json, or vocab.json and merges.txt, a model's name on the "
+        fix += 'Hub, or "auto", "gpt2", "embedded"'
+        raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
+    whose = "GPT-2" if repo_id == "gpt2" else repo_id
+    note = f"{whose}'s tokenizer is not available ({{}}): using the small one that is shipped; "
     note += "perplexities compare only with runs that do the same"
     by_name = asked != AUTO or config.weights == "pretrained"
-    named = ("gpt2", hub.TOKENIZER_COMMAND) if by_name else None
-    fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
-    found = _fetch("tokenizer", fetch, named, note, notes)
-    return ("gpt2", found) if found else (EMBEDDED, EMBEDDED_DIR)
+    found = _fetch("tokenizer", fetch, (repo_id, command) if by_name else None, note, notes)
+    return (repo_id, found) if found else (EMBEDDED, EMBEDDED_DIR)
 
 
 def _choose_weights(
@@ -100,20 +110,24 @@ def _choose_weights(
         return "random", None
     if asked not in (AUTO, "pretrained"):
         return asked, user_path("weights", asked).resolve()
-    if spec.weights_dir is not None and (spec.weights_dir / "model.safetensors").is_file():
+    if spec.weights_dir is not None and weight_files(spec.weights_dir):
         return str(spec.weights_dir), spec.weights_dir
     if hub_id is None or tokenizer == EMBEDDED:
-        why = "they need GPT-2's tokenizer" if hub_id else f"{model} is not published"
+        why = "they need their own tokenizer" if hub_id else f"{model} is not published"
         if asked == "pretrained":
             what = f"weights='pretrained' is impossible with {model=}, {tokenizer=}"
-            raise UserError(what, why, "set weights to random, or model and tokenizer to gpt2")
+            raise UserError(
+                what,
+                why,
+                "set weights to random, or model and tokenizer to those of a published one",
+            )
         notes.append(f"weights are random: {why}")
         return "random", None
     note = "pretrained weights are not available ({}): weights are random, so this trains from "
     note += "scratch instead of fine-tuning"
-    command = f"hf download {hub_id} {' '.join(hub.WEIGHT_FILES)}"
+    command = f"hf download {hub_id}"
     named = (f"pretrained ({model})", command) if asked == "pretrained" else None
-    fetch = partial(hub.fetch_folder, hub_id, hub.WEIGHT_FILES)
+    fetch = partial(hub.fetch_weights, hub_id)
     found = _fetch("weights", fetch, named, note, notes)
     return ("pretrained" if found else "random"), found
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.pieces import MESSAGES
 from distributed_training.data.samples import Data
 from distributed_training.parallel.agree import (
     Gather,
@@ -156,7 +155,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     trainer = _build_trainer(plan, topology, data, display)
     startup.end("model")
     trainer.startup = startup
-    model = (trainer.engine, plan, tokenizer, data.form == MESSAGES)
+    model = (trainer.engine, plan, tokenizer, tokenizer.talks(data.form))
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")
     trainer.save_best = partial(export, *model, plan.run_dir / BEST)

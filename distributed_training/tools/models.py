@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from distributed_training.data.hub import WEIGHT_FILES, cannot_fetch, check_push, fetch_folder
-from distributed_training.data.pieces import ASSISTANT, MESSAGES, ask
+from distributed_training.data.hub import cannot_fetch, check_push, fetch_weights
+from distributed_training.data.pieces import ASSISTANT, Message
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model, peft
 from distributed_training.models.decoder import Decoder
@@ -23,7 +23,7 @@ from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import short_path
-from distributed_training.records.record import BEST, LAST, Record, load_record
+from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.run.saving import resume
 from distributed_training.run.saving.export import (
     continuation,
@@ -65,10 +65,9 @@ def base_of(folder: Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return fetch_folder(name, WEIGHT_FILES)
+        return fetch_weights(name)
     except OSError as error:
-        command = f"hf download {name} {' '.join(WEIGHT_FILES)}"
-        raise cannot_fetch("base_model_name_or_path", name, error, command) from None
+        raise cannot_fetch("base_model_name_or_path", name, error, f"hf download {name}") from None
 
 
 def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
@@ -82,11 +81,16 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
         spec.load(model, base_of(folder) if adapted else folder)
         if adapted:
             peft.load_adapters(model, spec, folder)
-        return model, Tokenizer(folder), is_chat(folder)
+        tokenizer = Tokenizer(folder)
+        chat = is_chat(folder) or tokenizer.chat is not None
+        if (folder.parent / RECORD_FILE).is_file():
+            chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
+        return model, tokenizer, chat
     print(f"no {LAST}/ yet: reading {short_path(checkpoint)}", file=sys.stderr)
     plan, record, meta, state = read_checkpoint(checkpoint)
     model = whole_model(state, meta.base_fingerprint, plan)
-    return model, Tokenizer(plan.tokenizer_dir), record.data.get("form") == MESSAGES
+    tokenizer = Tokenizer(plan.tokenizer_dir)
+    return model, tokenizer, tokenizer.talks(record.data.get("form"))
 
 
 def generate(
@@ -103,27 +107,27 @@ def generate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer, chat = load_model(given, kind)
     model = model.eval().to(device)
-    before = list[int]()
+    said = list[Message]()
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor) -> torch.Tensor:
         return model(ids.to(device))
 
     for text in _lines(chat) if prompt is None else [prompt]:
-        asked = tokenizer.encode_batch([ask(text) if chat else text])[0].tolist()
+        said.append({"role": "user", "content": text})
         ids = continuation(
-            logits, [*before, *asked], num_tokens=num_tokens,
-            context=model.size.num_positions, eos_id=tokenizer.eos_id, seed=seed, top_k=top_k,
-            temperature=temperature,
+            logits, tokenizer.ask(said) if chat else tokenizer.begin(text), num_tokens=num_tokens,
+            context=model.size.num_positions, seed=seed, top_k=top_k, temperature=temperature,
+            eos_id=tokenizer.end_of_answer if chat else tokenizer.eos_id,
         )  # fmt: skip
-        answer = list[int]()
+        answer = ""
         sys.stdout.write(f"{ASSISTANT}:" if chat else text)
-        for part in _decoded(tokenizer, ids, answer):
+        for part in _decoded(tokenizer, ids):
             sys.stdout.write(part)
             sys.stdout.flush()
+            answer += part
         print()
-        if chat:  # a dialogue goes on
-            before += [*asked, *answer, tokenizer.eos_id]
+        said.append({"role": ASSISTANT, "content": answer.strip()})  # a dialogue goes on
     return 0
 
 
@@ -138,9 +142,9 @@ def _lines(chat: bool) -> Iterator[str]:
             return
 
 
-def _decoded(tokenizer: Tokenizer, ids: Iterable[int], known: list[int]) -> Iterator[str]:
-    """The text of the ids, piece by piece, each as soon as its characters are whole; the ids are
-    added to `known`, which is empty."""
+def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of the ids, piece by piece, each as soon as its characters are whole."""
+    known = list[int]()
     said = ""
     for token in ids:
         known.append(token)
@@ -163,8 +167,8 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     if folder.exists():
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
     plan, record, meta, state = read_checkpoint(checkpoint)
-    chat = record.data.get("form") == MESSAGES
     tokenizer = Tokenizer(plan.tokenizer_dir)
+    chat = tokenizer.talks(record.data.get("form"))
     write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
     write_card(folder, record.model_copy(update={"step": meta.step}))
     print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")

@@ -71,23 +71,23 @@ def test_lines_are_those_of_the_whole_text(text, sizes):
 def test_of_a_prompt_and_a_completion_the_completion_is_learnt():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
     assert find_form(record, "here") == "prompt"
-    assert cut_record(record, "prompt", "here") == [
+    assert cut_record(record, "prompt", "here", None) == [
         Piece("2+2=", in_loss=False, eos=False, ends=False),
         Piece("4", in_loss=True, eos=True, ends=True),
     ]
-    assert cut_record({"prompt": "a", "completion": " "}, "prompt", "here") == []
+    assert cut_record({"prompt": "a", "completion": " "}, "prompt", "here", None) == []
 
 
 def test_of_a_chat_what_the_assistant_says_is_learnt():
     assert find_form(CHAT, "here") == "messages"
     first = "system: Be brief.\nuser: 2 + 2?\nassistant:"
-    assert cut_record(CHAT, "messages", "here") == [
+    assert cut_record(CHAT, "messages", "here", None) == [
         Piece(first, in_loss=False, eos=False, ends=False),
         Piece(" 4", in_loss=True, eos=True, ends=False),
         Piece("user: 3 + 3?\nassistant:", in_loss=False, eos=False, ends=False),
         Piece(" 6", in_loss=True, eos=True, ends=True),
     ]
-    assert cut_record({"messages": CHAT["messages"][:2]}, "messages", "here") == []
+    assert cut_record({"messages": CHAT["messages"][:2]}, "messages", "here", None) == []
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_of_a_chat_what_the_assistant_says_is_learnt():
 )
 def test_a_record_of_another_form_is_refused(record, form, words):
     with refused("a.jsonl line 3", *words):
-        cut_record(record, form, "a.jsonl line 3")
+        cut_record(record, form, "a.jsonl line 3", None)
 
 
 def test_the_form_of_a_record_with_several_columns():

@@ -133,7 +133,9 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "num_tokens", 70_000)
     monkeypatch.setattr(
-        tokenizer, "encode_batch", lambda texts: [np.full(40, 69_999, np.int32) for _ in texts]
+        tokenizer,
+        "encode_batch",
+        lambda texts, marks: [np.full(40, 69_999, np.int32) for _ in texts],
     )
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
@@ -211,10 +213,10 @@ def race(folder, barrier, answers):
     class SlowTokenizer(Tokenizer):
         calls = 0
 
-        def encode_batch(self, texts):
+        def encode_batch(self, texts, *, marks):
             SlowTokenizer.calls += 1
             time.sleep(0.3)
-            return super().encode_batch(texts)
+            return super().encode_batch(texts, marks=marks)
 
     tokenizer = SlowTokenizer(EMBEDDED_DIR)
     barrier.wait(60)

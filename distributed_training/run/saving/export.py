@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.pieces import ask
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine
 from distributed_training.models import peft
@@ -68,9 +67,10 @@ def generate_sample(
     if plan.config.generate is None:
         return None
     tp = plan.mesh["tp"]
-    eos_id = tokenizer.eos_id
-    text = ask(plan.config.generate) if chat else plan.config.generate
-    prompt = tokenizer.encode_batch([text])[0].tolist() or [eos_id]
+    eos_id = tokenizer.end_of_answer if chat else tokenizer.eos_id
+    prompt = tokenizer.begin(plan.config.generate) or [eos_id]
+    if chat:
+        prompt = tokenizer.ask([{"role": "user", "content": plan.config.generate}])
     # The split of a window over tp may append tokens, which need positions, too.
     context = plan.size.num_positions // tp * tp
     # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
