@@ -24,8 +24,8 @@ from distributed_training.records.tables import (
 NOTHING = "-"
 Parts = Callable[[Record], Mapping[str, float]]  # name -> bytes
 MEASURED = (
-    "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "bubble", "loss",
-    "validation loss", "perplexity",
+    "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "bubble",
+    "training loss", "validation loss", "validation perplexity",
 )  # fmt: skip
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 _PEAK = Number(measured_peak, gib)
@@ -94,6 +94,7 @@ class Comparison:
         found = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
             found += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
+            found += [f"{layout.name} {note}" for r in layout.records if (note := overfitting(r))]
         works = [record.work for record in self.records]
         if differ := [key for key in differing(works) if key != "seed"]:
             found.append(f"The runs did not do the same work: they differ in {', '.join(differ)}.")
@@ -124,6 +125,15 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
     """The settings that are equal in all."""
     found = {name: {cell(r) for r in records} for name, cell in SETTINGS.items()}
     return {name: cells.pop() for name, cells in found.items() if len(cells) == 1}
+
+
+def overfitting(r: Record) -> str:
+    """Where the validation loss was lowest, if it has risen since."""
+    seen = [(row["loss"], row["step"]) for row in r.evaluations if row["loss"] is not None]
+    if not seen or seen[-1][0] <= 1.01 * min(seen)[0]:
+        return ""
+    (lowest, step), (last, _) = min(seen), seen[-1]
+    return f"overfitted: its validation loss was {lowest:.3f} after step {step}, now {last:.3f}"
 
 
 def status(r: Record) -> str:

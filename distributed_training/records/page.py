@@ -17,7 +17,10 @@ from distributed_training.records.tables import MARKDOWN
 
 NAME_WIDTH = 26
 # Given up in this order where a terminal is too narrow.
-LEAST = ("MFU", "loss", "ms a step", "runs", "peak host memory", "validation loss", "bubble")
+LEAST = (
+    "MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "bubble",
+    "training loss",
+)  # fmt: skip
 WORDS = (
     "run",
     "strategy",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from distributed_training.records.comparison import (
     Comparison,
@@ -22,12 +24,13 @@ from distributed_training.records.comparison import (
 )
 from distributed_training.records.display import GIB
 from distributed_training.records.record import Record
-from distributed_training.records.tables import Value, measured_peak, tokens_per_s
+from distributed_training.records.tables import Value, finite, measured_peak, tokens_per_s
 
 INK = "#010203"  # stands for the colour of the text
 STYLES = ("-", "--", "-.", ":")
 WIDE = 8.0  # inches
 PHONE = 4.6
+NAME_WIDTH = 24  # characters of a line
 MIB = 2**20
 
 
@@ -84,10 +87,11 @@ def build_figures(comparison: Comparison, width: float = WIDE) -> dict[str, Figu
 def _losses(
     layouts: Sequence[Layout], places: Callable[[Record], Sequence[float]], what: str, width: float
 ) -> Figure | None:
-    """Mean over the seeds, and a band of one standard deviation to each side. A loss that was not
-    finite is None in a record and a gap here."""
+    """Means over the seeds: training as lines, with bands of one standard deviation to each side,
+    validation as dots. A loss that was not finite is None in a record and a gap here."""
     figure = Figure(figsize=(width, 4.2), layout="constrained")  # needs no display, nor closing
     axes = figure.subplots()
+    validated = False
     for index, layout in enumerate(layouts):
         runs = [(places(r), [loss for _, loss in r.loss_curve]) for r in layout.records]
         shortest = min(min(len(x), len(y)) for x, y in runs)
@@ -97,27 +101,49 @@ def _losses(
             continue
         mean = y.mean(axis=0)
         colour = f"C{index % 10}"
-        marker = "o" if shortest == 1 else None
-        axes.plot(x, mean, STYLES[index % 4], color=colour, label=layout.name, linewidth=1.4,
-                  marker=marker)  # fmt: skip
+        axes.plot(x, mean, STYLES[index % 4], color=colour, label=layout.name, linewidth=1.2,
+                  marker="." if shortest == 1 else None)  # fmt: skip
         if len(runs) > 1:
             spread = y.std(axis=0, ddof=1)
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        at = {0: 0.0} | {step: place for (step, _), place in
+                         zip(layout.records[0].loss_curve, x, strict=False)}  # fmt: skip
+        dots = _validation(layout, at)
+        axes.plot(list(dots), list(dots.values()), "o", color=colour, markersize=5)
+        validated = validated or bool(dots)
     if not axes.lines:
         return None
-    axes.set(xlabel=what, ylabel="training loss (nats per token)")
+    if validated:
+        ink = rcParams["text.color"]
+        axes.plot([], [], color=ink, linewidth=1.2, label="training")
+        axes.plot([], [], "o", color=ink, markersize=5, label="validation")
+    axes.set(xlabel=what, ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2 if width > 6 else 1)
     return figure
 
 
-def _frame(layouts: Sequence[Layout], width: float, extra: float = 0.0) -> tuple[Figure, Any]:
-    """Room for one horizontal bar a layout, the first on top."""
-    figure = Figure(figsize=(width, 1.2 + extra + 0.34 * len(layouts)), layout="constrained")
+def _validation(layout: Layout, at: Mapping[int, float]) -> dict[float, float]:
+    """Place -> mean validation loss over the seeds."""
+    losses: dict[float, list[float]] = {}
+    for evaluation in (row for r in layout.records for row in r.evaluations):
+        if evaluation["step"] in at:
+            losses.setdefault(at[evaluation["step"]], []).append(finite(evaluation["loss"]))
+    return {place: statistics.fmean(values) for place, values in losses.items()}
+
+
+def _frame(layouts: Sequence[Layout], what: str, width: float) -> tuple[Figure, Any]:
+    """Room for one horizontal bar a layout, the first on top; `what` they show stands below."""
+    names = [textwrap.fill(layout.name, NAME_WIDTH) for layout in layouts]
+    tallest = max(name.count("\n") for name in names)
+    height = 1.2 + (0.34 + 0.1 * tallest) * len(layouts)
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     # By number: bars with equal names would overlap.
-    axes.set_yticks(range(len(layouts)), labels=[layout.name for layout in layouts])
+    axes.set_yticks(range(len(layouts)), labels=names)
     axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(what, fontsize=min(10, 1.9 * width))
     return figure, axes
 
 
@@ -130,20 +156,18 @@ def _bars(
     width: float,
 ) -> Figure | None:
     """Means over the seeds and their standard deviations; layouts without a value are left out."""
-    found = [[v / unit for r in layout.records if (v := value(r)) is not None]
+    found = [(layout, [v / unit for r in layout.records if (v := value(r)) is not None])
              for layout in layouts]  # fmt: skip
-    shown = [layout for layout, values in zip(layouts, found, strict=True) if values]
+    shown = [(layout, values) for layout, values in found if values]
     if not shown:
         return None
-    figure, axes = _frame(shown, width)
-    runs = [values for values in found if values]
-    means = [statistics.fmean(values) for values in runs]
-    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in runs]
+    figure, axes = _frame([layout for layout, _ in shown], what, width)
+    means = [statistics.fmean(values) for _, values in shown]
+    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in shown]
     bars = axes.barh(range(len(shown)), means, xerr=spread if any(spread) else None,
                      color="#0072b2", ecolor="#888888", capsize=3)  # fmt: skip
     axes.bar_label(bars, [show(mean) for mean in means], padding=3, fontsize=8)
-    axes.set_xlim(0, (1 + 1.2 / width) * max(map(sum, zip(means, spread, strict=True))))
-    axes.set_xlabel(what, fontsize=min(10, 1.9 * width))
+    axes.set_xticks([])  # the bars say it
     return figure
 
 
@@ -161,7 +185,7 @@ def _stacks(
     names = list(dict.fromkeys(name for stack in stacks for name, size in stack.items() if size))
     if not names:
         return None
-    figure, axes = _frame(layouts, width, extra=0.8)
+    figure, axes = _frame(layouts, what, width)
     ends = np.zeros(len(layouts))
     for index, name in enumerate(names):
         sizes = np.array([stack.get(name, 0) / unit for stack in stacks])
@@ -171,8 +195,9 @@ def _stacks(
         for place, layout in enumerate(layouts):
             found = [peak / unit for r in layout.records if (peak := measured_peak(r)) is not None]
             label = "_" if place else "measured peak"  # once in the legend
-            axes.plot(found, [place] * len(found), "k|", markersize=14, label=label)
-    axes.margins(x=0.03)
-    axes.set_xlabel(what, fontsize=min(10, 1.9 * width))
+            axes.plot(found, [place] * len(found), "|", color=rcParams["text.color"],
+                      markersize=14, label=label)  # fmt: skip
+    axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     figure.legend(loc="outside upper center", fontsize=8, ncols=4 if width > 6 else 3)
     return figure

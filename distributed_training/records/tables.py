@@ -139,7 +139,7 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
     "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
     "bubble": of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
-    "loss": Number(last_loss, "{:.3f}".format, spread=True),
+    "training loss": Number(last_loss, "{:.3f}".format, spread=True),
     "validation loss": Number(validation_loss, "{:.4f}".format, spread=True),
-    "perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),
+    "validation perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),
 }

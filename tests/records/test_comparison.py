@@ -154,6 +154,13 @@ def test_without_a_gpu_memory_is_a_process_s_ram():
     assert rows_of(comparison, "Memory by component")["dp"]["in all"] == "1.00 GiB"
 
 
+def test_an_overfitted_run_is_said_to_be_one():
+    seen = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
+    (note,) = one_work({"evaluations": seen}).notes
+    assert note.endswith("overfitted: its validation loss was 3.000 after step 20, now 3.200")
+    assert one_work({"evaluations": seen[:2]}).notes == []
+
+
 def test_runs_of_other_work_are_not_passed_off_as_equal(over_seeds):
     over_seeds.layouts[1].records[0].work["global_batch_size"] = 7
     assert "they differ in global_batch_size" in over_seeds.notes[-1]

@@ -1,5 +1,6 @@
 """Plots show the records' figures."""
 
+import itertools
 import math
 import warnings
 
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 
 from distributed_training.records.comparison import Comparison, Layout
 from distributed_training.records.plots import build_figures, save_pngs
-from tests.records.test_comparison import over_seeds  # noqa: F401
+from tests.records.test_comparison import PREDICTION, over_seeds  # noqa: F401
 from tests.support import made_record
 
 GIB = 2**30
@@ -45,8 +46,11 @@ def bars(axes):
 
 
 def curves(axes):
-    """label -> (steps, losses) of the lines."""
-    return {line.get_label(): line.get_data() for line in axes.get_lines()}
+    """label -> (places, losses) of the lines; each layout's validation goes without a label."""
+    lines = {
+        line.get_label(): line.get_data() for line in axes.get_lines() if len(line.get_xdata())
+    }
+    return {label: data for label, data in lines.items() if not label.startswith("_")}
 
 
 @pytest.mark.parametrize("allocated", [10 * GIB, None], ids=["GPU", "CPU"])
@@ -96,12 +100,33 @@ def test_runs_without_results_have_no_plots(tmp_path):
     assert not (tmp_path / "plots").exists()
 
 
-def test_curves_are_means_over_the_seeds_and_bars_the_predicted_bytes(over_seeds):  # noqa: F811
+def test_curves_are_means_over_the_seeds(over_seeds):  # noqa: F811
     figures = build_figures(over_seeds)
     steps, times = (figures[name].axes[0].lines for name in ("loss", "loss-by-time"))
-    assert [line.get_label() for line in steps] == ["zero2", "dp"]
+    assert list(curves(figures["loss"].axes[0])) == ["zero2", "dp"]
     assert steps[0].get_ydata().tolist() == pytest.approx([3.895, 3.795, 3.695, 3.595])
     assert times[0].get_xdata().tolist() == [0.5, 1.0, 1.5, 2.0]
+    for dots, last in ((steps[1], 4), (times[1], 2.0)):
+        assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([0, last], [3.5, 3.5])
+
+
+def test_tick_labels_do_not_overlap():
+    """Names, and numbers of six digits, at the width of a phone."""
+    names = ["a-name-that-is-long-enough-for two-lines, batch 128 x 1024", "dp", "tp"]
+    sent = {**PREDICTION, "sent_bytes": {"tp": 76_000 * 2**20}}
+    layouts = [Layout(name=name, records=[made_record(prediction=sent)]) for name in names]
+    for figure in build_figures(Comparison(layouts=layouts), 4.6).values():
+        figure.draw_without_rendering()
+        (axes, *_) = figure.axes
+        for axis, (first, last) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, (0, 9))):
+            ticks = [tick for tick in axis.get_major_ticks() if first <= tick.get_loc() <= last]
+            boxes = [tick.label1.get_window_extent() for tick in ticks]
+            assert all(figure.bbox.padded(1).containsx(box.x0) for box in boxes)
+            assert not [pair for pair in itertools.pairwise(boxes) if pair[0].overlaps(pair[1])]
+
+
+def test_bars_of_memory_are_the_predicted_bytes(over_seeds):  # noqa: F811
+    figures = build_figures(over_seeds)
     memory = figures["memory"].axes[0]
     assert max(bar.get_x() + bar.get_width() for bar in memory.patches) == pytest.approx(9)
     marks = [line.get_data() for line in memory.lines]

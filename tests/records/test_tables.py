@@ -40,9 +40,9 @@ def test_cells_are_the_records_figures():
         "disk a step": "none",
         "ms predicted": "-",
         "GiB predicted": "-",
-        "loss": "3.062",
+        "training loss": "3.062",
         "validation loss": "3.0000",
-        "perplexity": "20.1",
+        "validation perplexity": "20.1",
         "dataset": "wikitext-2",
         "steps": "64 of 64",
         "status": "ok",
@@ -61,7 +61,7 @@ def test_what_was_not_measured_says_so():
     silent = {column for column, text in row.items() if text == "not measured"}
     assert silent == {
         "tokens/s", "ms a step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
-        "loss", "validation loss", "perplexity",
+        "training loss", "validation loss", "validation perplexity",
     }  # fmt: skip
     assert row["timed steps"] == "0"
 
@@ -91,8 +91,8 @@ def test_a_run_without_results_shows_its_status():
 @pytest.mark.parametrize(
     ("column", "changes"),
     [
-        ("loss", {"loss_curve": [[1, 3.5], [2, None]]}),
-        ("perplexity", {"evaluations": [{"step": 9, "loss": None, "perplexity": None}]}),
+        ("training loss", {"loss_curve": [[1, 3.5], [2, None]]}),
+        ("validation perplexity", {"evaluations": [{"step": 9, "loss": None, "perplexity": None}]}),
     ],
 )
 def test_a_run_that_diverged_has_a_row(column, changes):

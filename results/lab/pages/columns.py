@@ -13,7 +13,7 @@ from distributed_training.records.tables import MARKDOWN, SETTINGS, Number, of_p
 
 DEFAULT = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
-    "peak host memory", "loss", "perplexity", "status",
+    "peak host memory", "training loss", "validation perplexity", "status",
 )  # fmt: skip
 
 
