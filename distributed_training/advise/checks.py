@@ -116,7 +116,7 @@ def check_shared_memory(plan: Plan) -> None:
 def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
     config = plan.config
-    count = plan.size.num_parameters
+    count = plan.size.num_learning(config.lora_rank, config.lora_targets)
     output = 0
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
     output += 12 * count * num_saved
@@ -126,7 +126,7 @@ def check_disk(plan: Plan) -> None:
         output += 4 * count
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
-        written["offload_dir"] = (plan.offload_dir, 20 * count)
+        written["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
     by_disk: dict[int, dict[Path, int]] = {}
     for key, (path, size) in written.items():
         folder = next(parent for parent in (path, *path.parents) if parent.exists())

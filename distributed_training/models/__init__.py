@@ -54,6 +54,8 @@ class ModelSize:
     num_kv_heads: int | None = None  # groups of heads that share keys and values; None: none do
     mlp_units: int | None = None  # what tp deals out of the hidden units; None: each by itself
     block_tensors: int = 12  # parameters of a block, each a tensor
+    # The modules with `block_matrices`, in that order, as `lora_targets` names them.
+    matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
     config: dict[str, Any] = field(default_factory=dict)  # what else the family's modules need
 
     @property
@@ -84,12 +86,42 @@ class ModelSize:
         ends += self.position_parameters + self.final_norm_parameters
         return ends + self.num_layers * self.block_parameters
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def adapted(self, targets: str | None) -> tuple[str, ...]:
+        """The matrices that CONFIG's `lora_targets` names; raise UserError for what is none."""
+        if targets is None:
+            return self.matrix_names
+        names = tuple(name.strip() for name in targets.split(","))
+        if unknown := set(names).difference(self.matrix_names):
+            what = f"lora_targets={targets!r}: blocks have no matrix {', '.join(sorted(unknown))}"
+            raise UserError(what, f"they have {', '.join(self.matrix_names)}")
+        return names
+
+    def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
+        """(parameters of a block's adapters on each process along tp, those that all have)."""
+        names = self.adapted(targets)
+        held = whole = 0
+        for index, (name, shape) in enumerate(
+            zip(self.matrix_names, self.block_matrices, strict=True)
+        ):
+            if name in names:
+                split, common = shape if index % 2 == 0 else shape[::-1]  # by rows; by columns
+                whole += rank * common
+                held += rank * (common + split // tp)
+        return held, whole
+
+    def num_learning(self, rank: int, targets: str | None) -> int:
+        """Parameters that are trained: adapters of a rank, or with 0 all."""
+        if rank == 0:
+            return self.num_parameters
+        return self.num_layers * self.count_adapters(rank, targets)[0]
+
+    def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
         """Forward plus backward FLOPs for one token of a `seq_len` sequence: 6N + 12 L D T (PaLM,
-        appendix B; D: of all heads), the two attention products over the full T x T square."""
+        appendix B; D: of all heads), the two attention products over the full T x T square; 4N
+        where weights are `frozen`."""
         # Looking tokens up multiplies nothing; a tied embedding's rows do so at the output.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
-        return 6 * used + 12 * self.num_layers * self.attention_width * seq_len
+        return (4 if frozen else 6) * used + 12 * self.num_layers * self.attention_width * seq_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,8 +27,9 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
     """
     model.requires_grad_(False)
     terms = set()
+    targets = model.size.adapted(config.lora_targets)
     for name, linear in list(model.named_modules()):
-        if not isinstance(linear, Linear) or not is_target(name, config):
+        if not isinstance(linear, Linear) or name.rpartition(".")[2] not in targets:
             continue
         a, b = _draw(name, linear.weight, config, model.compute_dtype)
         linear.adapter = Adapter(a, b, config)
@@ -36,12 +37,6 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
             whole = "b" if linear.weight.placements[0].is_shard(1) else "a"
             terms.add(f"{name}.adapter.{whole}")
     return terms
-
-
-def is_target(name: str, config: RunConfig) -> bool:
-    """Whether the matrix of this name, such as blocks.0.qkv, gets an adapter."""
-    targets = config.lora_targets
-    return targets is None or name.rpartition(".")[2] in targets.split(",")
 
 
 def _draw(

@@ -30,6 +30,7 @@ class Layout:
     blocks_per_stage: tuple[int, ...]  # blocks of each stage, in the model's order
     ranks: tuple[int, ...]  # place along pp that holds each stage
     num_parameters: int  # of the process that holds most, without padding, before dp_shard divides
+    num_learning: int  # of its parameters, or beside them, where they are frozen
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -57,8 +58,14 @@ def build_layout(
     held = [0] * pp
     for stage, rank in enumerate(ranks):
         held[rank] += stage_parameters(size, counts, stage)
+    most = -(-max(held) // mesh["tp"])
+    learning = most
+    if config.lora_rank:
+        blocks = max(sum(c for c, r in zip(counts, ranks, strict=True) if r == p) for p in ranks)
+        each, _ = size.count_adapters(config.lora_rank, config.lora_targets, mesh["tp"])
+        learning = blocks * each
     return Layout(
-        blocks_per_stage=tuple(counts), ranks=ranks, num_parameters=-(-max(held) // mesh["tp"])
+        blocks_per_stage=tuple(counts), ranks=ranks, num_parameters=most, num_learning=learning
     )
 
 
@@ -111,6 +118,10 @@ def _check_settings(
     config: RunConfig, strategy: Strategy, schedule: Schedule, mesh: Mapping[str, int]
 ) -> None:
     known = strategy.traits.schedules
+    if config.lora_rank and config.lora_dropout and mesh["tp"] > 1 and not config.sequence_parallel:
+        what = f"lora_dropout={config.lora_dropout} with tp={mesh['tp']} and no sequence_parallel"
+        why = "processes would drop the same of their different columns"
+        raise UserError(what, why, "set sequence_parallel to True, or lora_dropout to 0")
     if mesh["pp"] == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")

@@ -84,11 +84,20 @@ class Work(Shapes):
             weights += self._gemm(k, tokens, n)
         attention = self._attention()
         exchange = self._tensor_parallel()
+        if self.frozen:  # what is added reads and writes more than its narrow products compute
+            moved = (
+                self.tokens * self.width / self.rates.memory_bytes * (5 + self.mlp_ratio) * d / tp
+            )
+            share = len(self.size.adapted(self.config.lora_targets)) / len(self.size.matrix_names)
+            forward += Cost(0, 4 * moved * share)
+            inputs += Cost(0, 7 * moved * share)
         elementwise = self._elementwise(FITTED.forward_kernels)
         forward += elementwise + attention + exchange
         inputs += self._elementwise(FITTED.backward_kernels)
         inputs += attention.times(BACKWARD_ATTENTION) + exchange
         weights += Cost(0, self._gradient_bytes() / self.rates.memory_bytes)
+        if self.frozen:
+            weights = Cost()
         if self.config.activation_checkpointing == "full":
             inputs += forward
         elif self.config.activation_checkpointing == "selective":  # norms, GELU and sums again
@@ -110,7 +119,7 @@ class Work(Shapes):
         return (
             self._gemm(self.tokens, d, vocabulary) + traffic.times(share),
             self._gemm(self.tokens, vocabulary, d) + traffic.times(1 - share),
-            self._gemm(d, self.tokens, vocabulary),
+            Cost() if self.frozen else self._gemm(d, self.tokens, vocabulary),
         )
 
     def update(self, process: Formulas) -> float:
@@ -118,7 +127,7 @@ class Work(Shapes):
         if self.strategy.steps_on_host:
             return 0.0
         rounded = self.strategy.traits.rounded_weights
-        shard = float(process.parameters)
+        shard = float(process.learning)
         if not rounded or self.strategy.zero_stage > 0:
             shard /= self.shards
         moved = FITTED.update_bytes.rounded if rounded else FITTED.update_bytes.plain

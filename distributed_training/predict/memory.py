@@ -127,14 +127,14 @@ class _Process(Formulas):
         two parts, of which the second is added to the first."""
         state = self._state()
         if not self.strategy.traits.rounded_weights:
-            if self.size.tied:
+            if self.size.tied and not self.frozen:
                 state["buffers"] += 4 * self.embedding
             if self.pp == 1 and self.plan.only_copies:
                 state["copies"] = 0.0  # what autograd kept is gone
         elif not self.strategy.steps_on_host:
             # DeepSpeed makes fp32 gradients of its part for Adam, and has a flat copy of the
             # rounded.
-            state["buffers"] += (4 + self.width) * self.parameters / self.shards
+            state["buffers"] += (4 + self.width) * self.learning / self.shards
         return state
 
     def _state(self) -> dict[str, float]:
@@ -154,7 +154,7 @@ class _Process(Formulas):
             parts["copies"] = self._gathered_by_zero3()
         elif self.pp > 1:
             # What predict/state.py counts as parameters: shards, and what is gathered or rounded.
-            shard = 4 * held / self.shards
+            shard = (self.width if self.frozen else 4) * held / self.shards
             parts["copies"] = parts["parameters"] - shard
             parts["parameters"] = shard
         elif plan.uses_fsdp:
@@ -162,11 +162,13 @@ class _Process(Formulas):
             # The root's parameters stay gathered, of the blocks the one in use and those ahead.
             blocks = (1 + plan.config.fsdp_prefetch) * block
             parts["copies"] = self.width * (self.around + blocks)
-            parts["buffers"] = 4 * block  # whole gradients on their way to a reduce-scatter
+            each = self.learning / max(1, self.num_blocks) if self.frozen else block
+            parts["buffers"] = 4 * each  # whole gradients on their way to a reduce-scatter
         elif self.width == 2:
             # Rounded weights, kept for the backward pass where it does not round them again.
             recomputes = plan.config.activation_checkpointing != "none"
-            parts["copies"] = 2.0 * (self.around if recomputes else held)
+            rounded = self.around if recomputes else held
+            parts["copies"] = 2.0 * (self.learning if self.frozen else rounded)
         if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
@@ -187,7 +189,7 @@ class _Process(Formulas):
         if strategy.zero_stage not in (1, 2) or self.pp > 1:
             return 0.0
         bucket = strategy.document["zero_optimization"].get("reduce_bucket_size", 5e8)
-        return 2 * self.width * float(min(bucket, self.parameters))
+        return 2 * self.width * float(min(bucket, self.learning))
 
     def _gradients_stay(self) -> bool:
         """Whether gradients lie in memory while activations do: in DDP's buckets, in ZeRO-3's flat
@@ -200,13 +202,14 @@ class _Process(Formulas):
         one, and of the output layer's weight; messages of a pipeline; on the first the embedding's
         gradient."""
         found = 0.0
+        embedding = 0 if self.frozen else self.embedding
         if self.last:
-            found += self.hidden * (self.between + 2) + self.width * self.embedding
+            found += self.hidden * (self.between + 2) + self.width * embedding
         if self.pp > 1:
             # torch has a buffer for each message of a step that this process receives.
             found += self.edges * self.micro_batches * self.hidden * self.between
             if self.first:
-                found += 4 * self.embedding
+                found += 4 * embedding
         return found
 
     def block_bytes(self) -> float:
@@ -239,9 +242,10 @@ class _Process(Formulas):
             return kept * count, worst * count, SPLIT_LOGIT_BYTES * count
         # Gradients of hidden states and output rows; these also in fp32, and of one chunk more.
         hidden = self.size.hidden_size
-        gradients = (self.tokens + rows) * hidden * self.width
-        beside = min(chunk, self.tokens) * (worst + self.width)
-        return gradients, gradients + rows * (hidden * (4 + self.width) + beside), 0.0
+        learning = 0 if self.frozen else rows
+        gradients = (self.tokens + learning) * hidden * self.width
+        beside = rows * min(chunk, self.tokens) * (worst + self.width)
+        return gradients, gradients + learning * hidden * (4 + self.width) + beside, 0.0
 
     def _activations(self) -> tuple[float, float]:
         """(of blocks, of logits) at the fullest moment, following the process's own order."""
@@ -266,6 +270,10 @@ class _Process(Formulas):
         for action, stage, _ in find_orders(self.plan)[self.place]:
             last = stage == len(blocks) - 1
             here = blocks[stage]
+            if self.frozen and action == "W":  # nothing is left for it
+                continue
+            if self.frozen and action == "I":
+                action = "B"
             if action == "F":
                 held += here * each
                 if last:

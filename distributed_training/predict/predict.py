@@ -46,7 +46,9 @@ def predict(plan: Plan, rates: Rates | None, *, tokenised: bool = False) -> Pred
         length = plan.config.max_length
         tokens_per_s = plan.batch.global_batch_size * length / step.seconds
         if rates.peak_flops:
-            used = tokens_per_s * plan.size.flops_per_token(length)
+            used = tokens_per_s * plan.size.flops_per_token(
+                length, frozen=plan.config.lora_rank > 0
+            )
             mfu = used / (rates.peak_flops * plan.num_processes)
     return Prediction(
         memory=memory,

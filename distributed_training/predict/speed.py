@@ -128,7 +128,7 @@ class _Step(Work):
     def _away(self) -> tuple[float, float]:
         """Seconds of an optimizer on the host, and of files."""
         strategy = self.strategy
-        share = self.plan.layout.num_parameters / self.shards
+        share = self.plan.layout.num_learning / self.shards
         if strategy.swaps_to_disk:
             together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
             return 0.0, FITTED.swapped_bytes * together / self.rates.disk_bytes

@@ -29,8 +29,20 @@ def estimate_state(plan: Plan) -> StateBytes:
     """Of the process that holds most of the model."""
     each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
     each["optimizer"] += own_bytes(plan)
-    count = plan.layout.num_parameters
-    return StateBytes(**{part: round(size * count) for part, size in each.items()})
+    parts = {part: size * plan.layout.num_learning for part, size in each.items()}
+    if plan.config.lora_rank:
+        device = plan.strategy.offload_device("param")
+        where = {"none": "parameters", "cpu": "host", "nvme": "disk"}[device]
+        parts[where] += _frozen_bytes(plan) * plan.layout.num_parameters
+    return StateBytes(**{part: round(size) for part, size in parts.items()})
+
+
+def _frozen_bytes(plan: Plan) -> float:
+    """Bytes of a weight that does not learn, which a pipeline's stage with shards has gathered."""
+    width = 4 if plan.config.precision == "fp32" else 2
+    divided = plan.uses_fsdp or plan.strategy.zero_stage == 3
+    shard = width / plan.mesh["dp_shard"] if divided else width
+    return shard + (width if plan.uses_fsdp and plan.mesh["pp"] > 1 else 0)
 
 
 def bytes_a_parameter(
@@ -82,7 +94,7 @@ def estimate_copy(plan: Plan) -> int:
     hold the same divide, and what each process has for itself."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
-    held = max(formulas.parameters for formulas in formulas_by_place(plan))
+    held = max(formulas.learning for formulas in formulas_by_place(plan))
     each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])
     own = own_bytes(plan)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same

@@ -58,6 +58,7 @@ class Shapes:
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
         self.micro_batches = plan.batch.num_microbatches
+        self.frozen = plan.config.lora_rank > 0  # all but adapters
         self.width = 4 if plan.config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * plan.config.max_length
         # Bytes of one micro-batch between two blocks; share of it that a process along tp holds.
@@ -96,6 +97,20 @@ class Formulas(Shapes):
             if len(self.ranks) > 1 or not size.tied:
                 self.around += self.embedding
         self.parameters = self.in_blocks + self.around
+        self.learning = self.parameters
+        # Those that every process along tp has, and uses for its own tokens or terms.
+        self.terms = self.num_blocks * size.block_norm_parameters
+        if self.last:
+            self.terms += size.final_norm_parameters
+        if self.first:
+            self.terms += size.position_parameters
+        if not self.config.sequence_parallel:
+            self.terms = 0
+        if self.frozen:
+            config = self.config
+            adapters = size.count_adapters(config.lora_rank, config.lora_targets, tp)
+            self.learning, self.terms = (self.num_blocks * count for count in adapters)
+            self.in_blocks += self.learning
 
     @property
     def edges(self) -> int:
@@ -124,7 +139,7 @@ class Formulas(Shapes):
             if self.config.gradient_compression != "none":
                 return self.compressed()
             steps = self.steps_between_exchanges or 1
-            return Counter({("dp_replicate", "all_reduce"): 4 * self.parameters // steps})
+            return Counter({("dp_replicate", "all_reduce"): 4 * self.learning // steps})
         found: Bytes = Counter()
         shards = self.shards
         if shards > 1:
@@ -136,9 +151,9 @@ class Formulas(Shapes):
                 gathers = 1
             gathered = self.width * (gathers * self.in_blocks + self.around)
             found["dp_shard", "all_gather"] = times * gathered
-            found["dp_shard", "reduce_scatter"] = times * 4 * self.parameters
+            found["dp_shard", "reduce_scatter"] = times * 4 * self.learning
         if self.mesh["dp_replicate"] > 1:  # between copies once a step
-            found["dp_replicate", "all_reduce"] = 4 * self.parameters // shards
+            found["dp_replicate", "all_reduce"] = 4 * self.learning // shards
         return found
 
     def compressed(self) -> Bytes:
@@ -149,13 +164,13 @@ class Formulas(Shapes):
         axis = "dp_replicate"
         members = self.mesh["dp_replicate"]
         if config.gradient_compression == "topk-int8" and config.compression_k < 1:
-            part = -(-self.parameters // members)
+            part = -(-self.learning // members)
             message = members * (8 * num_exact(part, config.compression_k) + 4 + part)
             return Counter({(axis, "all_to_all"): message, (axis, "all_gather"): message})
         if config.gradient_compression == "bf16":
-            return Counter({(axis, "all_reduce"): 2 * self.parameters})
-        values = self.parameters
-        if config.gradient_compression == "powersgd":
+            return Counter({(axis, "all_reduce"): 2 * self.learning})
+        values = self.learning
+        if config.gradient_compression == "powersgd" and not self.frozen:  # adapters are as small
             vocabulary = (size.padded_vocab_size, size.hidden_size)
             matrices = [*size.block_matrices] * self.num_blocks + [vocabulary] * (2 - size.tied)
             matrices += [(size.position_parameters // size.hidden_size, size.hidden_size)]
@@ -179,7 +194,7 @@ class Formulas(Shapes):
         if self.last:
             exchanged += count * self.hidden
             loss = count * 12 * self.tokens
-        if self.first:  # parameters are fp32 where FSDP rounds none
+        if self.first and not self.frozen:  # parameters are fp32 where FSDP rounds none
             rounded = self.plan.num_processes > self.tp
             width = self.width if rounded else 4
             exchanged += count * self.tokens * size.hidden_size * width
@@ -187,16 +202,12 @@ class Formulas(Shapes):
         again = 0
         if self.config.activation_checkpointing != "none":
             again = count * self.num_blocks * self.hidden
+        loss += 4 * self.terms // self.shards
         if not self.config.sequence_parallel:
             return Counter({("tp", "all_reduce"): exchanged + again + loss})
-        terms = self.num_blocks * size.block_norm_parameters
-        if self.last:
-            terms += size.final_norm_parameters
-        if self.first:
-            terms += size.position_parameters
         return Counter(
             {
-                ("tp", "all_reduce"): loss + 4 * terms // self.shards,
+                ("tp", "all_reduce"): loss,
                 ("tp", "all_gather"): exchanged + 2 * again,
                 ("tp", "reduce_scatter"): exchanged + again,
             }
@@ -209,7 +220,7 @@ class Formulas(Shapes):
         split = self.tp if self.config.sequence_parallel else 1
         sent = self.edges * self.micro_batches * self.hidden // split
         found: Bytes = Counter({("pp", "send"): sent})
-        if self.first != self.last and self.size.tied:
+        if self.first != self.last and self.size.tied and not self.frozen:
             if self.strategy.traits.rounded_weights:
                 found["pp", "all_reduce"] = self.width * self.embedding
             else:
@@ -218,17 +229,15 @@ class Formulas(Shapes):
 
     def zero(self) -> Bytes:
         """DeepSpeed's stages, on the whole model or on a stage of its pipeline."""
-        held = self.width * self.parameters
+        learning = self.width * self.learning
         section = self.strategy.document["zero_optimization"]
         times = self.micro_batches if section["stage"] > 1 else 1
         if section["stage"] < 3:
-            return Counter(
-                {("dp_shard", "all_gather"): held, ("dp_shard", "all_reduce"): times * held}
-            )
-        gathers = 1 if section["stage3_max_reuse_distance"] else 2
-        return Counter(
-            {
-                ("dp_shard", "all_gather"): times * gathers * held,
-                ("dp_shard", "reduce_scatter"): times * held,
-            }
-        )
+            sent = {"all_gather": learning, "all_reduce": times * learning}
+        else:
+            gathers = 1 if section["stage3_max_reuse_distance"] else 2
+            held = times * self.width * self.parameters
+            if self.frozen:  # what was gathered stays until the update
+                held = self.width * self.parameters + learning
+            sent = {"all_gather": gathers * held, "reduce_scatter": times * learning}
+        return Counter({("dp_shard", kind): size for kind, size in sent.items()})

@@ -244,7 +244,9 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     performance = metrics.summarise_performance(
         full or durations,
         tokens_per_step=samples * plan.config.max_length * trainer.data.train.real_share,
-        flops_per_token=plan.size.flops_per_token(plan.config.max_length),
+        flops_per_token=plan.size.flops_per_token(
+            plan.config.max_length, frozen=plan.config.lora_rank > 0
+        ),
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
