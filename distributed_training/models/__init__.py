@@ -56,6 +56,7 @@ class ModelSize:
     block_tensors: int = 12  # parameters of a block, each a tensor
     # The modules with `block_matrices`, in that order, as `lora_targets` names them.
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
+    kept_values: int = 0  # kept of a token for a block's backward pass, besides what matrices see
     config: dict[str, Any] = field(default_factory=dict)  # what else the family's modules need
 
     @property
@@ -67,6 +68,16 @@ class ModelSize:
     def block_matrix_parameters(self) -> int:
         """Of one block, each of which multiplies every token once."""
         return sum(rows * columns for rows, columns in self.block_matrices)
+
+    @property
+    def values_in(self) -> int:
+        """Of a token, outputs of a block's matrices that tp splits by rows."""
+        return sum(rows for rows, _ in self.block_matrices[::2])
+
+    @property
+    def values_out(self) -> int:
+        """Of a token, inputs of those that it splits by columns."""
+        return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
     def padded_vocab_size(self) -> int:

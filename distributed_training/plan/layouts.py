@@ -78,7 +78,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     pipedream_tutorial found these the shorter.
     """
     # Products of a token with the output layer's matrix, in those of a block.
-    block = size.block_matrix_parameters + 2 * size.hidden_size * seq_len
+    block = size.block_matrix_parameters + 2 * size.attention_width * seq_len
     head = Fraction(size.padded_vocab_size * size.hidden_size, block)  # in blocks
     pp = max(ranks) + 1
     each = len(ranks) // pp

@@ -71,23 +71,20 @@ class Work(Shapes):
 
     def block(self) -> tuple[Cost, Cost, Cost]:
         """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
-        d = self.size.hidden_size
-        tp = self.tp
         tokens = self.tokens
-        mlp = self.mlp_ratio * d
         forward = Cost()
         inputs = Cost()
         weights = Cost()
-        for k, n in [(d, 3 * d / tp), (d / tp, d), (d, mlp / tp), (mlp / tp, d)]:
+        for place, (rows, columns) in enumerate(self.size.block_matrices):
+            n, k = (rows, columns / self.tp) if place % 2 else (rows / self.tp, columns)
             forward += self._gemm(tokens, k, n)
             inputs += self._gemm(tokens, n, k)
             weights += self._gemm(k, tokens, n)
         attention = self._attention()
         exchange = self._tensor_parallel()
         if self.frozen:  # what is added reads and writes more than its narrow products compute
-            moved = (
-                self.tokens * self.width / self.rates.memory_bytes * (5 + self.mlp_ratio) * d / tp
-            )
+            outputs = sum(rows for rows, _ in self.size.block_matrices) / self.tp
+            moved = tokens * self.width * outputs / self.rates.memory_bytes
             share = len(self.size.adapted(self.config.lora_targets)) / len(self.size.matrix_names)
             forward += Cost(0, 4 * moved * share)
             inputs += Cost(0, 7 * moved * share)
@@ -170,11 +167,11 @@ class Work(Shapes):
         rate = self.rates.attention_flops * length / (length + self.rates.attention_half)
         if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
             rate = self.rates.fp32_gemm_flops / 2
-        return Cost(2 * self.tokens * length * self.size.hidden_size / self.tp / rate)
+        return Cost(2 * self.tokens * length * self.size.attention_width / self.tp / rate)
 
     def _elementwise(self, fitted: Any) -> Cost:
         """Of a block, one way."""
-        values = fitted.between * self.between + fitted.split / self.tp
+        values = fitted.between * self.between + fitted.split * self.by_gpt2 / self.tp
         moved = values * self.eager * self.hidden
         starts = fitted.starts * self.eager * self.rates.kernel_s
         return Cost(0, moved / self.rates.memory_bytes + starts)

@@ -2,7 +2,7 @@
 
 State comes from predict/state.py; here come copies, buffers and activations. A block's activations
 are counted in values of the arithmetic's width for each token and unit of hidden size, tensor by
-tensor as the model (models/gpt2/model.py) and torch.compile keep them.
+tensor as the model (models/*/model.py) and torch.compile keep them.
 """
 
 from __future__ import annotations
@@ -218,12 +218,13 @@ class _Process(Formulas):
         between = self.between
         if self.config.activation_checkpointing == "full":
             return self.hidden * between
-        values = 2 * between + (4 + 2 * self.mlp_ratio) * split
+        values = 2 * between + self.split_values * split
         values += 2  # whole: what both column-split layers multiply
         if self.config.activation_checkpointing == "selective":
             # Inputs, and what attention and matrix products return; the last of them only eagerly,
             # as nobody's gradient needs it.
-            values = (2 if self.config.compile else 3) * between + (4 + self.mlp_ratio) * split
+            returned = (self.size.values_in + self.size.attention_width) / self.size.hidden_size
+            values = (2 if self.config.compile else 3) * between + returned * split
         elif self.config.dropout:  # a byte for each value that two masks are for
             values += 2 * between / self.width
         statistics = 4 * self.size.num_heads * split + STATISTICS_BYTES * between
@@ -261,8 +262,8 @@ class _Process(Formulas):
             pending = 2 * (1 - self.between) * self.hidden
             waiting = 0.0
         else:
-            pending = FITTED.split_values * self.hidden
-        backward = FITTED.backward_values * self.hidden / self.tp
+            pending = FITTED.split_values * self.by_gpt2 * self.hidden
+        backward = FITTED.backward_values * self.by_gpt2 * self.hidden / self.tp
         if self.config.activation_checkpointing != "none":
             backward += FITTED.recomputed_bytes * self.hidden / 2 / self.tp
         held = held_logits = 0.0

@@ -16,8 +16,6 @@ from distributed_training.predict.rates import Rates
 from distributed_training.predict.stages import find_orders
 from distributed_training.predict.traffic import formulas_by_place
 
-TENSORS = 12  # parameter tensors of a GPT-2 block
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
@@ -161,7 +159,7 @@ class _Step(Work):
         strategy = self.strategy
         process = self.processes[place]
         blocks = process.num_blocks
-        tensors = TENSORS * blocks
+        tensors = self.size.block_tensors * blocks
         if not strategy.traits.takes_deepspeed_json:
             each = 0.0
             if self.plan.uses_ddp:

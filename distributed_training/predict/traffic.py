@@ -64,8 +64,10 @@ class Shapes:
         # Bytes of one micro-batch between two blocks; share of it that a process along tp holds.
         self.hidden = self.tokens * plan.size.hidden_size * self.width
         self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
-        matrices = plan.size.block_matrix_parameters / plan.size.hidden_size**2
-        self.mlp_ratio = (matrices - 4) / 2  # hidden units of the MLP by hidden size
+        # What tp splits in a block by hidden size, and by that of GPT-2, which was measured.
+        width = plan.size.values_in + plan.size.values_out + plan.size.kept_values
+        self.split_values = width / plan.size.hidden_size
+        self.by_gpt2 = self.split_values / 12
 
 
 class Formulas(Shapes):

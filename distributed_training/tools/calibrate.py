@@ -52,8 +52,8 @@ def matrix_products(clock: Clock) -> list[dict[str, Any]]:
     on_gpu = clock.device.type == "cuda"
     for model in MODELS if on_gpu else ("gpt2-tiny",):
         size = find_model(model).size
-        d = size.hidden_size
-        shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d), (d, size.padded_vocab_size))
+        vocabulary = (size.padded_vocab_size, size.hidden_size)
+        shapes = [shape[::-1] for shape in (*size.block_matrices, vocabulary)]
         for tokens, (k, n) in itertools.product(TOKENS if on_gpu else TOKENS[:1], shapes):
             dtypes = [torch.bfloat16, torch.float32]
             if on_gpu and n != 3072:  # a GPU's fp32 is slow, and the same for all shapes

@@ -125,6 +125,7 @@ def _size(config: Config) -> ModelSize:
         block_parameters_split=split,
         block_norm_parameters=norms,
         block_tensors=len(matrices) + len(biases) + 2 + 2 * config.norms_heads,
+        kept_values=(heads + qkv) // 2 * config.norms_heads,  # q and k before their norms
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
         config=config.model_dump(),
