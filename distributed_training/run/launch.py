@@ -102,7 +102,7 @@ def start(
     prepare_environment(count)
     command = [str(script), PLANNED]
     can_run = count <= max(machine.num_gpus, os.cpu_count() or 1)
-    # They import torch while the run is planned.
+    # They import torch while the run is planned, unless they are too many for the machine.
     with starting(command, count if can_run else 0) as ranks:
         plan = reserve_run_dir(make(config))
     code = spawn(plan, command, max_restarts, ranks)

@@ -77,7 +77,8 @@ def starting(command: Sequence[str], count: int) -> Iterator[list[subprocess.Pop
     """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        _start(ranks, command, count, 0)
+        if count:
+            _start(ranks, command, count, 0)
         yield ranks
     except BaseException:
         _end(ranks, ())
