@@ -86,10 +86,12 @@ def check_gpus(plan: Plan) -> None:
 
 
 def check_memory(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
-    """GPU and host have what a step is predicted to need; `--force` tries a GPU all the same."""
+    """GPU and host have the least that a step is likely to need; `--force` tries a GPU all the
+    same."""
     machine = plan.machine
     needed = memory.needed_bytes
-    if machine.num_gpus and needed > machine.gpu_memory_bytes and not plan.config.force:
+    least, _ = memory.likely_bytes
+    if machine.num_gpus and least > machine.gpu_memory_bytes and not plan.config.force:
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]

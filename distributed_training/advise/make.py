@@ -20,6 +20,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.sources import find_sources
 from distributed_training.predict.predict import predict
 from distributed_training.settings.config import RunConfig
+from distributed_training.settings.gpus import GIB
 
 
 def decide_plan(
@@ -46,7 +47,13 @@ def decide_plan(
         plan = fit_to_data(plan, data)
     if plan.cache in known:
         prediction = predict(plan, cluster.rates, tokenised=True)
-    return replace(plan, prediction=prediction.as_record())
+    notes = list(plan.notes)
+    if prediction.room == "tight":
+        notes.append(
+            "memory is near the edge: runs of this kind have needed up to "
+            f"{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU"
+        )
+    return replace(plan, prediction=prediction.as_record(), notes=notes)
 
 
 def draft_plan(

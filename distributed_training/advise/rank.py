@@ -18,7 +18,7 @@ from distributed_training.plan.mesh import OPEN, all_meshes, show_settings, why_
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Prediction, fits, fits_gpu, predict
+from distributed_training.predict.predict import Prediction, find_room, find_room_on_gpu, predict
 from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
@@ -48,10 +48,11 @@ class Choice:
     prediction: Prediction
 
     @property
-    def order(self) -> tuple[bool, float]:
-        """What fits first, then by time; in the strategies' order where that is not known."""
+    def order(self) -> tuple[int, float]:
+        """What fits first, then what may, each by time; in the strategies' order without that."""
         step = self.prediction.step
-        return (not self.prediction.fits, step.seconds if step else 0.0)
+        room = ("yes", "tight", "no").index(self.prediction.room)
+        return (room, step.seconds if step else 0.0)
 
 
 def rank_layouts(
@@ -187,12 +188,12 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
         cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
         smaller = replace(plan, batch=plan.batch.model_copy(update=cut), orders=None)
         smaller = with_orders(smaller, cluster.rates)
-        if fits(plan, estimate_memory(smaller)):
+        if find_room(plan, estimate_memory(smaller)) == "yes":
             suggestions.append(f"set num_microbatches={count}")
             break
     if plan.config.activation_checkpointing == "none" and not plan.schedule.splits_backward:
         recomputing = with_values(plan.config, activation_checkpointing="full")
-        if fits(plan, estimate_memory(replace(plan, config=recomputing))):
+        if find_room(plan, estimate_memory(replace(plan, config=recomputing))) == "yes":
             suggestions.append("set activation_checkpointing=full")
     decided = {"model": plan.config.model, "batch_size": plan.config.batch_size}
     build = functools.partial(under_strategy, with_values(plan.requested, **decided))
@@ -211,7 +212,7 @@ def best_layout(
     choices = [
         choice
         for choice in rank_layouts(build, cluster)
-        if fits_gpu(choice.plan, choice.prediction.memory)
+        if find_room_on_gpu(choice.plan, choice.prediction.memory) != "no"
         and choice.prediction.memory.needed_bytes < (below_bytes or sys.maxsize)
     ]
     # What the host lacks is for the run's own checks to say.
@@ -219,8 +220,9 @@ def best_layout(
     if not choices:
         return None
     alike = ALIKE if cluster.machine.num_gpus else ALIKE_ON_CPU
-    longest = choices[0].order[1] * (1 + alike)
-    quickest = [choice for choice in choices if choice.order[1] <= longest]
+    room, seconds = choices[0].order
+    longest = (room, seconds * (1 + alike))
+    quickest = [choice for choice in choices if choice.order <= longest]
     # Of equally simple ones the first of the strategies in their order.
     names = list(list_strategies())
     quickest.sort(key=lambda choice: names.index(choice.plan.strategy.name))
@@ -274,7 +276,7 @@ def _busy_batch(config: RunConfig, cluster: Cluster) -> int:
         with contextlib.suppress(UserError):
             plan = lay_out_on(cluster, with_values(config, batch_size=size))
             prediction = predict(plan, cluster.rates)
-            if prediction.fits and prediction.memory.needed_bytes < most_bytes:
+            if prediction.room == "yes" and prediction.memory.needed_bytes < most_bytes:
                 speeds[size] = prediction.tokens_per_s or size
     best = max(speeds.values(), default=0.0)
     return next((size for size, speed in speeds.items() if speed >= BUSY * best), 1)

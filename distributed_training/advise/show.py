@@ -12,12 +12,13 @@ from typing import Any
 from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.rank import Choice, settings_of
 from distributed_training.plan.plan import Plan
+from distributed_training.predict.predict import Prediction
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GIB
 
 STATE = ("parameters", "gradients", "optimizer")
 HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
-SPEED = ("s/step", "tok/s", "MFU", "bound by")
+SPEED = ("s/step", "tok/s", "MFU", "likely", "bound by")
 
 
 def layout_name(plan: Plan) -> str:
@@ -58,12 +59,25 @@ def _row(choice: Choice, away: bool) -> list[str]:
         parts["copies"] + parts["buffers"] + memory.context_bytes,
         *([memory.host_bytes, memory.disk_bytes] if away else []),
     ]
-    speed = ["-", "-", "-", "-"]
+    speed = ["-", "-", "-", "-", "-"]
     if step is not None and prediction.tokens_per_s is not None:
         mfu = "-" if prediction.mfu is None else f"{100 * prediction.mfu:.0f}%"
-        speed = [f"{step.seconds:.3f}", _number(prediction.tokens_per_s), mfu, step.bound_by]
-    fits = "yes" if prediction.fits else "no"
-    return [layout_name(choice.plan), fits, *(_number(size / GIB) for size in sizes), *speed]
+        speed = [f"{step.seconds:.3f}", _number(prediction.tokens_per_s), mfu]
+        speed += [spread(prediction), step.bound_by]
+    return [
+        layout_name(choice.plan),
+        prediction.room,
+        *(_number(size / GIB) for size in sizes),
+        *speed,
+    ]
+
+
+def spread(prediction: Prediction) -> str:
+    """By how much runs of this kind were quicker and slower than predicted, "-3/+8%"."""
+    assert prediction.step is not None
+    assert prediction.likely_s is not None
+    least, most = (100 * (each / prediction.step.seconds - 1) for each in prediction.likely_s)
+    return f"{least:+.0f}/{most:+.0f}%"
 
 
 def _number(value: float) -> str:
@@ -121,6 +135,8 @@ def _as_dict(choice: Choice) -> dict[str, Any]:
         },
         "step_time_s": prediction.step and prediction.step.seconds,
         "tokens_per_s": prediction.tokens_per_s,
+        "likely_s": prediction.likely_s,
+        "likely_bytes": prediction.memory.likely_bytes,
     }
 
 

@@ -17,7 +17,11 @@ from distributed_training.predict.constants import FITTED
 from distributed_training.predict.rates import Rates, tiled
 from distributed_training.predict.traffic import Formulas, Shapes, sent_bytes
 
+# Bytes a parameter that AdamW and clipping read and write: its weight, gradient and moments; with
+# rounded weights these, too, and the gradient that is widened, scaled and added (DeepSpeed's ZeRO).
+UPDATE_BYTES = {False: 28 + 12, True: 60}
 BACKWARD_ATTENTION = 5 / 2  # matrix products of its backward pass by those of the forward one
+FSDP_KERNELS = 8  # that copy and round around two gathers and a scatter of a block
 GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
 
 
@@ -95,6 +99,8 @@ class Work(Shapes):
         weights += Cost(0, self._gradient_bytes() / self.rates.memory_bytes)
         if self.frozen:
             weights = Cost()
+        if self.plan.uses_fsdp and self.pp == 1:
+            weights += Cost(0, FSDP_KERNELS * self.rates.kernel_s)
         if self.config.activation_checkpointing == "full":
             inputs += forward
         elif self.config.activation_checkpointing == "selective":  # norms, GELU and sums again
@@ -127,8 +133,8 @@ class Work(Shapes):
         shard = float(process.learning)
         if not rounded or self.strategy.zero_stage > 0:
             shard /= self.shards
-        moved = FITTED.update_bytes.rounded if rounded else FITTED.update_bytes.plain
-        return moved * shard / (self.rates.update_memory_bytes or self.rates.memory_bytes)
+        rate = self.rates.update_memory_bytes or self.rates.memory_bytes
+        return UPDATE_BYTES[rounded] * shard / rate
 
     def message(self) -> float:
         """Seconds until what one stage made is on the next."""
@@ -180,13 +186,19 @@ class Work(Shapes):
         """Read and written of a block's gradients and rounded weights in one micro-batch."""
         whole = self.size.block_parameters
         split = self.size.block_parameters_split
-        each = 0
-        if self.micro_batches > 1 or self.pp > 1:
-            each += FITTED.gradient_bytes.added
+        plan = self.plan
+        each = 0.0
+        if self.micro_batches > 1 or self.pp > 1:  # two read, their sum written
+            each += 10
         # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
-        alone = self.plan.only_copies or self.plan.num_processes == self.tp
+        alone = plan.only_copies or plan.num_processes == self.tp
         if alone and self.width == 2 and not self.strategy.traits.rounded_weights:
-            each += FITTED.gradient_bytes.cast
+            each += 12
+        if plan.uses_ddp:  # copied into a bucket, scaled, once a step
+            each += 8 / self.micro_batches
+        elif plan.uses_fsdp and self.pp == 1:
+            # Gathered weights are copied out of a buffer, twice; gradients, widened, into another.
+            each += 4 * self.width + 4 + self.width
         return each * (whole - split + split / self.tp)
 
     def _tensor_parallel(self) -> Cost:

@@ -33,6 +33,7 @@ class MemoryEstimate:
     """Peak bytes of the processes along pp, those of each place being alike."""
 
     by_place: tuple[dict[str, int], ...]  # component -> bytes when all of them together are most
+    likely: tuple[float, float]  # of what was measured by what was predicted, of runs of this kind
     context_bytes: int  # outside of the allocator, on a GPU
     host_bytes: int  # RAM of one process
     # Of that, the copy from which a checkpoint is written; 0 where none is made, as where RAM has
@@ -55,6 +56,13 @@ class MemoryEstimate:
         """What a GPU must have for it."""
         return round(self.peak_bytes * (1 + FITTED.allocator_spare)) + self.context_bytes
 
+    @property
+    def likely_bytes(self) -> tuple[int, int]:
+        """From the least to the most that a GPU is likely to have to have."""
+        spread = self.needed_bytes - self.context_bytes
+        least, most = (round(share * spread) + self.context_bytes for share in self.likely)
+        return least, most
+
 
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
@@ -70,6 +78,9 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
             context += FITTED.gpu_context_bytes.nccl
     return MemoryEstimate(
         by_place=by_place,
+        likely=tuple(
+            FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
+        ),
         context_bytes=context,
         host_bytes=held + copy,
         copy_bytes=copy,

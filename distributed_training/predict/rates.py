@@ -14,6 +14,7 @@ from typing import Any
 from distributed_training.predict.constants import FITTED
 from distributed_training.settings.gpus import Gpu
 
+RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
 # Tiles of a matrix product's result, and what they cost by an element: smaller ones load more.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED.tile_costs.small))
 # Parts of a sum that are added up, and what that costs.
@@ -70,7 +71,8 @@ class Rates:
     on_host: bool = False  # no device works while Python does
     core_share: float = 1.0  # what a process has of a core while all compute
     peak_flops: float | None = None  # by the datasheet, for MFU
-    estimated: bool = True  # from the table rather than measured here
+    recorded: bool = True  # whether runs on GPUs of this generation are among the records
+    measured_at: str = ""  # when, on this machine; else all is from the table
 
 
 def rates_of(gpu: Gpu) -> Rates:
@@ -95,6 +97,7 @@ def rates_of(gpu: Gpu) -> Rates:
         link_bytes=FITTED.link_share * gpu.link_bytes_per_s,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
+        recorded=gpu.compute_capability == RECORDED,
     )
 
 
@@ -144,7 +147,10 @@ def measured_rates(device: str, base: Rates) -> Rates | None:
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Rates from what `calibrate` wrote; what it does not measure is taken from `base`."""
-    found: dict[str, Any] = {"estimated": False, "kernel_s": document["seconds"]["kernel"]}
+    found: dict[str, Any] = {
+        "measured_at": document["made_at"],
+        "kernel_s": document["seconds"]["kernel"],
+    }
     for dtype, name in (("bfloat16", "gemm_flops"), ("float32", "fp32_gemm_flops")):
         products = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
         found[name] = _product_rate(products, base.num_sms)

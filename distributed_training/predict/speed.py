@@ -168,11 +168,15 @@ class _Step(Work):
                 each += host.dtensor
             if self.pp > 1 and not self.plan.uses_fsdp:
                 each += host.stage_tensor
+            if self.config.precision == "fp16":  # the host looks for overflows before it updates
+                return each * tensors, host.step
             return host.step + each * tensors, 0.0
         if strategy.zero_stage == 3:
             wait = host.zero3_shared_wait if self.shards > 1 else host.zero3_wait
             if strategy.swaps_to_disk:
                 wait += host.swapped_block
             return host.step, wait * blocks
-        wait = host.zero_wait * blocks + host.zero_update * tensors / self.shards
-        return host.step + host.zero_tensor * tensors, wait
+        # A hook for each tensor runs in every micro-batch, whether or not it exchanges anything.
+        count = self.micro_batches
+        wait = host.zero_wait * blocks * count + host.zero_update * tensors / self.shards
+        return host.step + host.zero_tensor * tensors * count, wait

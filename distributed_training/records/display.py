@@ -249,6 +249,8 @@ def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None
     if seconds is None:
         return f"{text}; time unknown, as this GPU is not in the planner's table"
     text += f", {seconds:.3g} s a step"
+    if likely := prediction.get("likely_s"):  # not in early records
+        text += " (likely {:.3g} to {:.3g})".format(*likely)
     if num_steps is not None:
         text += f", {tqdm.format_interval(round(num_steps * seconds))} in all"
     return f"{text}; mostly {prediction['bound_by']}"

@@ -28,8 +28,7 @@ from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.machine import Machine, available_ram_bytes
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.constants import FITTED
-from distributed_training.predict.kernels import BACKWARD_ATTENTION, Cost, Work
+from distributed_training.predict.kernels import BACKWARD_ATTENTION, UPDATE_BYTES, Cost, Work
 from distributed_training.predict.rates import Rates, cpu_rates, from_calibration
 from distributed_training.records.record import timestamp, versions, write_json
 from distributed_training.settings.config import build_config
@@ -141,7 +140,7 @@ def of_training(clock: Clock, found: dict[str, Any], num_cpus: int) -> dict[str,
     # Each part takes (arithmetic) + (bytes) / rate.
     measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
     rates = from_calibration(measured, cpu_rates(num_cpus, 1))
-    update_bytes = FITTED.update_bytes.plain * plan.size.num_parameters
+    update_bytes = UPDATE_BYTES[False] * plan.size.num_parameters
     traffic = {"update": update_bytes / seconds["update"]}
     for name in ("block", "head"):
         arithmetic, with_one_byte_a_second = (

@@ -17,7 +17,7 @@ from distributed_training.advise.rank import Choice, choose_spread, rank_layouts
 from distributed_training.advise.show import as_json, batch_script, command, table, why_first
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
-from distributed_training.predict.predict import fits_gpu
+from distributed_training.predict.predict import find_room_on_gpu
 from distributed_training.predict.rates import calibration_file
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import run_ranks
@@ -127,8 +127,10 @@ def _below(
     speeds = ""
     if cluster.rates is None:
         speeds = "This GPU is not in the table: --gpu describes it."
-    elif cluster.rates.estimated:
-        speeds = "Times are estimated from datasheets."
+    elif cluster.rates.measured_at:
+        speeds = f"Times go by what was measured here on {cluster.rates.measured_at[:10]}."
+    else:
+        speeds = "Times are estimated from datasheets, the host's part guessed."
     lines.append(
         "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
         "CUDA and NCCL). " + speeds
@@ -139,7 +141,7 @@ def _below(
 
 def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
     """The layout that needs least, and the machine that would have it."""
-    if roomy := [c for c in choices if fits_gpu(c.plan, c.prediction.memory)]:
+    if roomy := [c for c in choices if find_room_on_gpu(c.plan, c.prediction.memory) != "no"]:
         count = cluster.processes_a_node
         ram = cluster.machine.ram_bytes / GIB
         least_ram = min(choice.prediction.memory.host_bytes for choice in roomy) * count / GIB

@@ -22,6 +22,7 @@ from distributed_training.advise.cluster import this_machine
 from distributed_training.advise.rank import what_fits
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.predict import find_room
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
@@ -119,11 +120,16 @@ def test_what_a_refusal_suggests_fits(strategy, tmp_path):
         check_fit(draft(tmp_path, other, **words, **cut, **numbers))
 
 
-def test_gpu_memory_boundary_is_the_prediction(tmp_path):
-    needed = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2")).needed_bytes
-    check_fit(draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=needed), model="gpt2"))
+def test_what_may_fit_is_not_refused(tmp_path):
+    memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
+    least, most = memory.likely_bytes
+    assert least < memory.needed_bytes < most
+    for room, size in (("yes", most), ("tight", most - 1), ("tight", least)):
+        plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
+        check_fit(plan)
+        assert find_room(plan, memory) == room
     with refused("GiB a GPU"):
-        here = with_gpus(gpu_memory_bytes=needed - 1)
+        here = with_gpus(gpu_memory_bytes=least - 1)
         check_fit(draft(tmp_path, "dp", here, model="gpt2"))
 
 

@@ -21,11 +21,12 @@ from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 # fmt: off
 HEADER = [
-    "layout", "fits", "GiB", "state", "acts", "other", "s/step", "tok/s", "MFU", "bound", "by",
+    "layout", "fits", "GiB", "state", "acts", "other", "s/step", "tok/s", "MFU", "likely",
+    "bound", "by",
 ]
 FIELDS = [
     "strategy", "axes", "schedule", "micro_batch_size", "num_microbatches", "fits", "memory_bytes",
-    "step_time_s", "tokens_per_s",
+    "step_time_s", "tokens_per_s", "likely_s", "likely_bytes",
 ]
 # fmt: on
 

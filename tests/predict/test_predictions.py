@@ -86,10 +86,10 @@ def test_every_fitted_value_says_where_it_comes_from():
 def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
     assert machine_rates(GPU_MACHINE, 4) == H200
-    assert this_machine(GPU_MACHINE, 4, 4).rates.estimated
+    assert this_machine(GPU_MACHINE, 4, 4).rates.measured_at == ""
     shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
     rates = machine_rates(GPU_MACHINE, 4)
-    assert not rates.estimated
+    assert rates.measured_at
     assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
     assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
     assert rates.disk_bytes == H200.disk_bytes  # not measured

@@ -48,7 +48,7 @@ def test_two_processes_measure_at_once():
     document = heavy_pool().call("tests.tools.test_calibrate:of_all", None, num_processes=2)
     guess = cpu_rates(2, 2)
     rates = from_calibration(json.loads(json.dumps(document)), guess)
-    assert not rates.estimated
+    assert rates.measured_at
     assert {entry["members"] for entry in document["collectives"]} == {2}
     for field in dataclasses.fields(rates):
         value = getattr(rates, field.name)
