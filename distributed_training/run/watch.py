@@ -74,6 +74,7 @@ class Watch:
 
     def begin(self, run_dir: Path, topology: Topology, limit_s: float) -> None:
         """The run is known; from now on the others are watched, too."""
+        claims.join(run_dir)
         self.run_dir = run_dir
         self.limit_s = limit_s
         self.rank = topology.rank
@@ -109,7 +110,11 @@ class Watch:
         beats = 0
         while beats == 0 or not self._ended.wait(BEAT_S):
             if self.rank == 0 and self._clock - renewed > 4 * BEAT_S:
-                claims.renew(self.run_dir)
+                try:
+                    claims.renew(self.run_dir)
+                except RunError as error:
+                    self._report(str(error), 0)
+                    os._exit(1)
                 renewed = self._clock
             beats += 1
             if store is None:

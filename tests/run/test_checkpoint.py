@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -362,12 +363,12 @@ def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
 
 def test_auto_names_a_run_that_is_going_on(tmp_path):
     make_run(tmp_path, "20260101-a", 1)
-    going = make_run(tmp_path, "20260102-b", 5, status="running")  # of this very process
-    with refused("20260102-b", "is going on", f"process {os.getpid()} on"):
-        find_resume("auto", tmp_path)
-    record = json.loads((going / "record.json").read_text())
-    (going / "record.json").write_text(json.dumps({**record, "hostname": "another-host"}))
-    assert find_resume("auto", tmp_path)[0] == going  # killed, or so it must be taken
+    going = make_run(tmp_path, "20260102-b", 5, status="running")
+    with open(going / ".owner.json", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with refused("20260102-b", "is going on", "have not ended yet"):
+            find_resume("auto", tmp_path)
+    assert find_resume("auto", tmp_path)[0] == going  # killed
 
 
 def damage(checkpoint):

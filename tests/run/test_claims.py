@@ -10,22 +10,37 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 
 from distributed_training.run.saving import claims
+from distributed_training.settings.errors import RunError
+from tests.conftest import clean_environment
 from tests.support import refused
 
 IDENTITY = {"strategy": "dp", "seed": 1}
+# A launcher that is killed once a rank of its run has begun.
+LAUNCHER = """
+import os, pathlib, sys, time
+from distributed_training.run.saving import claims
+run_dir = pathlib.Path(sys.argv[1])
+began, tell = os.pipe()
+if rank := os.fork():
+    claims.claim(run_dir, {"strategy": "dp", "seed": 1})
+    os.write(tell, b"x")
+else:
+    os.read(began, 1)
+    claims.join(run_dir)
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
 
 
-@pytest.fixture
-def other():
-    """Another process of this host."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.wait()
+@pytest.fixture(autouse=True)
+def _nothing_held():
+    yield
+    for run_dir in list(claims._held):
+        claims.release(run_dir)
+    claims._seen.clear()
 
 
 def claim_as(run_dir, **changes):
@@ -35,10 +50,18 @@ def claim_as(run_dir, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_run_belongs_to_who_took_it_while_that_process_lives(tmp_path, other):
+def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
+    """Also where its launcher was killed, and whatever number that has where one asks."""
     run_dir = tmp_path / "a"
-    claim_as(run_dir, pid=other.pid)
-    here = f"process {other.pid} on {platform.node()}"
+    run_dir.mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(run_dir)],
+        stdout=subprocess.PIPE, text=True, env=clean_environment(),
+    )  # fmt: skip
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    here = f"process {launcher.pid} on {platform.node()} began it"
     for refuse in (
         lambda: claims.refuse_held(run_dir),
         lambda: claims.claim(run_dir, IDENTITY),
@@ -47,31 +70,39 @@ def test_a_run_belongs_to_who_took_it_while_that_process_lives(tmp_path, other):
         with refused("is going on", here, "resume=None"):
             refuse()
     claims.refuse_doubling(tmp_path, {**IDENTITY, "seed": 2})
-    other.kill()
-    while psutil.Process(other.pid).status() != psutil.STATUS_ZOMBIE:
+    os.kill(rank, 9)
+    end = time.monotonic() + 30
+    while claims.is_locked(run_dir):
+        assert time.monotonic() < end
         time.sleep(0.01)
-    claims.refuse_doubling(tmp_path, IDENTITY)  # dead, though nobody has reaped it
-    claims.claim(run_dir, IDENTITY)
+    claims.refuse_doubling(tmp_path, IDENTITY)
+    for _ in range(2):
+        claims.claim(run_dir, IDENTITY)
     assert json.loads((run_dir / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
     claims.refuse_held(run_dir)  # one's own
+    for _ in range(2):
+        claims.release(run_dir)
+    assert not claims.is_locked(run_dir)
 
 
-def test_a_reused_number_and_a_broken_file_hold_nothing(tmp_path, other):
-    claim_as(tmp_path / "a", pid=other.pid, claimed_at=time.time() - 3600)
-    claims.refuse_held(tmp_path / "a")
-    (tmp_path / "a" / claims.OWNER_FILE).write_text("{")
-    claims.refuse_held(tmp_path / "a")
-    claims.claim(tmp_path / "a", IDENTITY)
-    assert json.loads((tmp_path / "a" / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
-    claims.release(tmp_path / "a")
-    claims.release(tmp_path / "a")
-    assert not (tmp_path / "a" / claims.OWNER_FILE).exists()
+def test_who_was_taken_over_meanwhile_stops(tmp_path):
+    claim_as(tmp_path / "a")
+    claims.renew(tmp_path / "a")
+    claim_as(tmp_path / "a", hostname="another-host", claimed_at=time.time() + 60)
+    claims._seen[tmp_path / "a"] = claims._read(tmp_path / "a").model_copy(update={"pid": 1})
+    with pytest.raises(RunError, match="on another-host has taken the run over"):
+        claims.renew(tmp_path / "a")
 
 
+@pytest.mark.parametrize("kernel", ["another", ""])
 @pytest.mark.parametrize("end", ["renewed", "released", "silent"])
-def test_on_another_host_it_is_renewed_or_nobodys(end, tmp_path, monkeypatch):
+def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
+    end, kernel, tmp_path, monkeypatch
+):
     monkeypatch.setattr(claims, "RENEWED_S", 2.0)
-    claim_as(tmp_path / "a", hostname="another-host")
+    claim_as(tmp_path / "a", hostname="another-host", kernel=kernel)
+    os.close(claims._held.pop(tmp_path / "a"))
+    claims._seen.clear()
     does = {"renewed": claims.renew, "released": claims.release, "silent": lambda _: None}[end]
     timer = threading.Timer(0.3, does, [tmp_path / "a"])
     timer.start()
@@ -81,3 +112,5 @@ def test_on_another_host_it_is_renewed_or_nobodys(end, tmp_path, monkeypatch):
     else:
         claims.refuse_held(tmp_path / "a")
     timer.join()
+    (tmp_path / "a" / claims.OWNER_FILE).write_text("{")
+    claims.refuse_held(tmp_path / "a")

@@ -43,7 +43,7 @@ from distributed_training.plan.machine import available_ram_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.run.saving import disks, resume
+from distributed_training.run.saving import claims, disks, resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 
@@ -235,7 +235,9 @@ def _write_files(
 
 
 def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
-    record = final.parents[1] / RECORD_FILE
+    run_dir = final.parents[1]
+    claims.renew(run_dir)  # raises where it is not this run's any more
+    record = run_dir / RECORD_FILE
     if record.is_file():  # on rank 0's disk
         shutil.copy(record, writing)
     resume.write_meta(writing, meta)

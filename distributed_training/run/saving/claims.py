@@ -1,12 +1,14 @@
-"""Who has a run's folder: a file in it names the process that planned the run. No torch.
+"""Who has a run's folder: a file in it says who began the run. No torch.
 
-A claim holds as long as that process lives. On another host, where it cannot be asked, the run's
-rank 0 renews the file every few seconds.
+Processes of that machine keep it locked, all of them; so it is the run's until the last has ended.
+For other machines, and where files cannot be locked, the run's rank 0 renews it every few seconds,
+and ends the run where somebody has taken it over meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import time
@@ -16,12 +18,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.records.record import process_lives, write_json
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
 
 OWNER_FILE = ".owner.json"
 RENEWED_S = 20.0  # a run that lives renews its claim at least once in this
+_held: dict[Path, int] = {}  # run's folder -> the file, which this process has open
+_seen: dict[Path, Claim] = {}  # run's folder -> whose this process knows it to be
 
 
 class Claim(BaseModel):
@@ -30,39 +33,71 @@ class Claim(BaseModel):
     hostname: str
     pid: int
     claimed_at: float  # seconds since 1970
+    kernel: str  # that has the lock; "": none
     identity: dict[str, Any]  # resume.py's
 
 
 def claim(run_dir: Path, identity: Mapping[str, Any]) -> None:
     """Take a run's folder for this process; raises UserError where another has it."""
     refuse_held(run_dir)
+    if run_dir not in _held:
+        _held[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT)
+    kernel = _kernel()
+    try:
+        fcntl.flock(_held[run_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(_held[run_dir], fcntl.LOCK_SH)
+    except OSError:  # files cannot be locked here, or a machine that is gone has it locked
+        kernel = ""
     who = {"hostname": platform.node(), "pid": os.getpid(), "claimed_at": time.time()}
-    write_json(run_dir / OWNER_FILE, who | {"identity": identity})
+    mine = Claim.model_validate({**who, "kernel": kernel, "identity": dict(identity)})
+    text = mine.model_dump_json().encode()
+    os.pwrite(_held[run_dir], text, 0)
+    os.truncate(_held[run_dir], len(text))
+    _seen[run_dir] = mine
+
+
+def join(run_dir: Path) -> None:
+    """This process is one of those whose run it is."""
+    found = _read(run_dir)
+    if found and found.kernel == _kernel() and run_dir not in _held:
+        _held[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDONLY)
+        fcntl.flock(_held[run_dir], fcntl.LOCK_SH)
 
 
 def renew(run_dir: Path) -> None:
-    """Tell other hosts that the run goes on."""
+    """Tell other hosts that the run goes on; raises RunError where another has taken it over."""
+    found = _read(run_dir)
+    if found is not None and found != _seen.setdefault(run_dir, found):
+        what = f"process {found.pid} on {found.hostname} has taken the run over"
+        raise RunError(what, f"this one gave no sign of life for {RENEWED_S:.0f} s")
     with contextlib.suppress(OSError):
         os.utime(run_dir / OWNER_FILE)
 
 
 def release(run_dir: Path) -> None:
     """The run has ended."""
-    (run_dir / OWNER_FILE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        os.truncate(run_dir / OWNER_FILE, 0)
+    if run_dir in _held:
+        os.close(_held.pop(run_dir))
 
 
 def refuse_held(run_dir: Path) -> None:
     """Raises UserError where another process has the run's folder."""
     found = _read(run_dir)
-    if found is not None and _holds(run_dir, found):
-        raise going_on(run_dir, found.pid, found.hostname)
+    here = found is None or found.kernel == _kernel()
+    if run_dir not in _held and (is_locked(run_dir) if here else _is_renewed(run_dir)):
+        raise going_on(run_dir)
 
 
-def going_on(run_dir: Path, pid: int | None, hostname: str | None) -> UserError:
+def going_on(run_dir: Path) -> UserError:
     """The error for whoever would join that run."""
-    what = f"the run {shown(str(run_dir))} is going on"
+    found = _read(run_dir)
+    why = "its processes have not ended yet"
+    if found is not None:
+        why = f"process {found.pid} on {found.hostname} began it, and {why}"
     fix = "wait for it or stop it; resume=None starts another beside it"
-    return UserError(what, f"process {pid} on {hostname} has it", fix)
+    return UserError(f"the run {shown(str(run_dir))} is going on", why, fix)
 
 
 def refuse_doubling(output_dir: Path, identity: Mapping[str, Any]) -> None:
@@ -73,6 +108,16 @@ def refuse_doubling(output_dir: Path, identity: Mapping[str, Any]) -> None:
             refuse_held(file.parent)
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Whether processes of this machine have the run's folder."""
+    try:
+        with open(run_dir / OWNER_FILE, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # or it is not there, or files cannot be locked here
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 def _read(run_dir: Path) -> Claim | None:
     try:
         return Claim.model_validate_json((run_dir / OWNER_FILE).read_bytes())
@@ -80,9 +125,12 @@ def _read(run_dir: Path) -> Claim | None:
         return None
 
 
-def _holds(run_dir: Path, found: Claim) -> bool:
-    if found.hostname == platform.node():
-        return found.pid != os.getpid() and process_lives(found.pid, found.claimed_at)
+def _kernel() -> str:
+    """Of this boot of this machine: containers share it, whatever they call their host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _is_renewed(run_dir: Path) -> bool:
     before = _renewed_at(run_dir)
     end = time.monotonic() + RENEWED_S
     while time.monotonic() < end:

@@ -19,13 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed_training.plan.plan import PLAN_FILE, Plan
-from distributed_training.records.record import (
-    RECORD_FILE,
-    RunState,
-    is_alive,
-    load_state,
-    write_json,
-)
+from distributed_training.records.record import RECORD_FILE, RunState, load_state, write_json
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32, parse_json, shown, user_path
@@ -227,10 +221,10 @@ def _newest(plan: Plan) -> Path | None:
         if state is None or state.status == "ok":
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
             continue
-        if not is_alive(state):
+        if not claims.is_locked(run_dir):
             found.append((checkpoint, meta))
-        elif meta.spread.get("strategy") == strategy:  # for some seconds after its launcher's end
-            raise claims.going_on(run_dir, state.pid, state.hostname)
+        elif meta.spread.get("strategy") == strategy:
+            raise claims.going_on(run_dir)
     # Of the same strategy before others: runs that are compared go on each for itself.
     found.sort(key=lambda each: each[1].spread.get("strategy") != strategy)
     for checkpoint, meta in found:
