@@ -129,7 +129,6 @@ def save(
 ) -> None:
     """Write full fp32 `state` as a folder that `GPT2LMHeadModel.from_pretrained` opens."""
     from safetensors.torch import save_file
-    from transformers import GPT2Config
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -138,13 +137,9 @@ def save(
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = _Config(model_type="gpt2", **asdict(size))
-    GPT2Config(
-        **config.model_dump(by_alias=True, exclude={"model_type"}),
-        bos_token_id=eos_token_id,
-        eos_token_id=eos_token_id,
-        architectures=["GPT2LMHeadModel"],
-        dtype="float32",
-    ).save_pretrained(folder)
+    document = config.model_dump(by_alias=True) | {"architectures": ["GPT2LMHeadModel"]}
+    document |= {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def name_rows(matrix: str, rows: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
