@@ -179,13 +179,14 @@ def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int
 
 
 def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> Decoder:
-    """What `make` makes, on the CPU in fp32, with random weights that depend on `seed` alone:
+    """What `make` makes, in fp32 on the current default device, with random weights that depend on
+    `seed` alone, the same on every device:
     matrices normal with deviation `std`, those whose products are added to the residuals with less
     (Radford et al. 2019), biases 0, norms' weights 1.
     """
     with torch.device("meta"):
         model = make()
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     roles = model.find_roles()
 
     def fill(index: int, named: tuple[str, nn.Parameter]) -> None:
@@ -198,7 +199,8 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> 
             generator = torch.Generator().manual_seed(seed * 100_003 + index)
             adds = roles.get(name.removesuffix(".weight")) == "row"
             deviation = std / math.sqrt(2 * model.size.num_layers) if adds else std
-            values.normal_(0.0, deviation, generator=generator)
+            drawn = torch.empty(values.shape, device="cpu")
+            values.copy_(drawn.normal_(0.0, deviation, generator=generator))
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, itertools.count(), model.named_parameters()))

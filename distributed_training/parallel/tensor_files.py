@@ -18,6 +18,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,12 +109,20 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     text += b" " * (-len(text) % 8)
     size = checksum = 0
     numbers = (_finite(part).numpy().data.cast("B") for part in parts)
-    with open(path, "wb") as file:
+    syncing = Future[None]()
+    syncing.set_result(None)
+    # Adding up and waiting for the disk take as long as writing: beside it.
+    with open(path, "wb") as file, ThreadPoolExecutor(2) as pool:
         for data in itertools.chain([struct.pack("<Q", len(text)) + text], numbers):
+            summing = pool.submit(zlib.crc32, data, checksum)
             file.write(data)
-            checksum = zlib.crc32(data, checksum)
+            if syncing.done():
+                syncing.result()
+                syncing = pool.submit(os.fdatasync, file.fileno())
+            checksum = summing.result()
             size = size + len(data)
-            del data  # or the part would stay in memory beside the next one
+            del data, summing  # or the part would stay in memory beside the next one
+        syncing.result()
         file.flush()
         os.fsync(file.fileno())
     return size, checksum

@@ -40,7 +40,11 @@ def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -
     the random numbers of dropout start. `model`: with these weights drawn already. Collective."""
     config = plan.config
     if model is None:
-        model = plan.model.build(dropout=config.dropout, seed=config.seed)
+        # A stage, and DeepSpeed's parts, take less of a GPU than the model.
+        whole = plan.strategy.traits.uses_ddp_and_fsdp and topology.pp == 1
+        device = topology.device if whole and not config.lora_rank else torch.device("cpu")
+        with device:
+            model = plan.model.build(dropout=config.dropout, seed=config.seed)
     model.compute_dtype = COMPUTE_DTYPES[config.precision]
     if plan.weights_dir is not None:
         plan.model.load(model, plan.weights_dir)

@@ -47,6 +47,7 @@ class Stopping:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self.signum = 0
+        self.when = "after this step"
         self._received_at = 0.0
 
     def receive(self, signum: int, _frame: Any) -> None:
@@ -56,7 +57,7 @@ class Stopping:
         if not self.signum:
             self.signum = signum
             self._received_at = now
-            self.say(f"{signal.Signals(signum).name}: stopping after this step")
+            self.say(f"{signal.Signals(signum).name}: stopping {self.when}")
         elif now - self._received_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)

@@ -88,6 +88,7 @@ class Trainer:
     tracker: Tracker = field(default_factory=Tracker)
     save_best: Callable[[], None] = lambda: None  # collective
     at: Callable[..., None] = lambda place, limited=False: None  # told where training is
+    leave: Callable[[], None] = lambda: None  # what a finished run leaves, beside its last save
     step_ended: Callable[[], None] = lambda: None
     startup: Startup = field(default_factory=Startup)
 
@@ -95,6 +96,7 @@ class Trainer:
         self.timer = StepTimer(self.topology.device)
         self.memory = PeakMemory(self.topology.device)
         self.disk_before: dict[str, int] | None = None
+        self.disk_after: dict[str, int] | None = None
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._stopping = ending.Stopping(self.display.say)
@@ -125,6 +127,11 @@ class Trainer:
                         stop = self._train_one_step()
                     except ending.NonFiniteError as error:
                         self._roll_back(error)
+                self.memory.end()
+                self.disk_after = disk_bytes()
+                if self.step == self.num_steps:
+                    self._stopping.when = "once the model is written"
+                    self.leave()
                 self._finish_saving()
         finally:
             self.display.stop()

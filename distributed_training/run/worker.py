@@ -9,7 +9,6 @@ import shutil
 import sys
 import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,13 @@ from distributed_training.run.profiling import Profile
 from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims
 from distributed_training.run.saving.disks import check_disks
-from distributed_training.run.saving.export import export, generate_sample, push_folder
+from distributed_training.run.saving.export import (
+    copy_folder,
+    export,
+    generate_sample,
+    in_thread,
+    push_folder,
+)
 from distributed_training.run.saving.resume import state_of
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
@@ -158,24 +163,39 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     model = (trainer.engine, plan, tokenizer, tokenizer.talks(data.form))
     if trainer.step == 0:
         trainer.history.sample_before = generate_sample(*model, display, "before")
-    trainer.save_best = partial(export, *model, plan.run_dir / BEST)
+    trainer.save_best = lambda: export(*model, plan.run_dir / BEST).result()
     trainer.at = watch.at
+    last = plan.run_dir / LAST
+    sample = None
+
+    def leave() -> None:
+        nonlocal sample
+        best = trainer.history.best
+        written = None
+        if plan.config.export and best and best["step"] == trainer.step:  # gathered already
+            if topology.rank == 0:
+                written = in_thread(copy_folder, plan.run_dir / BEST, last)
+        elif plan.config.export:
+            written = export(*model, last, trainer.saver.weights(trainer.step))
+        sample = generate_sample(*model, display, "after")
+        if written is not None:
+            written.result()
+            display.say(f"exported {short_path(last)} (Hugging Face's format)")
+
+    trainer.leave = leave
     with Profile(plan, topology, trainer.step, display) as profile:
         trainer.step_ended = profile.step_ended
         signum = trainer.run()
     watch.at("the end")
     results = collect_results(trainer, profile)
     if not signum:
-        results["sample"] = generate_sample(*model, display, "after")
-        if plan.config.export:
-            export(*model, plan.run_dir / LAST)
-            display.say(f"exported {short_path(plan.run_dir / LAST)} (Hugging Face's format)")
+        results["sample"] = sample
     if trainer.record is not None:
         results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
         trainer.record.update(**results)
         if not signum:
             display.table(summary_rows(trainer.record.as_record()))
-        for folder in (plan.run_dir / LAST, plan.run_dir / BEST):
+        for folder in (last, plan.run_dir / BEST):
             if folder.is_dir():
                 write_card(folder, trainer.record.as_record())
         trainer.tracker.close(trackers.final_values(trainer.record.as_record()))
@@ -192,7 +212,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if plan.config.push is not None and topology.rank == 0 and not signum:
         try:
-            print(f"pushed {push_folder(plan.run_dir / LAST, plan.config.push)}", flush=True)
+            print(f"pushed {push_folder(last, plan.config.push)}", flush=True)
         except UserError as error:  # the run is finished all the same
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
@@ -250,10 +270,9 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
-    trainer.memory.end()
     peaks = trainer.memory.as_dict()
     before = trainer.disk_before
-    after = metrics.disk_bytes()
+    after = trainer.disk_after
     disk = {name: after[name] - before[name] for name in after} if before and after else None
     ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {

@@ -56,7 +56,9 @@ def test_generation_takes_one_of_the_forty_likeliest():
 def test_generation_sees_no_more_than_the_context():
     engine = FakeEngine()
     ids = sample(engine, prompt=range(6))
-    assert engine.windows == [ids[:end][-8:] for end in range(6, 36)]
+    assert engine.windows == [([*ids[:end], -1, -1])[:8] for end in (6, 7)] + [
+        ids[:end][-8:] for end in range(8, 36)
+    ]  # padded
 
 
 def test_generation_ends_at_end_of_text():

@@ -68,6 +68,7 @@ class Saver:
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
+        self._copies: list[Part] = []  # in memory
 
     def prepare(self, engine: Engine) -> None:
         """Begin to find memory, once all of the state is there, for the first save. Collective."""
@@ -86,7 +87,7 @@ class Saver:
         self._find_memory(parts)
         memory = self._memory
         if memory is not None:
-            parts = memory.copy(parts)
+            parts = self._copies = memory.copy(parts)
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.spread,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
@@ -138,6 +139,16 @@ class Saver:
     def step(self) -> int:
         """Of the last save."""
         return int(self._row["step"])
+
+    def weights(self, step: int) -> dict[str, torch.Tensor] | None:
+        """All weights after `step`, under the model's names, from the copy in host memory; None
+        where that does not hold them."""
+        if self._row.get("step") != step or self.topology.world_size > 1:
+            return None
+        found = [part for part in self._copies if part.name.startswith("weight/")]
+        if not found or any(part.size != part.shape for part in found):
+            return None
+        return {part.name.removeprefix("weight/"): part.get() for part in found}
 
     @property
     def under_way(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from distributed_training.records.display import Display, short_path
 from distributed_training.records.record import RECORD_FILE, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
+
+LENGTHS = 64  # of texts that a model sees are multiples of this
 
 
 def continuation(
@@ -41,9 +45,14 @@ def continuation(
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_id]
     for _ in range(num_tokens):
+        seen = ids[-context:]
+        # Few lengths, for which kernels are chosen once. A cache of keys and values would not help:
+        # at these lengths launching takes the time.
+        padding = min(-len(seen) % LENGTHS, context - len(seen))
         # A text that grows would be compiled again and again.
         with torch.compiler.set_stance("force_eager"):
-            last = logits(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
+            padded = torch.tensor([seen + [eos_id] * padding])
+            last = logits(padded)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if temperature:
             weights = (values / temperature).softmax(0)
@@ -83,12 +92,40 @@ def generate_sample(
     return sample
 
 
-def export(engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path) -> None:
-    """Write the model as `folder`, all of it or nothing, over an older one. Collective."""
-    state = engine.full_state()
-    if state is not None:
-        write_folder(state, engine.base_fingerprint, plan, tokenizer, chat, folder)
-    dist.barrier()
+def export(
+    engine: Engine,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    chat: bool,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> Future[None]:
+    """Begin to write the model as `folder`, all of it or nothing, over an older one: its `weights`,
+    gathered here where they are not given. Collective."""
+    state = weights or engine.full_state()
+    fingerprint = engine.base_fingerprint
+
+    def write() -> None:
+        if state is not None:
+            write_folder(state, fingerprint, plan, tokenizer, chat, folder)
+
+    return in_thread(write)
+
+
+def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
+    """What a thread does, while training or its end goes on."""
+    pool = ThreadPoolExecutor(1)
+    written = pool.submit(write, *arguments)
+    pool.shutdown(wait=False)
+    return written
+
+
+def copy_folder(made: Path, folder: Path) -> None:
+    """Write `made` once more, as `folder`, all of it or nothing."""
+    writing = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    shutil.copytree(made, writing)
+    publish(writing, folder)
 
 
 def write_folder(
