@@ -37,6 +37,7 @@ from pipedream.simulate.comparison import (
     Case,
     Refused,
     Row,
+    closed_form,
     compare,
     measure,
     measure_csv,
@@ -245,7 +246,7 @@ def print_figures(row: Row, case: Case) -> None:
         f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream_makespan)}, "
         f"utilisation {percent(1 - many.makespan_fraction)}"
     )
-    print_closed_form(row)
+    print_closed_form(row, case)
     print_wrapped(
         "  activations  ", f"microbatches held at most: {listed(row.peak_activations, 'rank')}"
     )
@@ -257,9 +258,9 @@ def print_figures(row: Row, case: Case) -> None:
     )
 
 
-def print_closed_form(row: Row) -> None:
+def print_closed_form(row: Row, case: Case) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
-    form, begin = row.formula, "  closed form  "
+    known, begin = closed_form(row.name, case), "  closed form  "
     if row.bound is not None:
         shortest = row.batch.makespan == row.bound
         print_wrapped(
@@ -273,18 +274,22 @@ def print_closed_form(row: Row) -> None:
             if shortest
             else f"perhaps: no order in this memory takes less than {number(row.bound)}",
         )
-    elif form is None:
+        return
+    if known is None:
         print(begin + "none with uneven stages, communication, overlap, R, reordering or a file")
-    elif form.makespan_idle is None or form.span_idle is None:
-        print_wrapped(begin, f"{form.text}: holds for {form.range_text}, not here")
-    else:
-        print_wrapped(
-            begin,
-            f"a rank idles for {number(form.makespan_idle)}, simulated "
-            f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
-            f"{number(form.span_idle)}, simulated {number(row.batch_idle.span[0])}",
-        )
-        print_wrapped(" " * 15, f"{form.text}; as published: {form.published}")
+        return
+    form, sizes = known
+    if not form.idle_holds(sizes):
+        print_wrapped(begin, f"{form.idle_text}: holds for {form.range_text}, not here")
+        return
+    print_wrapped(
+        begin,
+        f"a rank idles for {number(form.makespan_idle(sizes))}, simulated "
+        f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
+        f"{number(form.span_idle(sizes, 0))}, simulated {number(row.batch_idle.span[0])}",
+    )
+    published = f"{form.published} (arXiv {form.source})"
+    print_wrapped(" " * 15, f"{form.idle_text}; as published: {published}")
 
 
 def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:

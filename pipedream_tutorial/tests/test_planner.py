@@ -126,10 +126,7 @@ def test_the_bottleneck_can_be_synchronisation_or_a_link():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"layers": []}, "no layers"),
         ({"layers": [layer(0)]}, "no layer takes any time"),
-        ({"num_workers": 0}, "give one worker"),
-        ({"bandwidth": 0}, "above 0"),
         ({"num_workers": 2, "replication": False, "use_all_workers": True}, "at most 1 workers"),
     ],
 )

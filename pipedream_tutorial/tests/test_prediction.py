@@ -9,7 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from measured import events_of
+from measured import with_messages
 from pipedream.runtime.prediction import (
     MeasuredRun,
     calibrate,
@@ -24,7 +24,6 @@ from pipedream.schedules.ops import repeat
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, simulate
-from pipedream.simulate.trace import MeasuredEvent, transfers
 
 MS = 10**6
 
@@ -44,28 +43,10 @@ UNEVEN = build_costs([20, 30, 25, 10], [40, 55, 50, 30], communication=3)
 SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20], communication=3)
 
 
-def pretend_measured(schedule, costs, start_ns=7_000_000):
+def pretend_measured(schedule, costs):
     """A measurement in which every operation took exactly what the simulator says."""
     timeline = simulate(schedule, costs)
-    events = events_of(timeline, 1, start_ns)
-    ends = {e.item: start_ns + int(e.end) for e in timeline.all_events()}
-    ranks = schedule.ranks()
-    for sender, receiver in transfers(schedule):
-        sent = ends[sender]
-        arrived = sent + int(costs.communication)
-        for thread, op, end in (("send", sender, sent + 1), ("receive", receiver, arrived)):
-            events.append(
-                MeasuredEvent(
-                    rank=ranks[op],
-                    kind=sender.kind,
-                    stage=sender.stage,
-                    microbatch=sender.microbatch,
-                    start_ns=sent,
-                    end_ns=end,
-                    thread=thread,
-                )
-            )
-    return tuple(events), timeline
+    return tuple(with_messages(timeline, start_ns=7_000_000)), timeline
 
 
 def as_run(name, schedule, events, m, *, policy="flush"):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
+from measured import with_messages
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, repeat
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
-from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers
+from pipedream.simulate.trace import trace_document, transfers
 
 P, M = 4, 8
 NAMES = ["1f1b", "zb-v", "dualpipe-v", "chimera"]
@@ -36,35 +36,6 @@ def timeline_of(name: str, communication: str = "0") -> Timeline:
         communication=communication, overlap_saving="1/2",
     )  # fmt: skip
     return simulate(schedule, costs)
-
-
-def measured_like(timeline: Timeline, seed: int = 0) -> list[MeasuredEvent]:
-    """A run that took the timeline's way, each operation starting late by a random time."""
-    draw = random.Random(seed)
-    ends: dict[Op, int] = {}
-    free: dict[int, int] = defaultdict(lambda: 10**15)
-    ranks = timeline.schedule.ranks()
-    receivers = dict(transfers(timeline.schedule))
-    found = []
-    for event in timeline.all_events():
-        (op,) = event.item.parts
-        inputs = [ends[need] for need in needs(op, timeline.schedule)]
-        start = max([free[event.rank], *inputs]) + draw.randrange(1, 10**5)
-        end = start + int((event.end - event.start) * 10**6)
-        ends[op] = free[event.rank] = end
-        fields = {"kind": op.kind, "stage": op.stage, "microbatch": op.microbatch}
-        found.append(
-            MeasuredEvent(rank=event.rank, **fields, start_ns=start, end_ns=end, thread="compute")
-        )
-        if op in receivers:
-            for rank, thread in ((event.rank, "send"), (ranks[receivers[op]], "receive")):
-                found.append(
-                    MeasuredEvent(
-                        rank=rank, **fields, start_ns=end, end_ns=end + 3 * 10**6, thread=thread
-                    )
-                )
-    draw.shuffle(found)
-    return found
 
 
 def written(**arguments: Any) -> list[dict[str, Any]]:
@@ -171,8 +142,8 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_prediction_and_measurement_share_a_file(name: str) -> None:
     schedule = build_schedule(name, P, M)
-    timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=1))
-    measured = measured_like(timeline)
+    timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=3))
+    measured = with_messages(timeline, 10**6)
     policy = POLICIES["stash" if name == "1f1b" else "flush"]
     events = written(predicted=timeline, measured=measured, policy=policy, batch_size=M,
         unit_s=0.001,
@@ -198,7 +169,7 @@ def test_prediction_and_measurement_share_a_file(name: str) -> None:
 
 
 def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
-    measured = measured_like(timeline_of("1f1b"))
+    measured = with_messages(timeline_of("1f1b", "1"), 10**9)
     zero = min(e.start_ns for e in measured)
     moved = [
         replace(e, start_ns=zero, end_ns=zero + 10)

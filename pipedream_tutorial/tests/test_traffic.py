@@ -77,21 +77,6 @@ def test_model_state_and_traffic_are_those_of_the_zero_paper() -> None:
         assert moved == {"data": 2 * elements, "tensor": 0, "pipeline": 0}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "pipedream"])
-def test_pipeline_traffic_is_counted_in_the_orders(name: str) -> None:
-    p, k, b = 4, 8, 2
-    schedule = build_schedule(name, p, k)
-    ranks = schedule.ranks()
-    messages = [0] * p
-    for sender, _ in transfers(schedule):
-        messages[ranks[sender]] += 1
-    layout = Layout(title="", pipeline=p, schedule=name)
-    tensor = b * SMALL.sequence * SMALL.hidden
-    for stage, count in enumerate(messages):
-        tied = SMALL.vocabulary * SMALL.hidden * (stage in (0, p - 1))
-        assert sent(SMALL, layout, k, b, stage)["pipeline"] == 2 * (count * tensor + tied)
-
-
 def test_a_v_has_its_own_memory_and_traffic() -> None:
     """ZB-V against 1F1B: the same model held once, twice the hops between devices, and what its
     orders hold; both ends are on device 0."""

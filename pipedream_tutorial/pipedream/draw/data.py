@@ -8,12 +8,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from pipedream.errors import UserError
-from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS
+from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.ops import FORWARD, Schedule
 from pipedream.schedules.policies import WeightUse
-from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
+from pipedream.simulate.comparison import Case, Refused, Row, closed_form, compare, measure
 from pipedream.simulate.simulator import Timeline
 
 
@@ -115,31 +114,20 @@ def idle_curves(
 
 
 def _closed_shares(name: str, case: Case, counts: Sequence[int]) -> tuple[IdleShares, ...]:
-    p, form = case.num_stages, CLOSED_FORMS[name]
-    uneven = case.stage_scale is not None and len(set(case.stage_scale)) > 1
-    if uneven or case.communication or case.overlap_saving:
-        return ()
-    # The closed forms' times are for a factor of 1 on every stage.
-    factor = case.stage_scale[0] if case.stage_scale else Fraction(1)
-    durations = (case.forward, case.input_gradient, case.weight_gradient)
-    found = []
+    p, found = case.num_stages, []
     for m in counts:
-        at = closed_forms.Case(p, m, case.chunks, *(factor * each for each in durations))
-        if not _allowed(name, at) or not form.idle_holds(at):
+        known = closed_form(name, replace(case, num_microbatches=m))
+        if known is None or not known[0].idle_holds(known[1]):
             continue
-        makespan = form.makespan_idle(at)
-        span = sum((form.span_idle(at, r) for r in range(p)), Fraction(0)) / p
-        shares = (closed_forms.idle_fraction(idle_time, at) for idle_time in (makespan, span))
-        found.append(IdleShares(m, *shares))
+        try:
+            build_schedule(name, p, m, case.chunks)
+        except UserError:
+            continue
+        form, sizes = known
+        span = sum((form.span_idle(sizes, r) for r in range(p)), Fraction(0)) / p
+        idle_times = (form.makespan_idle(sizes), span)
+        found.append(IdleShares(m, *(idle_fraction(idle_time, sizes) for idle_time in idle_times)))
     return tuple(found)
-
-
-def _allowed(name: str, at: closed_forms.Case) -> bool:
-    try:
-        build_schedule(name, at.p, at.m, at.v)
-    except UserError:
-        return False
-    return True
 
 
 def wrong_backwards(use: dict[int, WeightUse]) -> set[tuple[int, int]]:

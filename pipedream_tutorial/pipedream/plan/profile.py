@@ -134,11 +134,8 @@ def measure_profile(
     input. `targets`, if given, is the last layer's second argument, and what it returns is a loss.
     Seconds are medians of `repeats` after `warmup` more that are not counted, rounded to 0.1 us.
     Each repeat goes through all layers, so that what else the machine does in between slows one
-    repeat of every layer rather than every repeat of one. Raises ValueError for no layers or
-    fewer than one repeat.
+    repeat of every layer rather than every repeat of one.
     """
-    if not layers or repeats < 1:
-        raise ValueError(f"{len(layers)} layers, {repeats} repeats: at least one of each is needed")
     sweeps = [_sweep(layers, example, targets) for _ in range(warmup + repeats)]
     found = []
     for (name, module), once in zip(layers, zip(*sweeps[warmup:], strict=True), strict=True):

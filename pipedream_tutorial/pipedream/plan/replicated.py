@@ -45,10 +45,8 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
     """1F1B of m microbatches, `in_flight` of them at most on each worker of a stage.
 
-    Ranks are numbered stage by stage. Raises ValueError for counts below 1.
+    Ranks are numbered stage by stage.
     """
-    if m < 1 or min(*replicas, *in_flight) < 1 or len(replicas) != len(in_flight):
-        raise ValueError(f"{replicas=}, {m=}, {in_flight=}: all have to be 1 or more")
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):

@@ -11,8 +11,8 @@ from pathlib import Path
 from pipedream.errors import UserError
 from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.ops import RECOMPUTE, Op, Pair, Schedule, recomputed, repeat
+from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
+from pipedream.schedules.ops import RECOMPUTE, Op, Schedule, recomputed, repeat
 from pipedream.schedules.policies import POLICIES, Policy, weight_use
 from pipedream.simulate.measures import Idle, idle, idle_in_a_row, peak_activations
 from pipedream.simulate.search import search
@@ -53,20 +53,6 @@ REORDERED = ("v-half", "v-min")
 """Schedules of a repeated block."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Formula:
-    """What the closed form says of one batch, with its text."""
-
-    text: str
-    range_text: str
-    published: str
-    """What the paper says, where it differs, and which paper."""
-    makespan_idle: Fraction | None
-    """Each rank's idle time until the last rank ends; None outside the range."""
-    span_idle: Fraction | None
-    """Rank 0's within its own span."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One schedule: a batch on its own, and batches one after the other (the stream)."""
@@ -93,8 +79,6 @@ class Row:
     (Chimera, DualPipe) count as two."""
     mixed: bool
     """Whether a backward pass sees other weights than its forward pass saw."""
-    formula: Formula | None
-    """Of one batch; None where there is none, as with uneven stages or a time to send."""
     bound: Fraction | None = None
     """Of an order from search: no other one with as much memory is shorter."""
 
@@ -230,36 +214,29 @@ def _row(
         staleness=tuple(staleness.values()),
         weight_copies=tuple(copies),
         mixed=mixed,
-        formula=_formula(name, batch.schedule, case),
     )
     if stream is not None:
         row.__dict__["stream"] = stream
     return row
 
 
-def _formula(name: str, batch: Schedule, case: Case) -> Formula | None:
-    form = CLOSED_FORMS.get(name)
-    pairs = any(isinstance(item, Pair) for order in batch.orders for item in order)
-    uneven = case.stage_scale is not None and set(case.stage_scale) != {1}
-    if form is None or uneven or case.communication or (pairs and case.overlap_saving):
+def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] | None:
+    """What is known of one batch without simulating it, and the sizes to put in; None for what has
+    no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
+    form, scale = CLOSED_FORMS.get(name), case.stage_scale or [Fraction(1)]
+    overlap = case.overlap_saving and name.startswith("dualpipe")
+    only_repeated = name in REORDERED and not case.reorder
+    if form is None or len(set(scale)) > 1 or case.communication or overlap:
         return None
-    if case.recompute is not None or (name in REORDERED and not case.reorder):
+    if case.recompute is not None or only_repeated:
         return None
-    sizes = closed_forms.Case(
+    return form, closed_forms.Case(
         p=case.num_stages,
         m=case.num_microbatches,
         v=case.chunks,
-        f=case.forward,
-        i=case.input_gradient,
-        w=case.weight_gradient,
-    )
-    holds = form.idle_holds(sizes)
-    return Formula(
-        text=form.idle_text,
-        range_text=form.range_text,
-        published=f"{form.published} (arXiv {form.source})",
-        makespan_idle=form.makespan_idle(sizes) if holds else None,
-        span_idle=form.span_idle(sizes, 0) if holds else None,
+        f=scale[0] * case.forward,
+        i=scale[0] * case.input_gradient,
+        w=scale[0] * case.weight_gradient,
     )
 
 

@@ -93,21 +93,21 @@ def search(
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
     starts += [pattern(problem, limit) for limit in limits]
-    starts.sort(key=lambda words: _score(problem, words))
+    starts.sort(key=lambda words: score(problem, words))
     bound, best = lower_bound(problem), starts[0]
     goal = bound, max(m * sum(own.values()) for own in problem.durations)
     for number, words in enumerate(starts[:3]):
         found = improve(problem, words, tries // 3, seed=number, goal=goal)
-        best = min(best, found, key=lambda words: _score(problem, words))
-    length, _ = _score(problem, best)
+        best = min(best, found, key=lambda words: score(problem, words))
+    length, _ = score(problem, best)
     if prove:
         from pipedream.simulate.exact import solve
 
         shorter, proved = solve(problem, int(length), prove)
         bound = max(bound, proved)
         if shorter is not None:
-            best = min(best, shorter, key=lambda words: _score(problem, words))
-            length, _ = _score(problem, best)
+            best = min(best, shorter, key=lambda words: score(problem, words))
+            length, _ = score(problem, best)
     return Found(
         words=best,
         schedule=as_schedule(best, f"search-p{p}-m{m}-memory{memory}"),
@@ -129,13 +129,7 @@ def as_schedule(words: Words, name: str) -> Schedule:
     return Schedule(name=name, orders=as_orders(lines), chains=one_chain(len(words)))
 
 
-def makespan(problem: Problem, words: Words) -> int | None:
-    """In ticks; None for words that wait for each other in a circle. Does not look at memory."""
-    length, _ = _score(problem, words)
-    return None if length == math.inf else int(length)
-
-
-def _score(problem: Problem, words: Words) -> tuple[float, float]:
+def score(problem: Problem, words: Words) -> tuple[float, float]:
     """Makespan and longest span, in ticks; infinite where words wait for each other in a circle."""
     p, c = problem.num_ranks, problem.communication
     place, free = [0] * p, [0] * p
@@ -264,7 +258,7 @@ def improve(
 ) -> Words:
     """Move single letters and keep what is not longer; stops early at `goal`, makespan and span."""
     chance = random.Random(seed)
-    now, shortest = list(words), _score(problem, words)
+    now, shortest = list(words), score(problem, words)
     best, length = list(now), shortest[0]
     unit = min(time for own in problem.durations for time in own.values() if time)
     for turn in range(tries):
@@ -279,7 +273,7 @@ def improve(
         if new == old or not _allowed(new, problem.memory):
             continue
         now[rank] = new
-        found = _score(problem, now)
+        found = score(problem, now)
         heat = unit * (1 - turn / tries)
         longer = found[0] - length
         if longer <= 0 or chance.random() < math.exp(-longer / (heat / 3 + 1e-9)):

@@ -154,12 +154,7 @@ class Head(nn.Module):
 
 
 def gpt2_layers(size: GPT2Size) -> list[nn.Module]:
-    """Embedding, the blocks, Head, with GPT-2's initial weights from torch's global generator.
-
-    Raises ValueError if `heads` does not divide `hidden`.
-    """
-    if size.hidden % size.heads:
-        raise ValueError(f"{size.heads} heads do not divide a hidden size of {size.hidden}")
+    """Embedding, the blocks, Head, with GPT-2's initial weights from torch's global generator."""
     blocks = [Block(size) for _ in range(size.num_layers)]
     layers: list[nn.Module] = [Embedding(size), *blocks, Head(size)]
     for layer in layers:
