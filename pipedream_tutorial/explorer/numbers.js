@@ -69,7 +69,6 @@ class Fraction {
   }
 }
 
-const ZERO = new Fraction(0n);
 const ONE = new Fraction(1n);
 
 function whole(number) {

@@ -19,12 +19,8 @@ function buildProblem(costs, numMicrobatches, memory) {
   return { numMicrobatches, memory, durations, communication, ticksPerUnit };
 }
 
-// In ticks; Infinity for words that wait for each other in a circle. Does not look at memory.
-function wordsMakespan(problem, words) {
-  return wordsScore(problem, words).length;
-}
-
-// Makespan, and the longest time between a rank's first start and its last end.
+// In ticks: makespan, and the longest time between a rank's first start and its last end. Infinity
+// for words that wait for each other in a circle. Does not look at memory.
 function wordsScore(problem, words) {
   const { durations, communication: c } = problem;
   const p = durations.length;

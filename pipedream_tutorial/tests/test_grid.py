@@ -11,8 +11,6 @@ from pipedream.draw.terminal import cells, choose_scale, draw
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
 
 def timeline(name: str, p: int, m: int, v: int = 2, **durations) -> Timeline:
     schedule = build_schedule(name, p, m, v)
@@ -124,12 +122,3 @@ def test_letters_alone_where_numbers_do_not_fit_and_a_note_where_the_end_does_no
     ]
     cut = draw(timeline("naive", 4, 8), 60, max_blocks=1).splitlines()
     assert cut[-1].startswith("(shown up to time 17 of 96: ")
-
-
-def test_colour_changes_no_character():
-    shown = timeline("zb-v", 4, 8)
-    plain, coloured = draw(shown, 100), draw(shown, 100, colour=True)
-    assert "\x1b" not in plain
-    assert coloured.count("\x1b[0m") >= shown.schedule.num_ranks
-    stripped = [line.rstrip() for line in ANSI.sub("", coloured).splitlines()]
-    assert stripped == plain.splitlines()

@@ -154,15 +154,13 @@ pipedream_runtime.main()
 """
 
 
-@pytest.mark.parametrize(("go_on", "ran"), [(True, "zb-h1 zb-h2"), (False, None)])
-def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(go_on, ran, tmp_path):
+def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
     """What the stages do is replaced: they say what they begin, as rank 0 does."""
-    arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", f"--go_on={go_on}"]
+    arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
     done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.count("failed; starting again without it") == (2 if go_on else 0)
-    assert (tmp_path / "ran").exists() == go_on
-    assert not go_on or (tmp_path / "ran").read_text() == ran
+    assert done.stderr.count("failed; starting again without it") == 2
+    assert (tmp_path / "ran").read_text() == "zb-h1 zb-h2"
 
 
 @pytest.mark.parametrize(

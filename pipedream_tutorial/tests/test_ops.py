@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Schedule, load_csv, repeat, save_csv
+from pipedream.schedules.ops import Schedule, load_csv, save_csv
 from pipedream.simulate.measures import peak_activations
 
 SIZES = {"dualpipe-v": (3, 7), "dualpipe": (4, 8), "chimera": (4, 8)}
@@ -34,25 +34,11 @@ def test_blank_lines_at_the_end_are_no_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0,0B0\n1F0,oops\n", "line 2: 'oops' is no operation; write it as 2F0, 2B0, 2I0 or 2W0"),
-        ("(0F1;0F0)OVERLAP_F_B\n", "line 1: .* is no operation"),
-        ("\n,\n", "holds no operation; write cells such as 0F0 and 0B0"),
-    ],
-)
-def test_what_is_no_operation_is_named_with_its_place(
-    text: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_csv(path)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"0F0,0B0\n1F0,oops\n", "line 2: 'oops' is no operation; write it as 2F0, 2B0, 2I0"),
+        (b"(0F1;0F0)OVERLAP_F_B\n", "line 1: .* is no operation"),
+        (b"\n,\n", "holds no operation; write cells such as 0F0 and 0B0"),
         (b"0F0,1B0\n1F0,0B0\n", "runs stage 1 on ranks 0 and 1; write all operations of a stage"),
         (b"5F0,5B0\n", "has a stage 5 but no stage 0; number the stages from 0 without a gap"),
         (b"0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1; number"),
@@ -60,25 +46,10 @@ def test_what_is_no_operation_is_named_with_its_place(
         (b"0F" + b"1" * 9_000 + b"\n", "line 1: '0F1111"),
     ],
 )
-def test_stages_that_cannot_be_and_files_that_are_no_csv_are_refused(
+def test_what_is_no_order_is_refused_with_its_place(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.csv"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_csv(path)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_repeated_batches_are_numbered_on(name: str) -> None:
-    one = built(name)
-    m = one.num_microbatches
-    three = repeat(one, 3)
-    assert three.num_microbatches == 3 * m
-    assert repeat(one, 1) == one
-    for order, longer in zip(one.orders, three.orders, strict=True):
-        flat = [op for item in order for op in item.parts]
-        assert [op for item in longer for op in item.parts] == [
-            op._replace(microbatch=op.microbatch + k * m) for k in range(3) for op in flat
-        ]
-        assert len(longer) == 3 * len(order)

@@ -1,17 +1,13 @@
 """Training in one process against direct implementations of what each policy computes."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import schedule_for_training
-from pipedream.schedules.ops import Op, Schedule
-from pipedream.simulate.simulator import needs
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import TrainResult, build_trainers, run_schedule, train
+from pipedream.train.oracle import TrainResult, train
 from pipedream.train.trainer import Weights
 from torch import nn
 
@@ -118,38 +114,6 @@ def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
 
     rtol = 1e-12 if name == "dualpipe-v" else 0
     torch.testing.assert_close(final(name), final("1f1b"), rtol=rtol, atol=0)
-
-
-def random_order(schedule: Schedule, rng: random.Random) -> list[Op]:
-    """One of the orders that ranks' orders and data allow, drawn step by step."""
-    left = [[op for item in order for op in item.parts] for order in schedule.orders]
-    done: list[Op] = []
-    while any(left):
-        able = [ops for ops in left if ops and set(needs(ops[0], schedule)) <= set(done)]
-        done.append(rng.choice(able).pop(0))
-    return done
-
-
-@pytest.mark.parametrize(
-    "name", ["gpipe", "zb-h2", "pipedream", "pipedream-vertical", "pipedream-no-stash"]
-)
-def test_the_order_between_stages_cannot_change_the_bits(name: str) -> None:
-    p, m, num_batches = 3, 4, 2
-    schedule, policy = schedule_for_training(name, p, m, num_batches)
-    rng = random.Random(0)
-    orders = [random_order(schedule, rng) for _ in range(3)]
-    assert len(set(map(tuple, orders))) == 3
-    for order in orders:
-        trainers = build_trainers(
-            build_stages(p, 1, seed=SEED),
-            policy,
-            batch_size=m,
-            num_microbatches=m * num_batches,
-            learning_rate=RATE,
-            cut=schedule.cuts_backward,
-        )
-        run_schedule(schedule, trainers, build_task(seed=SEED), order=order)
-        assert same_bits([t.weights for t in trainers], trained(name, p, m, num_batches))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,6 @@ from pipedream.train.trainer import StageTrainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NAMES = ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"]
-NAMES += ["pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"]
-
 
 def final_weights(name: str, p: int, m: int, num_batches: int, lr: float) -> list[torch.Tensor]:
     result = train(

@@ -168,17 +168,12 @@ class ClosedForm:
     range_text: str = "always"
     published: str = "the same"
     """The form and the range that the source gives, where it differs from ours."""
-    activations_text: str
-    versions_text: str = "1"
-    staleness_text: str = "0"
     source: str
 
 
 def _asynchronous(
     versions: Callable[[Case, int], int],
     staleness: Callable[[Case, int, int], int],
-    versions_text: str,
-    staleness_text: str,
     source: str = "1806.03377",
 ) -> ClosedForm:
     """1F1B's order without flushes, in a run of p microbatches or more."""
@@ -189,9 +184,6 @@ def _asynchronous(
         peak_versions=versions,
         staleness=staleness,
         idle_text="(p-1) (F+B), once a run",
-        activations_text="p-r",
-        versions_text=versions_text,
-        staleness_text=staleness_text,
         source=source,
     )
 
@@ -202,7 +194,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle=lambda c, r: ((c.p - 1) * c.m - r) * c.total,
         peak_activations=lambda c, r: Fraction(1),
         idle_text="(p-1) m (F+B)",
-        activations_text="1",
         source="1811.06965",
     ),
     "gpipe": ClosedForm(
@@ -210,7 +201,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle=even_fill_span,
         peak_activations=lambda c, r: Fraction(c.m),
         idle_text="(p-1) (F+B)",
-        activations_text="m",
         source="1811.06965",
     ),
     "1f1b": ClosedForm(
@@ -218,7 +208,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle=even_fill_span,
         peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)),
         idle_text="(p-1) (F+B)",
-        activations_text="min(m, p-r)",
         source="2104.04473",
     ),
     "eager-1f1b": ClosedForm(
@@ -226,33 +215,19 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         span_idle=even_fill_span,
         peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)),
         idle_text="(p-1) (F+B)",
-        activations_text="min(m, 2 (p-r) - 1)",
         source="2211.05322",
     ),
     "pipedream": _asynchronous(
-        lambda c, s: c.p - s,
-        lambda c, s, microbatch: min(microbatch, c.p - 1 - s),
-        "p-s",
-        "p-1-s, first min(i, p-1-s)",
+        lambda c, s: c.p - s, lambda c, s, microbatch: min(microbatch, c.p - 1 - s)
     ),
     "pipedream-vertical": _asynchronous(
-        lambda c, s: c.p,
-        lambda c, s, microbatch: min(microbatch, c.p - 1),
-        "p",
-        "p-1, first min(i, p-1)",
+        lambda c, s: c.p, lambda c, s, microbatch: min(microbatch, c.p - 1)
     ),
     "pipedream-no-stash": _asynchronous(
-        lambda c, s: 1,
-        lambda c, s, microbatch: min(microbatch, c.p - 1 - s),
-        "1",
-        "p-1-s, first min(i, p-1-s), and forward and backward differ",
+        lambda c, s: 1, lambda c, s, microbatch: min(microbatch, c.p - 1 - s)
     ),
     "pipedream-2bw": _asynchronous(
-        lambda c, s: 2,
-        lambda c, s, microbatch: min(microbatch // c.m, 1),
-        "2 (a batch has p-1 microbatches or more)",
-        "1 batch, 0 in the first",
-        "2006.09503",
+        lambda c, s: 2, lambda c, s, microbatch: min(microbatch // c.m, 1), "2006.09503"
     ),
     "interleaved": ClosedForm(
         makespan_idle=interleaved_idle,
@@ -260,7 +235,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         peak_activations=interleaved_activations,
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
-        activations_text="min(m v, (v-1) q + 2 (p-1-r) + 1) / v, a round of q microbatches",
         source="2104.04473",
     ),
     "zb-h1": ClosedForm(
@@ -269,7 +243,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
         idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's own span min(F,W)",
         published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
-        activations_text="min(m, p)",
         source="2401.10241",
     ),
     "zb-h2": ClosedForm(
@@ -280,7 +253,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
         range_text="m >= 2p-1",
         published="own span (p-1) (F+I-2W): if W <= F and F+I >= 2W",
-        activations_text="min(m, 2p-1)",
         source="2401.10241",
     ),
     "zb-v": ClosedForm(
@@ -291,7 +263,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
         range_text="I >= F, I >= W, m >= 2p-1",
         published="own span 0 if F = I = W",
-        activations_text="min(p, m, (m+1+r)/2)",
         source="2401.10241",
     ),
     "v-half": ClosedForm(
@@ -302,7 +273,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(3 ceil(p/2) - 7/2) F",
         range_text="F = I = W, m >= p+2, p >= 3",
         published="about p/2 (F+B) if F = I = W, for the block alone",
-        activations_text="p//2 + 1",
         source="2405.15362",
     ),
     "v-min": ClosedForm(
@@ -313,7 +283,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",
         range_text="F = I = W, m >= p+1, p >= 2",
         published="about 2p/3 (F+B) if F = I = W",
-        activations_text="(p+4) // 3",
         source="2405.15362",
     ),
     "dualpipe-v": ClosedForm(
@@ -324,7 +293,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
         range_text="F >= I, m >= 2p",
         published="(p-1) (F&B + B - 3W) / 2 for 2p stages on p ranks: equal if F = I >= W",
-        activations_text="p + 1/2 (2p+1 stages' worth)",
         source="2412.19437",
     ),
     "dualpipe": ClosedForm(
@@ -335,8 +303,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
         range_text="F >= I",
         published="(p/2-1) (F&B + B - 3W): equal if F = I >= W",
-        activations_text="p+1",
-        versions_text="1, two copies of the parameters",
         source="2412.19437",
     ),
     "chimera": ClosedForm(
@@ -345,8 +311,6 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + from_edge(c, r)),
         idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
         published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
-        activations_text="p/2 + 1 + min(r, p-1-r)",
-        versions_text="1, two copies of the parameters",
         source="2107.06925",
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,25 +68,18 @@ def build_trainers(
 
 
 def run_schedule(
-    schedule: Schedule,
-    trainers: list[StageTrainer],
-    task: Task,
-    watch: Watcher | None = None,
-    order: Iterable[Op] | None = None,
+    schedule: Schedule, trainers: list[StageTrainer], task: Task, watch: Watcher | None = None
 ) -> None:
-    """Run every operation once, in an order that the schedule's orders and the data allow.
+    """Run every operation once, by the simulator's clock, all operations equally long.
 
-    `watch` is called after each operation. Which of the allowed orders it is cannot matter: a
-    stage sees its own operations in its rank's order, whatever the others do meanwhile. `order`
-    is one of them; by default that of the simulator's clock, all operations equally long.
+    `watch` is called after each. Which of the orders that ranks' orders and data allow it is cannot
+    matter: a stage sees its own operations in its rank's order, whatever the others do meanwhile.
     """
     outputs: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> what F gave
     gradients: dict[tuple[int, int], torch.Tensor | None] = {}  # what B or I gave
     last = len(trainers) - 1
-    if order is None:
-        timeline = simulate(schedule, build_costs(schedule))
-        order = (op for event in timeline.all_events() for op in event.item.parts)
-    for op in order:
+    timeline = simulate(schedule, build_costs(schedule))
+    for op in (op for event in timeline.all_events() for op in event.item.parts):
         kind, stage, i = op
         trainer = trainers[stage]
         inputs, target = task.microbatch(i)
