@@ -40,7 +40,7 @@ def standings(case: Case) -> tuple[list[Standing], list[Refused]]:
             continue
         longer = measure(row.name, replace(case, num_batches=4))
         period = (longer.stream_makespan - row.stream_makespan) / 2
-        share = 1 - (busy(longer.stream) - busy(row.stream)) / 2 / (case.num_stages * period)
+        share = 1 - busy(row.batch) / (case.num_stages * period)
         found.append(Standing(row=row, period=period, steady_idle=share))
     return found, refused
 

@@ -56,13 +56,6 @@ class Scale:
     """Columns in one of these lines."""
 
 
-def time_unit(timeline: Timeline) -> Fraction:
-    """The longest time of which every start and every end is a multiple."""
-    times = [t for event in timeline.all_events() for t in (event.start, event.end)]
-    denominator = math.lcm(*(t.denominator for t in times))
-    return Fraction(math.gcd(*(int(t * denominator) for t in times)), denominator)
-
-
 def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale:
     """The most readable scale that shows the whole timeline in `max_blocks` lines a rank.
 
@@ -89,8 +82,8 @@ def _fit(timeline: Timeline, columns: int, max_blocks: int, *, numbers: bool, ga
         for event in timeline.all_events()
         if event.end - event.start >= typical
     )
-    unit = time_unit(timeline)
-    # A unit far below a column would stretch the grid: columns are rounded then.
+    unit = timeline.tick
+    # A tick far below a column would stretch the grid: columns are rounded then.
     exact = rate * unit * 2 > 1
     if exact:
         rate = math.ceil(rate * unit) / unit
