@@ -13,9 +13,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,40 +42,39 @@ KINDS = {  # by the names of NCCL's kernels and of gloo's operations, without _ 
 }  # fmt: skip
 
 
-def union(spans: Iterable[tuple[float, float]], apart: float = 0.0) -> Spans:
+def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
+    """When `inside` holds, which is told how many spans of each group there are at a time."""
+    edges = [
+        (at, place, step)
+        for place, spans in enumerate(groups)
+        for begin, end in spans
+        for at, step in ((begin, 1), (end, -1))
+    ]
+    counts = [0] * len(groups)
+    changes = []
+    for at, together in groupby(sorted(edges), key=itemgetter(0)):
+        before = inside(*counts)
+        for _, place, step in together:
+            counts[place] += step
+        if inside(*counts) != before:
+            changes.append(at)
+    return list(zip(changes[::2], changes[1::2], strict=True))
+
+
+def union(spans: Iterable[tuple[float, float]], apart: float = 0) -> Spans:
     """The times in any of `spans`, which may overlap; gaps of `apart` and less are filled."""
-    found: Spans = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1] + apart:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
+    longer = ((begin, end + apart) for begin, end in spans)
+    return [(begin, end - apart) for begin, end in times(bool, longer)]
 
 
 def minus(spans: Spans, others: Spans) -> Spans:
     """The times in `spans` but not in `others`."""
-    found: Spans = []
-    place = 0
-    for begin, end in spans:
-        while place < len(others) and others[place][1] <= begin:
-            place += 1
-        following = place
-        while following < len(others) and others[following][0] < end:
-            if others[following][0] > begin:
-                found.append((begin, others[following][0]))
-            begin = max(begin, others[following][1])
-            following += 1
-        if begin < end:
-            found.append((begin, end))
-    return found
+    return times(lambda own, other: own > 0 and not other, spans, others)
 
 
 def clip(spans: Spans, window: tuple[float, float]) -> Spans:
     """The times in `spans` within a window."""
-    first, last = window
-    cut = ((max(begin, first), min(end, last)) for begin, end in spans)
-    return [(begin, end) for begin, end in cut if begin < end]
+    return times(lambda own, within: own > 0 and within > 0, spans, [window])
 
 
 def length(spans: Spans) -> float:
@@ -152,13 +153,14 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
 def _computing(events: Sequence[dict[str, Any]], on_gpu: bool) -> Spans:
     if on_gpu:
         return union(event["span"] for event in events if "nccl" not in event["name"].lower())
-    threads = sorted(events, key=lambda event: str(event["tid"]))
-    busy = []
-    for _, group in groupby(threads, key=lambda event: str(event["tid"])):
-        own = list(group)
-        waits = union(e["span"] for e in own if e["name"].startswith(WAITS))
-        busy += minus(union(e["span"] for e in own if e["name"].startswith(COMPUTES)), waits)
-    return union(busy)
+    threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))
+    for event in events:
+        computes, waits = threads[event["tid"]]
+        if event["name"].startswith(COMPUTES):
+            computes.append(event["span"])
+        elif event["name"].startswith(WAITS):
+            waits.append(event["span"])
+    return union(span for both in threads.values() for span in minus(*both))
 
 
 def kind_of(name: str) -> str:
@@ -197,19 +199,15 @@ def describe(ranks: Sequence[Rank]) -> str:
         rows.append([str(rank.rank), *cells])
     headers = ["rank", "ms a step", "computes", "communicates", "exposed", "neither"]
     by_rank = tabulate(rows, headers, disable_numparse=True, stralign="right")
-    rows = []
+    kinds = []
     for kind in sorted({kind for rank in ranks for kind in rank.by_kind}):
-        whole = []
-        exposed = []
-        for rank in ranks:
-            spans = rank.by_kind.get(kind, [])
-            whole.append(length(spans) / rank.steps)
-            exposed.append(length(minus(spans, rank.computing)) / rank.steps)
-        rows.append([kind, f"{max(whole) / 1000:.1f}", f"{max(exposed) / 1000:.1f}"])
-    if not rows:
+        spans = [(rank, rank.by_kind.get(kind, [])) for rank in ranks]
+        whole = max(length(own) / rank.steps for rank, own in spans)
+        exposed = max(length(minus(own, rank.computing)) / rank.steps for rank, own in spans)
+        kinds.append([kind, whole / 1000, exposed / 1000])
+    if not kinds:
         return f"{by_rank}\n\nno communication was recorded"
-    headers = ["operation", "ms a step", "exposed"]
-    by_kind = tabulate(rows, headers, disable_numparse=True, stralign="right")
+    by_kind = tabulate(kinds, ["operation", "ms a step", "exposed"], floatfmt=".1f")
     return f"{by_rank}\n\n{by_kind}"
 
 
