@@ -25,7 +25,7 @@ from pathlib import Path
 
 from distributed_training.plan.mesh import OPEN
 from distributed_training.records import page
-from distributed_training.records.comparison import NOTHING, Table, common_settings, differing
+from distributed_training.records.comparison import NOTHING, Table, differing
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import (
@@ -71,13 +71,12 @@ class Outcome:
     verdict: str = ""
     why: str = ""  # it did not end well
     seconds: float = 0.0
-    folder: Path | None = None
-    record: Record | None = None
+    folder: Path | None = None  # None: it did not start
     apart: Apart = field(default_factory=dict)  # from the reference
 
     @property
-    def largest(self) -> list[float]:
-        return [max(sizes.values()) for sizes in self.apart.values()]
+    def record(self) -> Record | None:
+        return load_record(self.folder) if self.folder else None
 
     @property
     def texts(self) -> list[str]:
@@ -111,16 +110,21 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         for number, outcome in enumerate(outcomes, 1):
             place = f"{number:>3}/{len(outcomes)}  {outcome.name}"
             print(f"{place} ...", flush=True)
-            train(wanted, outcome)
+            began = time.monotonic()
+            if not outcome.why:
+                outcome.folder, outcome.why = compare.launch(
+                    wanted, outcome.texts, outcome.num_processes
+                )
+            outcome.seconds = time.monotonic() - began
             if outcome.why and outcome.verdict:
                 raise UserError("one process cannot train this", outcome.why)
             if outcome is not reference:
                 judge(outcome, reference, again)
-                _remove_checkpoints(outcome)
+                shutil.rmtree((outcome.folder or wanted.out) / CHECKPOINTS, ignore_errors=True)
             print(f"{place}: {outcome.verdict}", flush=True)
     finally:
-        for outcome in outcomes:
-            _remove_checkpoints(outcome)
+        for folder in wanted.out.glob(f"runs/*/{CHECKPOINTS}"):
+            shutil.rmtree(folder)
     write_page(wanted.out, outcomes)
     return exit_code([outcome.verdict for outcome in outcomes])
 
@@ -161,30 +165,15 @@ def _decided(run: compare.Run) -> compare.Values:
     return {**ALWAYS, "precision": "fp32"} if is_open else ALWAYS
 
 
-def train(wanted: compare.Wanted, outcome: Outcome) -> None:
-    """Do a run, unless it is refused."""
-    if outcome.why:
-        return
-    began = time.monotonic()
-    outcome.folder, outcome.why = compare.launch(wanted, outcome.texts, outcome.num_processes)
-    outcome.seconds = time.monotonic() - began
-    if outcome.folder is not None:
-        outcome.record = load_record(outcome.folder)
-
-
-def _remove_checkpoints(outcome: Outcome) -> None:
-    if outcome.folder is not None:
-        shutil.rmtree(outcome.folder / CHECKPOINTS, ignore_errors=True)
-
-
 def judge(outcome: Outcome, reference: Outcome, again: Outcome) -> None:
     """Say what a run differs by from the reference, and whether that is rounding."""
     if outcome.why:
         outcome.verdict = "failed" if outcome.record else "not run"
         return
-    ours, theirs = figures(outcome), figures(reference)
-    outcome.apart = {what: dict(_apart(ours[what], theirs[what])) for what in ours}
-    outcome.apart["weights"] = dict(_apart_in_state(outcome, reference))
+    outcome.apart = {
+        **_apart_in_figures(outcome, reference),
+        "weights": dict(_apart_in_state(outcome, reference)),
+    }
     works = [run.record.work for run in (outcome, reference) if run.record]
     if other := differing(works):
         outcome.verdict = "other work"
@@ -208,29 +197,30 @@ def _beyond(what: str, outcome: Outcome, again: Outcome) -> str:
     return f"{worst} by {sizes[worst]:.1e}, where rounding is {limits[worst]:.1e} at most"
 
 
-def figures(run: Outcome) -> dict[str, dict[str, float | None]]:
-    """What the steps and evaluations of a run say: what -> where -> number."""
+def _apart_in_figures(run: Outcome, reference: Outcome) -> Apart:
+    """Of losses and gradient norms; None, not finite or skipped, is like None only."""
+    apart: Apart = {"loss": {}, "gradient norm": {}}
+    ours, theirs = _figures(run), _figures(reference)
+    for what, where in ours | theirs:
+        one, other = ours.get((what, where)), theirs.get((what, where))
+        size = 0.0 if one == other else math.inf
+        if one is not None and other:
+            size = abs(one - other) / other
+        apart[what][f"{what} of {where}"] = size
+    return apart
+
+
+def _figures(run: Outcome) -> dict[tuple[str, str], float | None]:
+    """What the steps and evaluations of a run say: (what, where) -> number."""
     assert run.folder is not None
-    assert run.record is not None
-    lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    losses = {f"loss of step {row['step']}": row["loss"] for row in rows}
-    losses |= {f"loss of the evaluation after step {row['step']}": row["loss"]
-               for row in run.record.evaluations}  # fmt: skip
-    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in rows}
-    return {"loss": losses, "gradient norm": norms}
-
-
-def _apart(
-    ours: dict[str, float | None], theirs: dict[str, float | None]
-) -> Iterator[tuple[str, float]]:
-    """Of numbers under the same names; None, not finite or skipped, is like None only."""
-    for where in ours | theirs:
-        one, other = ours.get(where), theirs.get(where)
-        if one is None or other is None:
-            yield (where, 0.0 if one is other else math.inf)
-        else:
-            yield (where, abs(one - other) / abs(other))
+    found: dict[tuple[str, str], float | None] = {}
+    for line in (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found["loss", f"step {row['step']}"] = row["loss"]
+        found["gradient norm", f"step {row['step']}"] = row["grad_norm"]
+    for row in load_record(run.folder).evaluations:
+        found["loss", f"the evaluation after step {row['step']}"] = row["loss"]
+    return found
 
 
 def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[tuple[str, float]]:
@@ -260,54 +250,47 @@ def write_page(out: Path, outcomes: Sequence[Outcome]) -> None:
     reference = outcomes[0].record
     assert reference is not None
     layouts = outcomes[2:]
-    about = provenance(shlex.join(["python", *sys.argv]))
     bad = [outcome.name for outcome in layouts if outcome.verdict in BAD]
     good = sum(outcome.verdict == OK for outcome in layouts)
     heading = f"{plural(good, 'layout')} of {len(layouts)} compute what one process computes."
     if bad:
         heading += f" These do not: {', '.join(bad)}."
-    words = [f"{name} {value}" for name, value in common_settings([reference]).items()
-             if name not in ("processes", "batch", "compile")]  # fmt: skip
-    sequences = f"{reference.batch.global_batch_size} x {reference.config['max_length']} tokens"
-    device = reference.machine["gpu_name"] or "CPU"
-    steps = f"{reference.num_steps} steps of {sequences}"
-    title = f"{', '.join(words)}; {steps}; {layouts[0].num_processes} processes on {device}"
-    notes = [f"{outcome.name} {outcome.verdict}: {outcome.why}"
-             for outcome in layouts if outcome.why]  # fmt: skip
+    config = reference.config
+    words = [f"{key} {config[key]}" for key in ("model", "dataset", "precision")]
+    title = (
+        f"{', '.join(words)}; {reference.num_steps} steps of {reference.batch.global_batch_size} x "
+        f"{config['max_length']} tokens; {layouts[0].num_processes} processes on "
+        f"{reference.machine['gpu_name'] or 'CPU'}"
+    )
     least = ", ".join(f"{what} {limit:g}" for what, limit in LIMITS.items())
     rule = (
         "Largest relative difference from one process, of all steps, of all tensors of weights and "
         f"of AdamW's state. Rounding is up to {SPREADS} times what one process differs by from "
         f"itself with other micro-batches, each tensor by itself, and in any case {least}."
     )
-    table = Table(
-        title="Differences",
-        about=rule,
-        headers=["layout", *LIMITS, "seconds", "verdict"],
-        rows=[_row(outcome) for outcome in outcomes],
-    )
-    source = f"{about['command']}; commit {about['git_commit']}; " + ", ".join(
-        f"{name} {version}" for name, version in about["versions"].items()
-    )
+    notes = [f"{each.name} {each.verdict}: {each.why}" for each in layouts if each.why]
+    headers = ["layout", *LIMITS, "seconds", "verdict"]
+    rows = [_row(outcome) for outcome in outcomes]
+    table = Table(title="Differences", about=rule, headers=headers, rows=rows)
+    about = provenance(shlex.join(["python", *sys.argv]))
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
     section = page.Section(title, notes, [table])
-    text = page.html("Parity of layouts", heading, [section], f"{source}; {about['made_at']}")
+    text = page.html("Parity of layouts", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
-    found = {
-        "heading": heading, "config": reference.config, "machine": reference.machine,
-        "num_processes": layouts[0].num_processes, "limits": LIMITS, "spreads": SPREADS,
-        "runs": [
-            {"name": outcome.name, "set": outcome.values, "verdict": outcome.verdict,
-             "why": outcome.why, "seconds": outcome.seconds, "differences": outcome.apart,
-             "mesh": outcome.record and outcome.record.mesh}
-            for outcome in outcomes
-        ],
-    }  # fmt: skip
-    write_json(out / "parity.json", about | found)
-    words = [textwrap.fill(text, WIDTH) for text in (*notes, heading)]
-    print("", textwrap.fill(title, WIDTH), page.plain(table, WIDTH), *words, sep="\n")
-    print(f"wrote {short_path(out)}/parity.html and parity.json")
+    runs = [
+        {"name": each.name, "set": each.values, "verdict": each.verdict, "why": each.why,
+         "mesh": each.record and each.record.mesh, "seconds": each.seconds, "apart": each.apart}
+        for each in outcomes
+    ]  # fmt: skip
+    found = {"heading": heading, "rule": rule, "config": config, "machine": reference.machine}
+    write_json(out / "parity.json", {**about, **found, "runs": runs})
+    texts = [textwrap.fill(text, WIDTH) for text in (title, *notes, heading)]
+    texts.insert(1, page.plain(table, WIDTH))
+    print("", *texts, f"wrote {short_path(out)}/parity.html and parity.json", sep="\n")
 
 
 def _row(outcome: Outcome) -> list[str]:
-    sizes = [f"{size:.1e}" for size in outcome.largest] or [NOTHING] * len(LIMITS)
+    sizes = [f"{max(apart.values()):.1e}" for apart in outcome.apart.values()]
+    sizes = sizes or [NOTHING] * len(LIMITS)
     return [outcome.name, *sizes, f"{outcome.seconds:.0f}", outcome.verdict]
