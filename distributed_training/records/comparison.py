@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,15 +186,11 @@ def run_names(records: Sequence[Record]) -> list[str]:
 
 
 def describe_runs(records: Sequence[Record]) -> str:
-    """Which folders the short names stand for."""
-    folders = [Path(r.run_dir) for r in records]
-    if len({folder.parent for folder in folders}) > 1:
-        return f"{len(records)} runs"
+    """Where the runs lie whose short names are in the tables."""
     if len(records) == 1:
-        return short_path(folders[0])
-    name = run_names(records)[0]
-    before, _, _ = folders[0].name.partition(name)
-    return f"{len(records)} runs: {short_path(folders[0].parent)}/{before}<run>..."
+        return short_path(records[0].run_dir)
+    place = os.path.commonpath([r.run_dir for r in records])
+    return f"{len(records)} runs in {short_path(place)}"
 
 
 def results(comparison: Comparison) -> Table:

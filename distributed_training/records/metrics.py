@@ -48,12 +48,6 @@ class StepTimer:
         return self._durations_s
 
 
-def peak_flops(device_name: str | None) -> float | None:
-    """Peak of one device, FLOP/s; None where it is not known, as for parts of a chip (MIG)."""
-    gpu = find_gpu(device_name)
-    return None if gpu is None else gpu.flops
-
-
 def summarise_performance(
     durations_s: list[float],
     *,
@@ -69,7 +63,8 @@ def summarise_performance(
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))
-    peak = peak_flops(device_name)
+    gpu = find_gpu(device_name)
+    peak = gpu.flops if gpu else None  # as of a part of a chip (MIG)
     return {
         "num_warmup_steps": warmup,
         "num_timed_steps": len(timed),

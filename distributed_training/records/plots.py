@@ -71,16 +71,12 @@ def build_figures(comparison: Comparison, width: float = WIDE) -> dict[str, Figu
         "loss": _losses(layouts, lambda r: [step for step, _ in r.loss_curve],
                         "optimizer step", width),
         "loss-by-time": _losses(layouts, lambda r: r.loss_seconds, "seconds of training", width),
-        "throughput": _bars(layouts, tokens_per_s, 1, "{:,.0f}".format,
-                            "tokens per second, all processes (median step)", width),
+        "throughput": _bars(layouts, "tokens per second, all processes (median step)", width),
         "memory": _stacks(layouts, memory_parts, GIB, "GiB of the fullest process, predicted by "
-                          "component", width, peaks=True),
+                          "component", width, measured_peak),
         "sent": _stacks(layouts, sent_bytes, MIB, "MiB that a process sends a step, by formula",
                         width),
     }  # fmt: skip
-    if found["memory"] is None:
-        what = "peak memory of the fullest process, GiB"
-        found["memory"] = _bars(layouts, measured_peak, GIB, "{:.1f}".format, what, width)
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
@@ -147,16 +143,9 @@ def _frame(layouts: Sequence[Layout], what: str, width: float) -> tuple[Figure, 
     return figure, axes
 
 
-def _bars(
-    layouts: Sequence[Layout],
-    value: Value,
-    unit: float,
-    show: Callable[[float], str],
-    what: str,
-    width: float,
-) -> Figure | None:
-    """Means over the seeds and their standard deviations; layouts without a value are left out."""
-    found = [(layout, [v / unit for r in layout.records if (v := value(r)) is not None])
+def _bars(layouts: Sequence[Layout], what: str, width: float) -> Figure | None:
+    """Means over the seeds and their standard deviations; layouts without any are left out."""
+    found = [(layout, [speed for r in layout.records if (speed := tokens_per_s(r)) is not None])
              for layout in layouts]  # fmt: skip
     shown = [(layout, values) for layout, values in found if values]
     if not shown:
@@ -166,7 +155,7 @@ def _bars(
     spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in shown]
     bars = axes.barh(range(len(shown)), means, xerr=spread if any(spread) else None,
                      color="#0072b2", ecolor="#888888", capsize=3)  # fmt: skip
-    axes.bar_label(bars, [show(mean) for mean in means], padding=3, fontsize=8)
+    axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=3, fontsize=8)
     axes.set_xticks([])  # the bars say it
     return figure
 
@@ -177,10 +166,9 @@ def _stacks(
     unit: float,
     what: str,
     width: float,
-    *,
-    peaks: bool = False,
+    measured: Value = lambda r: None,
 ) -> Figure | None:
-    """Bars of parts on top of each other; `peaks`: with a mark at what was measured."""
+    """Bars of parts on top of each other, with a mark at what was measured."""
     stacks = [parts_of(layout.records[0]) for layout in layouts]
     names = list(dict.fromkeys(name for stack in stacks for name, size in stack.items() if size))
     if not names:
@@ -191,12 +179,11 @@ def _stacks(
         sizes = np.array([stack.get(name, 0) / unit for stack in stacks])
         axes.barh(range(len(layouts)), sizes, left=ends, color=f"C{index}", label=name)
         ends += sizes
-    if peaks:
-        for place, layout in enumerate(layouts):
-            found = [peak / unit for r in layout.records if (peak := measured_peak(r)) is not None]
-            label = "_" if place else "measured peak"  # once in the legend
-            axes.plot(found, [place] * len(found), "|", color=rcParams["text.color"],
-                      markersize=14, label=label)  # fmt: skip
+    marks = [(peak / unit, place) for place, layout in enumerate(layouts)
+             for r in layout.records if (peak := measured(r)) is not None]  # fmt: skip
+    if marks:
+        axes.plot(*zip(*marks, strict=True), "|", color=rcParams["text.color"], markersize=14,
+                  label="measured peak")  # fmt: skip
     axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.xaxis.set_major_locator(MaxNLocator(4))
     figure.legend(loc="outside upper center", fontsize=8, ncols=4 if width > 6 else 3)

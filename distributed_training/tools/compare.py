@@ -148,7 +148,7 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
         raise UserError(what, fix="type --strategies dp,fsdp or PLAN.json")
     if arguments.cluster is not None:
         raise UserError("--cluster only plans, and this trains", fix="leave it out")
-    typed = typed_values(arguments)
+    typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
     plan: dict[str, Any] = {}
     if arguments.plan is not None:
         plan = read_plan(user_path("the plan", arguments.plan))
@@ -177,11 +177,6 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
         runs=runs, out=out, num_processes=count, script=script, options=options,
         git_commit=arguments.git_commit,
     )  # fmt: skip
-
-
-def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keys of the command line, under their own names."""
-    return by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -362,7 +357,7 @@ def _reason(said: str, code: int) -> str:
 
 def training_seconds(metrics: Path) -> list[float]:
     """Seconds of training until the end of each step, evaluation and saving left out."""
-    if not metrics.is_file():
+    if not metrics.is_file():  # it failed before its first step
         return []
     steps = [json.loads(line)["step_time_s"] for line in metrics.read_text().splitlines()]
     return [round(seconds, 4) for seconds in itertools.accumulate(steps)]

@@ -146,15 +146,15 @@ def disk(output_dir: Path) -> Iterator[Finding]:
     folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     text = f"{folder} has {free / GIB:,.0f} GiB free"
+    fix = "--output_dir on another disk"
     if not os.access(folder, os.W_OK):
-        yield fail("disk", f"{folder} cannot be written to", "--output_dir elsewhere")
+        yield fail("disk", f"{folder} cannot be written to", fix)
     elif free < 4 * PROBE_BYTES:
-        yield fail("disk", text, "--output_dir on a larger disk")
+        yield fail("disk", text, fix)
     else:
         speed = _write_speed(folder)
         text += f", writes {speed / MIB:,.0f} MiB/s"
-        enough = free >= 20 * GIB and speed >= SLOW_DISK
-        yield check(enough, "disk", text, "--output_dir on another disk")
+        yield check(free >= 20 * GIB and speed >= SLOW_DISK, "disk", text, fix)
 
 
 def _write_speed(folder: Path) -> float:
@@ -173,9 +173,9 @@ def building(machine: Machine) -> Iterator[Finding]:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     text = compiler or "none: offload and infinity cannot build"
     yield check(compiler is not None, "compiler", text, "apt-get install g++")
-    there = has_program("ninja")
+    there = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     text = "there" if there else "missing: extensions cannot be built"
-    yield check(there, "ninja", text, "pip install ninja")
+    yield check(bool(there), "ninja", text, "pip install ninja")
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         yield warn("toolkit", "no nvcc: infinity's extension needs the CUDA toolkit's headers")
     there = checks.has_libaio()
@@ -189,17 +189,8 @@ def building(machine: Machine) -> Iterator[Finding]:
             yield fail("lock", what.split(";")[0], f"rm {fix}")
 
 
-def has_program(name: str) -> bool:
-    """In PATH, or in this Python's environment."""
-    return shutil.which(name) is not None or (Path(sys.executable).parent / name).exists()
-
-
 def launching() -> Iterator[Finding]:
-    """Launcher, port, host name and network."""
-    if has_program("torchrun"):
-        yield ok("launcher", "torchrun")
-    else:
-        yield fail("launcher", "no torchrun", "pip install -r requirements.txt")
+    """Port, host name and network."""
     with socket.socket() as probe:
         free = probe.connect_ex(("127.0.0.1", PORT)) != 0
     text = f"{PORT} is free" if free else f"{PORT}, which several nodes meet at, is taken"

@@ -74,7 +74,7 @@ def test_the_page_has_the_records_figures_and_asks_no_network(works):
     ]  # fmt: skip
     assert newest[1][-1] == "failed 5/64"
     assert "&lt;b&gt;&amp;" in text
-    assert page.figures == ["loss", "throughput", "memory"] * 2
+    assert page.figures == ["loss", "throughput"] * 2
 
 
 def test_a_comparison_over_seeds_has_all_its_tables(over_seeds):  # noqa: F811

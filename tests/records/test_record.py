@@ -42,13 +42,6 @@ def test_a_record_starts_as_running_and_is_on_disk(tmp_path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", values["started_at"])
 
 
-def test_a_value_that_is_no_json_leaves_the_old_record(tmp_path):
-    record = start_record(tmp_path, step=1)
-    with pytest.raises(ValueError, match="serializ"):
-        record.update(step=object())
-    assert on_disk(tmp_path)["step"] == 1
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
