@@ -30,8 +30,8 @@ class StepResult:
 
     loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
     num_targets: int  # real ones of the global batch, all ranks
-    grad_norm: torch.Tensor | float | None  # before clipping; None where the step was skipped
-    skipped: bool  # because gradients overflowed, and the update was left out
+    grad_norm: torch.Tensor | float | None  # before clipping; None where it is not known
+    skipped: torch.Tensor | bool  # because gradients overflowed, and the update was left out
     # Norms of what this rank holds of each parameter's gradient, [len(Engine.gradient_names)], on
     # the device; None where the engine does not know them.
     gradients: torch.Tensor | None = None

@@ -110,8 +110,11 @@ class NativeEngine(base.Engine):
         self.rate = torch.tensor(rate, device=topology.device) if on_gpu else None
         self.scale = torch.zeros((), device=topology.device)
         self.set_learning_rate(rate)
-        self.loss_scale = INITIAL_LOSS_SCALE if self.compute_dtype is torch.float16 else 1.0
-        self._good_steps = 0
+        self.fp16 = self.compute_dtype is torch.float16
+        # fp32 scalars where a graph reads and writes them.
+        first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
+        self.loss_scale = torch.tensor(first, device=topology.device)
+        self._good_steps = torch.zeros((), device=topology.device)
         if self.remembered is not None or (
             on_gpu and isinstance(self.module, DistributedDataParallel)
         ):
@@ -169,13 +172,12 @@ class NativeEngine(base.Engine):
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
-        self.scale.fill_(self.loss_scale * self.topology.dp_size / batch.num_targets)
+        torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.scale)
         self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
         with overlap_products(self.overlaps):  # compiled with the first step
             loss_sum, norm, each = self.step(*arrays)
-        skipped = self.compute_dtype is torch.float16 and self._scale_loss(norm)
-        norm = None if skipped else norm
+        skipped = norm.isfinite().logical_not() if self.fp16 else False
         return base.StepResult(loss_sum, batch.num_targets, norm, skipped, each)
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -218,35 +220,34 @@ class NativeEngine(base.Engine):
         not finite); the norms before clipping."""
         for parameter, local in self.local.items():
             local.grad = local_part(parameter.grad)
-        if self.loss_scale != 1.0:
+        if self.fp16:
             foreach_mul_([local.grad for local in self.local.values()], 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
         norm, each = global_norm(self.parameters, self.topology, twice)
+        overflow = norm.isfinite().logical_not()
         step = True
-        if self.compute_dtype is torch.float16:
-            step = bool(norm.isfinite())
-        elif self.config.on_nonfinite == "skip":
+        if self.fp16 or self.config.on_nonfinite == "skip":
             if self.rate is None:
-                step = bool(norm.isfinite())
+                step = not overflow
             else:  # the fused AdamW decides on the GPU, so that nothing waits for it
-                self.optimizer.found_inf = norm.isfinite().logical_not().float()
+                self.optimizer.found_inf = overflow.float()
         if step:
             if self.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.local.values(), self.config.max_grad_norm, norm)
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local.values()):
             parameter.grad = None
+        if self.fp16:
+            self._scale_loss(overflow)
         return norm, each
 
-    def _scale_loss(self, norm: torch.Tensor) -> bool:
-        """Set the loss scale for the next step; whether this one was skipped."""
-        skipped = not bool(norm.isfinite())
-        self._good_steps = 0 if skipped else self._good_steps + 1
-        if skipped:
-            self.loss_scale = max(1.0, self.loss_scale / 2)
-        elif self._good_steps % LOSS_SCALE_WINDOW == 0:
-            self.loss_scale *= 2
-        return skipped
+    def _scale_loss(self, overflow: torch.Tensor) -> None:
+        """Set the loss scale for the next step."""
+        good = torch.where(overflow, 0.0, self._good_steps + 1)
+        higher = torch.where(good % LOSS_SCALE_WINDOW == 0, 2.0, 1.0)
+        scale = self.loss_scale * torch.where(overflow, 0.5, higher)
+        self._good_steps.copy_(good)
+        self.loss_scale.copy_(scale.clamp(min=1.0))
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
@@ -300,7 +301,7 @@ class NativeEngine(base.Engine):
 
     def counters(self) -> dict[str, float]:
         steps = self.optimizer.state.get(self.local[self.parameters[0]], {}).get("step", 0)
-        scale = {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
+        scale = {"loss_scale": float(self.loss_scale), "good_steps": int(self._good_steps)}
         return {"adam_steps": float(steps), **scale}
 
     @torch.no_grad()
@@ -314,8 +315,8 @@ class NativeEngine(base.Engine):
                 state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
         for part in self.state_parts():
             part.set(saved.read(part))
-        self.loss_scale = counters["loss_scale"]
-        self._good_steps = int(counters["good_steps"])
+        self.loss_scale.fill_(counters["loss_scale"])
+        self._good_steps.fill_(counters["good_steps"])
         self.step.forget(NUM_EAGER_STEPS)
 
     def own_state(self) -> dict[str, torch.Tensor]:

@@ -60,7 +60,7 @@ def choose_settings(
         precision=precision,
         compile=compiled,
         async_tp=_choose_async_tp(config, compiled, machine, mesh),
-        cuda_graphs=_choose_cuda_graphs(config, precision, machine, strategy, mesh, notes),
+        cuda_graphs=_choose_cuda_graphs(config, machine, strategy, mesh, notes),
     )
 
 
@@ -193,7 +193,6 @@ def _choose_async_tp(
 
 def _choose_cuda_graphs(
     config: RunConfig,
-    precision: str,
     machine: Machine,
     strategy: Strategy,
     mesh: Mapping[str, int],
@@ -205,8 +204,6 @@ def _choose_cuda_graphs(
         obstacle = f"strategy={config.strategy!r}, whose engine launches its own kernels"
     elif config.gradient_compression != "none":
         obstacle = "gradient_compression, whose hooks run on the host"
-    elif precision == "fp16":
-        obstacle = "precision='fp16', whose loss scale the host decides"
     elif config.dropout > 0 and (mesh["tp"] > 1 or config.activation_checkpointing != "none"):
         obstacle = "dropout under tp or activation checkpointing, which sets random generators"
     if not machine.num_gpus:

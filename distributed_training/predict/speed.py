@@ -168,8 +168,6 @@ class _Step(Work):
                 each += host.dtensor
             if self.pp > 1 and not self.plan.uses_fsdp:
                 each += host.stage_tensor
-            if self.config.precision == "fp16":  # the host looks for overflows before it updates
-                return each * tensors, host.step
             return host.step + each * tensors, 0.0
         if strategy.zero_stage == 3:
             wait = host.zero3_shared_wait if self.shards > 1 else host.zero3_wait

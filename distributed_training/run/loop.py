@@ -209,11 +209,14 @@ class Trainer:
         for (row, result), mine, (loss_sum, fault), seconds in zip(
             pending, own.tolist(), sums.T.tolist(), durations_s, strict=True
         ):
+            left_out = bool(result.skipped)
             row |= {
                 "num_targets": result.num_targets,
-                "skipped": result.skipped or bool(fault and config.on_nonfinite == "skip"),
+                "skipped": left_out or bool(fault and config.on_nonfinite == "skip"),
                 "loss": loss_sum / result.num_targets,
-                "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+                "grad_norm": None
+                if left_out or result.grad_norm is None
+                else float(result.grad_norm),
                 "step_time_s": seconds,
                 "tokens_per_s": row["num_tokens"] / seconds,
             }

@@ -207,7 +207,7 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     ("values", "words"),
     [
         ({"strategy": "zero2"}, "strategy='zero2'"),
-        ({"strategy": "dp", "precision": "fp16"}, "precision='fp16'"),
+        ({"strategy": "dp", "gradient_compression": "bf16"}, "gradient_compression"),
         ({"strategy": "tp", "dropout": 0.1}, "dropout under tp or activation checkpointing"),
         ({"strategy": "dp", "dropout": 0.1, "activation_checkpointing": "full"}, "dropout under"),
     ],

@@ -75,7 +75,7 @@ def fp16_engine(folder, loss_scale):
     options = {"precision": "fp16", "learning_rate": 1e-3, "cuda_graphs": False, "compile": False}
     plan = small_plan(folder, machine=GPU_MACHINE, batch_size=2, grad_accum_steps=2, **options)
     engine = build_engine(plan)
-    engine.loss_scale = loss_scale
+    engine.loss_scale.fill_(loss_scale)
     return engine
 
 
@@ -103,7 +103,7 @@ def test_a_loss_scale_falls_at_an_overflow_and_rises_again(tmp_path, monkeypatch
     assert overflow.skipped
     assert engine.loss_scale == 2.0**39
     assert all(map(torch.equal, engine.parameters, before))
-    engine.loss_scale = 2.0**4
+    engine.loss_scale.fill_(2.0**4)
     steps = train(engine, 0, 1, 2)
     assert not any(step.skipped for step in steps)
     assert engine.loss_scale == 2.0**5

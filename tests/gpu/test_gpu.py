@@ -82,12 +82,14 @@ REPLAYED = {
     1: {
         "dp": {"strategy": "dp", **cut(1)},
         "dp accumulating": {"strategy": "dp", **cut(4), **DROPPING},
+        "dp fp16": {"strategy": "dp", **cut(2), "precision": "fp16"},
         "dp whole, chunked": {
             "strategy": "dp", **cut(1), "compile": "whole", "loss_chunk_tokens": 100,
         },
     },
     2: {
         "fsdp": {"strategy": "fsdp", **cut(2), **DROPPING},
+        "fsdp fp16": {"strategy": "fsdp", **cut(2), "precision": "fp16"},
         "fsdp chunked": {"strategy": "fsdp", **cut(1), "loss_chunk_tokens": 100},
         "tp2": {**split(tp=2), **cut(2)},
         "pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
