@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed_training.advise.cluster import cluster_of
+from distributed_training.advise.cluster import cluster_of, lay_out_on
 from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import block_bytes
+from distributed_training.predict.predict import predict
 from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.gpus import GPUS
+from distributed_training.settings.gpus import GPUS, described_gpu
 from distributed_training.settings.strategies import (
     list_strategies,
     strategy_defaults,
@@ -32,6 +33,35 @@ def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
     built = build_config(values, defaults=strategy_defaults, options=strategy_options)
     machine = cluster_of(GPUS["H200"], 1, num_processes).machine
     return draft_plan(built, machine, num_processes, num_processes)
+
+
+# Nvidia's figures for the Ada generation's smallest.
+SMALL = {
+    "memory_gib": 7.6, "tflops": 30.2, "fp32_tflops": 15.1, "memory_gb_s": 272.0, "num_sms": 24,
+    "name": "RTX-4060",
+}  # fmt: skip
+RECIPES = (  # label, GPU, model, batch_size
+    ("8 GB", described_gpu(SMALL), "gpt2", 8),
+    ("16 GB", GPUS["T4"], "gpt2-medium", 8),
+    ("24 GB", GPUS["RTX-4090"], "gpt2-large", 8),
+    ("80 GB", GPUS["H100-80GB"], "gpt2-xl", 16),
+)
+
+
+def recipes() -> str:
+    """What a GPU of each size can train, as `plan` predicts: memory, minutes of two epochs."""
+    rows = []
+    for label, gpu, model, batch_size in RECIPES:
+        cluster = cluster_of(gpu, 1, 1)
+        built = build_config({"strategy": "dp", "model": model, "batch_size": batch_size})
+        prediction = predict(lay_out_on(cluster, built), cluster.rates)
+        tokens = 2 * 1000 * built.max_length
+        assert prediction.tokens_per_s is not None
+        minutes = tokens / prediction.tokens_per_s / 60
+        options = f"`--model {model} --batch_size {batch_size}`"
+        needed = f"{prediction.memory.needed_bytes / GIB:.1f} GiB"
+        rows.append([label, gpu.name, options, needed, f"{minutes:.1f}"])
+    return markdown_table(rows, ["GPU memory", "such as", "options", "needs", "minutes"])
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
