@@ -45,8 +45,9 @@ class RunConfig(Options):
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"),
-        help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads; auto: "
-        "gpt2-tiny without a GPU, gpt2 below 12 GiB, else gpt2-medium")
+        help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, a Llama, "
+        "Mistral or Qwen by its name on the Hub, a folder; auto: gpt2-tiny without a GPU, gpt2 "
+        "below 12 GiB, else gpt2-medium")
     dataset: Text = data(AUTO, aliases=("data", "train_file"),
         help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name[:config] of "
         "the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else "
@@ -54,7 +55,8 @@ class RunConfig(Options):
     validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"),
         help="likewise, to evaluate on; None: dataset's validation split, or its last 5%")
     tokenizer: Text = data(AUTO,
-        help="gpt2, embedded, a folder with vocab.json and merges.txt; auto: by model")
+        help="gpt2, embedded, a folder with tokenizer.json or vocab.json and merges.txt, a model's "
+        "name on the Hub; auto: by model")
     weights: Text = data(AUTO,
         help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where "
         "possible")

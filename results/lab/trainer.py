@@ -1,0 +1,169 @@
+"""Ours against transformers' Trainer, compiled and not, on one GPU or CPU: tokens per second.
+
+    python results/lab/trainer.py OUT.json [--tiny]
+
+Both train the same model from the same random weights in bf16 with fused AdamW and clipping at 1.0.
+Each measurement has a process of its own, so that none inherits memory or compiled kernels of
+another. No download is needed: tokens are random, or the embedded text's. --tiny rehearses it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import checkout
+import torch
+
+from distributed_training.engines.native import NUM_EAGER_STEPS
+from distributed_training.models import find_model
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
+from distributed_training.settings.parser import Parser
+from results.lab.harness import Run, each_run, open_group
+
+CASES = (  # model, sequences, tokens of each
+    ("Qwen3-0.6B", 8, 1024), ("SmolLM2-135M", 32, 1024), ("gpt2-medium", 4, 512),
+    ("gpt2", 64, 1024),
+)  # fmt: skip
+TINY = (("tests/models/grouped", 2, 32), ("gpt2-tiny", 2, 32))
+WAYS = ("ours", "Trainer, compiled", "Trainer")
+WARMUP_STEPS = NUM_EAGER_STEPS + 8
+TIMED_STEPS = 30
+LIMIT_S = 900
+
+
+class Clock:
+    """Seconds of the steps after the first ones, and the peak of GPU memory in them."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.began = 0.0
+        self.seconds = 0.0
+
+    def tick(self) -> None:
+        """After every step."""
+        self.done += 1
+        if self.done in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.began
+            self.began = time.perf_counter()
+
+    def result(self) -> dict[str, float]:
+        """Of the timed steps."""
+        found = {"step_time_s": self.seconds / TIMED_STEPS}
+        if torch.cuda.is_available():
+            found["peak_bytes"] = float(torch.cuda.max_memory_allocated())
+        return found
+
+
+def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
+    """As CONFIG's "auto" has it on this machine, but in bf16."""
+    config = {
+        "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",
+        "tokenizer": "embedded", "weights": "random", "model": model, "batch_size": batch,
+        "max_length": length, "checkpoint_every": 0,
+    }  # fmt: skip
+
+    def train(run: Run) -> dict[str, float]:
+        clock = Clock()
+        for step in range(WARMUP_STEPS + TIMED_STEPS):
+            run.engine.train_step(run.batch(step % 4))
+            clock.tick()
+        return clock.result()
+
+    with open_group() as group:
+        for _, found in each_run(group, {"ours": config}, train):
+            if isinstance(found, str):
+                raise SystemExit(found)
+            return dict(found[0])
+    raise AssertionError("one run")
+
+
+def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
+    """With transformers' Trainer, from our random weights."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    clock = Clock()
+
+    class Ticks(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.tick()
+
+    spec = find_model(model)
+    steps = WARMUP_STEPS + TIMED_STEPS
+    with tempfile.TemporaryDirectory() as folder:
+        state = dict(spec.build(dropout=0.0, seed=0).state_dict())
+        spec.save(state, Path(folder), eos_token_id=0)
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        theirs.config.use_cache = False
+        for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # GPT-2's; ours is 0
+            if hasattr(theirs.config, key):
+                setattr(theirs.config, key, 0.0)
+        for module in theirs.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        ids = torch.randint(spec.size.vocab_size, (steps * batch, length))
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=batch, max_steps=steps, bf16=True,
+            optim="adamw_torch_fused", learning_rate=1e-4, max_grad_norm=1.0, report_to="none",
+            torch_compile=compiled, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        Trainer(theirs, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
+    return clock.result()
+
+
+def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
+    """In a process of its own."""
+    command = [sys.executable, __file__, "--one", json.dumps([way, *case])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode:
+        raise SystemExit(f"{way}, {case}: {done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description="Compare with transformers' Trainer.")
+    parser.add_argument("output", type=Path, nargs="?")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one")
+    arguments = parser.parse_args(argv)
+    if arguments.one:
+        way, *case = json.loads(arguments.one)
+        compiled = way != "Trainer"
+        ours = way == "ours"
+        found = train_ours(*case) if ours else train_theirs(*case, compiled=compiled)
+        print(json.dumps(found))
+        return 0
+    on_gpu = torch.cuda.is_available()
+    result: dict[str, Any] = {
+        "what": "bf16, fused AdamW, one process: ours and transformers' Trainer",
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        **provenance("python results/lab/trainer.py OUT.json"),
+        "cases": {},
+    }
+    for case in TINY if arguments.tiny else CASES:
+        model, batch, length = case
+        name = f"{model} {batch} x {length}"
+        steps = {way: measure(way, case) for way in WAYS}
+        speeds = {way: batch * length / found["step_time_s"] for way, found in steps.items()}
+        ratios = {f"ours / {way}": speeds["ours"] / speeds[way] for way in WAYS[1:]}
+        result["cases"][name] = {"tokens_per_s": speeds, **ratios, "steps": steps}
+        shown = ", ".join(f"{ratio:.2f} x {key[7:]}" for key, ratio in ratios.items())
+        print(f"{name}: {speeds['ours']:,.0f} tokens/s, {shown}", flush=True)
+        write_json(arguments.output, result)
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)
