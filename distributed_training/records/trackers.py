@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +86,17 @@ def _tensorboard(run_dir: Path, about: dict[str, Any]) -> Tracker:
     return Tracker(send, close)
 
 
-def _wandb(run_dir: Path, about: dict[str, Any]) -> Tracker:
-    """Its own settings and WANDB_MODE=offline apply."""
-    import wandb
-
-    run = wandb.init(project=PROJECT, name=run_dir.name, dir=str(run_dir), config=about)
+def _wandb(package: str, run_dir: Path, about: dict[str, Any], **own: str) -> Tracker:
+    """wandb, to which WANDB_MODE=offline applies, or trackio, which has its interface: look with
+    `trackio show`; TRACKIO_SPACE_ID names a Space of the Hub."""
+    module = importlib.import_module(package)
+    module.init(project=PROJECT, name=run_dir.name, config=about, **own)
 
     def close(final: dict[str, float]) -> None:
-        run.summary.update(final)
-        run.finish()
+        module.log(final)
+        module.finish()
 
-    return Tracker(run.log, close)
+    return Tracker(module.log, close)
 
 
 def _mlflow(run_dir: Path, about: dict[str, Any]) -> Tracker:
@@ -112,17 +114,9 @@ def _mlflow(run_dir: Path, about: dict[str, Any]) -> Tracker:
     return Tracker(mlflow.log_metrics, close)
 
 
-def _trackio(run_dir: Path, about: dict[str, Any]) -> Tracker:
-    """Look with `trackio show`; TRACKIO_SPACE_ID names a Space of the Hub."""
-    import trackio
-
-    trackio.init(project=PROJECT, name=run_dir.name, config=about)
-
-    def close(final: dict[str, float]) -> None:
-        trackio.log(final)
-        trackio.finish()
-
-    return Tracker(trackio.log, close)
-
-
-_BUILD = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+_BUILD: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": lambda run_dir, about: _wandb("wandb", run_dir, about, dir=str(run_dir)),
+    "mlflow": _mlflow,
+    "trackio": partial(_wandb, "trackio"),
+}

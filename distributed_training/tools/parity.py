@@ -122,6 +122,10 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
                 judge(outcome, reference, again)
                 shutil.rmtree((outcome.folder or wanted.out) / CHECKPOINTS, ignore_errors=True)
             print(f"{place}: {outcome.verdict}", flush=True)
+    except KeyboardInterrupt:
+        if outcomes[2].verdict:
+            write_page(wanted.out, [outcome for outcome in outcomes if outcome.verdict])
+        raise
     finally:
         for folder in wanted.out.glob(f"runs/*/{CHECKPOINTS}"):
             shutil.rmtree(folder)
@@ -252,7 +256,7 @@ def write_page(out: Path, outcomes: Sequence[Outcome]) -> None:
     layouts = outcomes[2:]
     bad = [outcome.name for outcome in layouts if outcome.verdict in BAD]
     good = sum(outcome.verdict == OK for outcome in layouts)
-    heading = f"{plural(good, 'layout')} of {len(layouts)} compute what one process computes."
+    heading = f"{good} of {plural(len(layouts), 'layout')} compute what one process computes."
     if bad:
         heading += f" These do not: {', '.join(bad)}."
     config = reference.config

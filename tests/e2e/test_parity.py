@@ -56,5 +56,5 @@ def test_every_layout_is_held_against_one_process(tmp_path):
     assert verdicts == {**good, "3d": "not run", "forgetful": "differs"}
     assert "gradient norm of step " in page["runs"][-1]["why"]
     text = (repository / "runs/parity-x2/parity.html").read_text()
-    assert "3 layouts of 5 compute what one process computes. These do not: forgetful." in text
+    assert "3 of 5 layouts compute what one process computes. These do not: forgetful." in text
     assert not list(repository.glob("runs/parity-x2/runs/*/checkpoints"))

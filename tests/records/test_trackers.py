@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -52,7 +52,6 @@ def calls(monkeypatch):
 
     for name in ("wandb", "mlflow", "trackio"):
         fake = ModuleType(name)
-        fake.summary = SimpleNamespace(update=answer(fake, "summary"))
         fake.__getattr__ = partial(answer, fake)
         monkeypatch.setitem(sys.modules, name, fake)
     return found
@@ -86,7 +85,7 @@ PROJECT = "distributed-training"
 ROWS = [("log", STEP, 7), ("log", EVALUATED, 8)]
 WANDB = {"project": PROJECT, "name": "run", "config": ABOUT}
 CALLS = {
-    "wandb": [("init", WANDB), *ROWS, ("summary", FINAL), ("finish",)],
+    "wandb": [("init", WANDB), *ROWS, ("log", FINAL), ("finish",)],
     "mlflow": [
         ("set_experiment", PROJECT), ("start_run", {"run_name": "run"}), ("log_params", ABOUT),
         *(("log_metrics", *row[1:]) for row in ROWS), ("log_metrics", FINAL), ("end_run",),
