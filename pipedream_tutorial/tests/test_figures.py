@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from pipedream.draw.data import forwards_only, idle_curves, standings
-from pipedream.draw.grids import draw_picture, kind_colours
+from pipedream.draw.grids import kind_colours
 from pipedream.draw.page import LEAST
 from pipedream.errors import main_with_errors
 from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
@@ -29,6 +29,7 @@ from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline, simulate
 
 from results.lab.tutorial.figures import PICTURES as STEPS
+from results.lab.tutorial.figures import draw_picture
 
 PICTURES = pipedream_visual.PICTURES
 GRIDS = ("naive_pipeline", "microbatch_forward", "microbatch_backward", "all_schedules",

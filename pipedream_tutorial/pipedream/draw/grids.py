@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -50,9 +48,6 @@ KINDS = {
 IDLE_HATCH: dict[str, Any] = {
     "facecolor": "#FFFFFF", "edgecolor": "#C9C9C9", "hatch": "////", "linewidth": 0.0,
 }  # fmt: skip
-ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
-         "shrinkA": 0, "shrinkB": 0}  # fmt: skip
-MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
 ROW = 0.88
 """Height of a rank's cells, where ranks are 1 apart."""
 
@@ -212,8 +207,6 @@ class Picture(NamedTuple):
     notes: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     """The ranks' names; empty: their numbers."""
-    arrows: bool = False
-    """Whether messages that a rank waits for are drawn."""
     tall: float = 1.2
     """Height of a row, in row heights."""
     until: Fraction | None = None
@@ -224,9 +217,9 @@ class Picture(NamedTuple):
 
 
 def draw_picture(picture: Picture, path: Path) -> Figure:
-    """Write it; what a PNG was drawn from is in its metadata as a digest."""
+    """Write it."""
     figure, _ = lay_out(picture)
-    return save(figure, path, digest(picture))
+    return save(figure, path)
 
 
 def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
@@ -237,7 +230,7 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
     figure, axes = new_figure(
         picture.title,
         [picture.tall * _height(timeline) for timeline in timelines],
-        legend=[*legend, *([MESSAGE] if picture.arrows else [])],
+        legend=legend,
         head=0.45 if picture.panels[0].text else 0.2,
         gap=0.5,
         notes=picture.notes,
@@ -249,9 +242,6 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
         panel_title(ax, panel.text)
         if picture.rows:
             ax.set_yticks(range(len(picture.rows)), picture.rows)
-        for message in awaited(panel.timeline) if picture.arrows else ():
-            ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
-            ax.annotate("", *ends, arrowprops=ARROW)
         ax.tick_params(labelbottom=ax is axes[-1])
     time_label(axes[-1], timelines[-1], picture.unit)
     return figure, axes
@@ -262,44 +252,6 @@ def _height(timeline: Timeline) -> float:
     p = timeline.schedule.num_ranks
     pairs = any(len(event.item.parts) > 1 for event in timeline.all_events())
     return p * row_height(p) * (1.25 if pairs else 1)
-
-
-def digest(picture: Picture) -> str:
-    """Of every event, its start and its end, and of all texts."""
-    parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
-    parts += [str(message) for panel in picture.panels if picture.arrows
-              for message in awaited(panel.timeline)]  # fmt: skip
-    for panel in picture.panels:
-        parts += [panel.text, *events_text(panel.timeline)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def events_text(timeline: Timeline) -> list[str]:
-    """Every event, for a digest."""
-    return [f"{e.rank} {e.item} {e.start} {e.end}" for e in timeline.all_events()]
-
-
-class Message(NamedTuple):
-    """A result on its way from one rank to another."""
-
-    sender: int
-    sent: Fraction
-    receiver: int
-    arrives: Fraction
-
-
-def awaited(timeline: Timeline) -> list[Message]:
-    """The messages on whose arrival an idle rank starts."""
-    ranks, cost = timeline.schedule.ranks(), timeline.costs.communication
-    found = []
-    for events in timeline.events:
-        free = Fraction(0)
-        for event in events:
-            sender = event.rank if event.bound_by is None else ranks[event.bound_by]
-            if event.start > free and sender != event.rank:
-                found.append(Message(sender, event.start - cost, event.rank, event.start))
-            free = event.end
-    return found
 
 
 def idle_text(shares: Idle) -> str:

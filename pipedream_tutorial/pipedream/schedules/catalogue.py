@@ -62,13 +62,6 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     return entry.build(p, m, v) if entry.chunks else entry.build(p, m)
 
 
-def title_of(name: str) -> str:
-    """The title of a schedule, or of an order that the runtime searched for."""
-    if name in SCHEDULES:
-        return SCHEDULES[name].title
-    return f"Search, {name.removeprefix(FOUND)} held" if name.startswith(FOUND) else name
-
-
 FOUND = "search-"
 """Begins the name of a found order; the limit of microbatches held on a rank follows."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import checkout  # noqa: F401
 import numpy as np
@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.config import FOLDER
 from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, Record, log_axes
-from pipedream.draw.grids import Panel, Picture, idle_text, panel_title
+from pipedream.draw.grids import Panel, Picture, idle_text, kind_legend, lay_out, panel_title
 from pipedream.draw.labels import place_labels
 from pipedream.draw.page import (
     GREY,
@@ -40,14 +40,20 @@ from pipedream.plan.planner import Plan, plan_pipeline
 from pipedream.plan.profile import load_profile
 from pipedream.plan.replicated import simulate_plan
 from pipedream.runtime.record import GPU_GOAL_POINTS
-from pipedream.schedules.catalogue import SCHEDULES, title_of
+from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
 from pipedream.simulate.measures import idle
+from pipedream.simulate.simulator import Timeline
+
+from results.lab.tutorial.tables import title_of
 
 CURVE: dict[str, Any] = {
     "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
     "drawstyle": "steps-post",
 }  # fmt: skip
+ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
+         "shrinkA": 0, "shrinkB": 0}  # fmt: skip
+MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
 FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
@@ -143,7 +149,54 @@ def communication() -> Picture:
         f"A message takes {number(c)}, as long as a forward: it costs GPipe {costs[0]}, 1F1B "
         f"{costs[1]} and ZB-H2 {costs[2]} time units"
     )
-    return Picture(title, panels, arrows=True)
+    return Picture(title, panels, legend=[*kind_legend([p.timeline for p in panels]), MESSAGE])
+
+
+class Message(NamedTuple):
+    """A result on its way from one rank to another."""
+
+    sender: int
+    sent: Fraction
+    receiver: int
+    arrives: Fraction
+
+
+def awaited(timeline: Timeline) -> list[Message]:
+    """The messages on whose arrival an idle rank starts."""
+    ranks, cost = timeline.schedule.ranks(), timeline.costs.communication
+    found = []
+    for events in timeline.events:
+        free = Fraction(0)
+        for event in events:
+            sender = event.rank if event.bound_by is None else ranks[event.bound_by]
+            if event.start > free and sender != event.rank:
+                found.append(Message(sender, event.start - cost, event.rank, event.start))
+            free = event.end
+    return found
+
+
+def draw_picture(picture: Picture, path: Path) -> Figure:
+    """Write it, where its legend has messages with an arrow for each that a rank waits for; what it
+    was drawn from is in its metadata as a digest."""
+    figure, axes = lay_out(picture)
+    for ax, panel in zip(axes, picture.panels, strict=True):
+        for message in awaited(panel.timeline) if MESSAGE in (picture.legend or ()) else ():
+            ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
+            ax.annotate("", *ends, arrowprops=ARROW)
+    return save(figure, path, digest(picture))
+
+
+def digest(picture: Picture) -> str:
+    """Of every event, its start and its end, and of all texts."""
+    parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
+    for panel in picture.panels:
+        parts += [panel.text, *events_text(panel.timeline)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def events_text(timeline: Timeline) -> list[str]:
+    """Every event, for a digest."""
+    return [f"{e.rank} {e.item} {e.start} {e.end}" for e in timeline.all_events()]
 
 
 def plan() -> Picture:

@@ -21,7 +21,6 @@ from pipedream.draw.grids import (
     ROW,
     cost_text,
     draw_grid,
-    events_text,
     kind_legend,
     panel_title,
     row_height,
@@ -53,6 +52,8 @@ from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
 from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
 from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
+
+from results.lab.tutorial.figures import events_text
 
 SCALE = 1.25  # pixels of a frame for one of the page that shows it
 COLOURS = 32

@@ -181,8 +181,6 @@ def pages(folder: Path) -> dict[str, str]:
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """File name -> digest of what it is drawn from, and how to draw it."""
-    from pipedream.draw import grids
-
     from results.lab.tutorial import figures as own
     from results.lab.tutorial import gifs
 
@@ -205,7 +203,7 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     }
     for name, build in own.PICTURES.items():
         picture = build()
-        found[f"figures/{name}.png"] = grids.digest(picture), partial(grids.draw_picture, picture)
+        found[f"figures/{name}.png"] = own.digest(picture), partial(own.draw_picture, picture)
     for name, move in gifs.ANIMATIONS.items():
         animation = move()
         drawn = gifs.digest(animation), partial(gifs.draw_animation, animation)

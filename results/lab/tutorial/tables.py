@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import checkout  # noqa: F401
-from pipedream.schedules.catalogue import SCHEDULES, title_of
+from pipedream.schedules.catalogue import FOUND, SCHEDULES
 
 Record = Mapping[str, Any]
+
+
+def title_of(name: str) -> str:
+    """The title of a schedule, or of an order that the runtime searched for."""
+    if name in SCHEDULES:
+        return SCHEDULES[name].title
+    return f"Search, {name.removeprefix(FOUND)} held" if name.startswith(FOUND) else name
 
 
 def wrapped(text: str) -> str:

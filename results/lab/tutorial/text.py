@@ -15,9 +15,8 @@ from pipedream.runtime.record import (
     render,
     waited_for_host,
 )
-from pipedream.schedules.catalogue import title_of
 
-from results.lab.tutorial.tables import final_loss_table, study_intro, wrapped
+from results.lab.tutorial.tables import final_loss_table, study_intro, title_of, wrapped
 
 Record = Mapping[str, Any]
 
