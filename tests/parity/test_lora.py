@@ -1,26 +1,39 @@
-"""Adapters beside frozen weights: as a plain PyTorch loop, and under every strategy alike."""
+"""Adapters beside frozen weights: as in a plain loop, under every strategy alike, and exported."""
 
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from distributed_training.models import find_model, peft
+from distributed_training.models.peft import PREFIX, to_peft
+from distributed_training.parallel.lora import apply_lora
+from distributed_training.settings.config import RunConfig
+from results.lab.faults.resharding import EIGHT, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.parity import reference as plain
 from tests.parity.support import DEEP, assert_equal_runs, cut, reference, run_cases, split
+from tests.parity.test_reference import SETTINGS, assert_follows, folder, load, run
 
-LORA = {**DEEP, "lora_rank": 4, "lora_alpha": 8.0}
+__all__ = ["folder"]
+ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
+SCALE = 2.0
+LORA = {**DEEP, **ADAPTERS, "learning_rate": 1e-2}
 CASES = {
-    "dp": {"strategy": "dp", **cut(2)},
     "fsdp": {"strategy": "fsdp", **cut(2)},
     "tp2": {**split(tp=2), **cut(2)},
-    "tp2-whole": {**split(tp=2), **cut(1), "sequence_parallel": False},
-    "pp2-1f1b": {**split(pp=2), **cut(2)},
+    "tp2-whole": {
+        **split(tp=2), **cut(1), "sequence_parallel": False, "activation_checkpointing": "full",
+    },
     "pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
-    "zero2": {"strategy": "zero2", **cut(2)},
+    "zero2": {"strategy": "zero2", **cut(2), "loss_chunk_tokens": 16},
     "zero3": {"strategy": "zero3", **cut(2)},
-    "offload": {"strategy": "offload", **cut(2)},
     "hybrid": {"strategy": "hybrid", **cut(4)},
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -29,5 +42,129 @@ def results():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lora_equals_one_process(name):
-    assert_equal_runs(results()[name], reference(LORA))
+def test_a_strategy_trains_the_adapters_of_one_process(name):
+    expected = reference(LORA)
+    assert all(".adapter." in parameter for parameter in expected["state"])
+    assert_equal_runs(results()[name], expected)
+
+
+def test_adapters_go_on_under_another_layout(tmp_path):
+    pairs = [("zero2 x 2", "3d-shard-tp x 4"), ("3d-tp-pp x 4", "zero3 x 2")]
+    for pair, far in reshard(pairs, tmp_path, {**EIGHT, **ADAPTERS}).items():
+        assert far["loss"] <= LOSS_TOLERANCE, pair
+        assert far["weight"] <= WEIGHT_TOLERANCE, pair
+
+
+class Adapted(torch.nn.Module):
+    """A GPT-2 of Hugging Face whose matrices are W + SCALE (B A)^T with W as it is."""
+
+    def __init__(self, model, initial):
+        super().__init__()
+        self.model = [model]  # its parameters are not this module's
+        self.names = [name.removeprefix(PREFIX) for name in initial]
+        self.values = torch.nn.ParameterList(initial.values())
+
+    def forward(self, ids):
+        learnt = dict(zip(self.names, self.values, strict=True))
+        weights = {}
+        for name, a in learnt.items():
+            if ".lora_A." in name:
+                b = learnt[name.replace("lora_A", "lora_B")]
+                matrix = name.replace(".lora_A", "")
+                weights[matrix] = self.model[0].get_parameter(matrix).detach() + SCALE * (b @ a).T
+        return torch.func.functional_call(self.model[0], weights, ids)
+
+
+def draw(spec):
+    """A model of ours with the adapters that a run begins with; these under PEFT's names."""
+    config = RunConfig(seed=SETTINGS.seed, **ADAPTERS)
+    model = spec.build(dropout=0.0, seed=0)
+    spec.load(model, spec.weights_dir)
+    apply_lora(model, config)
+    return model, {name: each.clone() for name, each in to_peft(model.state_dict(), spec).items()}
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """The run folder, and what was recorded, of a run as typed."""
+    runs = tmp_path_factory.mktemp("runs")
+    found = run(folder, runs, strategy="dp", checkpoint_every=None, **ADAPTERS)
+    (run_dir,) = (
+        path.parent for path in runs.glob("*/record.json") if not path.parent.is_symlink()
+    )
+    return run_dir, found
+
+
+def test_adapters_train_as_in_a_plain_loop(folder, trained):
+    base, *records = load(folder)
+    adapted = Adapted(base, draw(find_model(str(folder / "model")))[1])
+    expected = plain.train(adapted, *records, SETTINGS)
+    names = [f"{PREFIX}{name}" for name in adapted.names]
+    state = dict(zip(names, adapted.values, strict=True))
+    assert_follows(trained[1], {**expected, "state": state})
+
+
+def test_the_first_step_has_the_weights_of_the_base(folder):
+    spec = find_model(str(folder / "model"))
+    model, initial = draw(spec)
+    ids = torch.randint(0, 2000, (2, 32))
+    base = spec.build(dropout=0.0, seed=0)
+    spec.load(base, spec.weights_dir)
+    assert torch.equal(model(ids), base(ids))
+    for name, values in initial.items():
+        if "lora_B" in name:
+            assert not values.any()
+        else:  # Kaiming's uniform, as PEFT has it
+            limit = values.shape[1] ** -0.5
+            assert 0.9 * limit < values.abs().max() <= limit, name
+
+
+def assert_exports_agree(adapters, merged, vocab_size):
+    """PEFT makes of the adapters what the merged folder is."""
+    library = pytest.importorskip("peft")
+    base = json.loads((adapters / peft.CONFIG_FILE).read_text())["base_model_name_or_path"]
+    ids = torch.randint(0, vocab_size, (2, 32))
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    before = model(ids).logits
+    found = library.PeftModel.from_pretrained(model, adapters).eval()(ids).logits
+    expected = AutoModelForCausalLM.from_pretrained(merged).eval()(ids).logits
+    assert (before - expected).norm() > 1e-2 * expected.norm()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_peft_opens_what_is_exported(trained, tmp_path):
+    from distributed_training.tools.models import export_checkpoint, load_model
+
+    run_dir, _ = trained
+    export_checkpoint(str(run_dir), str(tmp_path / "merged"), merge=True)
+    assert_exports_agree(run_dir / "hf", tmp_path / "merged", 2000)
+    ids = torch.randint(0, 2000, (2, 32))
+    ours = [load_model(str(path), "hf")[0](ids) for path in (run_dir / "hf", tmp_path / "merged")]
+    torch.testing.assert_close(*ours)
+
+
+def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape, **heads)).save_pretrained(tmp_path / "m")
+    spec = find_model(str(tmp_path / "m"))
+    model, _ = draw(spec)
+    for name, values in model.named_parameters():
+        if name.endswith("adapter.b"):
+            values.data.normal_()
+    state, config = model.state_dict(), RunConfig(**ADAPTERS)
+    folder, fingerprint = tmp_path / "adapters", 0
+    base = spec.build(dropout=0.0, seed=0)
+    spec.load(base, spec.weights_dir)
+    fingerprint = base.fingerprint()
+    words = {"base": str(tmp_path / "m"), "fingerprint": fingerprint}
+    peft.save_adapters(state, spec, config, folder, **words)
+    peft.load_adapters(base, spec, folder)
+    ids = torch.randint(0, 256, (2, 32))
+    torch.testing.assert_close(base(ids), model(ids), rtol=1e-4, atol=1e-4)
+    spec.save(base.state_dict(), tmp_path / "merged", eos_token_id=0)
+    assert len(load_file(folder / peft.WEIGHTS_FILE)) == 2 * 2 * 7
+    assert_exports_agree(folder, tmp_path / "merged", 256)
+    with pytest.raises(Exception, match="other weights"):
+        peft.load_adapters(base, spec, folder)  # they are in it already

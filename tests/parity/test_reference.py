@@ -78,7 +78,7 @@ def run(folder, output_dir, num_processes=2, **changes):
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
         "evaluations": {row["step"]: row["loss"] for row in record["evaluations"]},
-        "state": load_file(Path(record["run_dir"]) / "hf" / "model.safetensors"),
+        "state": load_file(*Path(record["run_dir"], "hf").glob("*model.safetensors")),
     }
 
 
