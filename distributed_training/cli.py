@@ -82,7 +82,6 @@ def build_parser(
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--force", action="store_true", help="run what is predicted not to fit")
-    add(PLANNED, action="store_true", help=hidden)
     add("--local_rank", help=hidden)  # deepspeed passes it
     for title, members in by_group(keys).items():
         group = parser.add_argument_group(title)
@@ -198,9 +197,9 @@ def doctor(argv: Sequence[str], program: Program) -> int:
 
 def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
-    arguments = parse(argv, program, train)
-    if arguments.planned:
+    if PLANNED in argv:
         return start_planned()
+    arguments = parse(argv, program, train)
     config = configure(arguments, program)
     asked = arguments.num_gpus
     given = arguments.cluster

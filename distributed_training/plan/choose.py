@@ -11,26 +11,39 @@ from typing import Any
 
 from distributed_training.models import ModelSize
 from distributed_training.plan.machine import Machine
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import AUTO, RunConfig, load_preset
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import user_path
 from distributed_training.settings.strategies import Strategy
 
+WORDS = "words"  # the preset for a small text and no GPU, but for these keys
+KEPT = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 
 def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunConfig:
-    """Decide an "auto" model by the machine."""
+    """Decide an "auto" model by the machine; where that is the smallest, for one's own text, also
+    how it is trained."""
     if config.model != AUTO:
         return config
     model = "gpt2-medium"
+    decided: dict[str, Any] = {}
     if machine.num_gpus == 0:
         notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
         model = "gpt2-tiny"
+        if user_path("dataset", config.dataset).exists():
+            decided = {k: v for k, v in load_preset(WORDS).items() if k in config.untouched}
+            for key in KEPT.intersection(decided):
+                del decided[key]
+            notes.append(
+                f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
+                + ", ".join(f"{key} {value}" for key, value in decided.items())
+            )
     elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
         model = "gpt2"
-    return with_values(config, model=model)
+    return with_values(config, **{**decided, "model": model})
 
 
 def choose_settings(

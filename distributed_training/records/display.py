@@ -302,6 +302,9 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
     rows.append(("host memory", f"peak {gib(memory.get('peak_host_bytes'))} a process"))
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients not finite"))
+    if r.config["model"] == "gpt2-tiny" and not r.machine["gpu_name"]:
+        better = "more epochs and max_steps, --num_gpus 2, or a GPU, which trains gpt2-medium"
+        rows.append(("better text", better))
     if wrote := _profile(r):
         shares = f"overlap {short_path(r.run_dir)} says what communication takes of them"
         rows.append(("profile", f"{wrote}; {shares}"))

@@ -391,7 +391,8 @@ class Trainer:
         rank 0's clock decides on output. GPUs do not wait for these CPU integers. A save that has
         ended is taken note of on all ranks. Collective.
         """
-        due = self.topology.rank == 0 and time.monotonic() - self._flushed_at >= FLUSH_EVERY_S
+        waited_s = time.monotonic() - self._flushed_at
+        due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
         votes = torch.tensor([self._stopping.signum, int(due), int(self.saver.has_ended())])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes[2]:

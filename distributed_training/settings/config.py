@@ -188,6 +188,8 @@ class RunConfig(Options):
     below_bytes: int | None = None
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
+    # Keys without a preset, and with their defaults in CONFIG and on the command line.
+    untouched: tuple[str, ...] = Field(default=(), strict=False)
 
     def to_user_words(self) -> dict[str, Any]:
         """The values under CONFIG's keys, in CONFIG's order, then the engine's own options."""
@@ -222,7 +224,7 @@ def build_config(
     A key that CONFIG leaves at None or "auto" is open to a default; `options` gives the keys that
     a strategy's engine adds. Raises UserError for any key, value or preset that cannot be used.
     """
-    from_preset = {} if preset is None else _load_preset(preset)
+    from_preset = {} if preset is None else load_preset(preset)
     texts = []
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -247,10 +249,14 @@ def build_config(
     own = {name: values.pop(name) for name in own_keys if name in values}
     values["engine_options"] = validate(own_model, own, keys).model_dump()
     values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
-    return validate(RunConfig, {**values, "from_defaults": tuple(decided)}, KEYS)
+    untouched = [name for name, key in KEYS.items() if values.get(name, key.default) == key.default]
+    told = {"from_defaults": tuple(decided)}
+    told["untouched"] = () if preset else tuple(name for name in untouched if name not in over)
+    return validate(RunConfig, {**values, **told}, KEYS)
 
 
-def _load_preset(given: str) -> dict[str, Any]:
+def load_preset(given: str) -> dict[str, Any]:
+    """The values of a preset: a name of ours, or a path."""
     path = user_path("preset", given)
     if not path.exists() and not path.parent.name:  # a bare word: one of ours
         path = PRESETS_DIR / f"{path.stem}.json"

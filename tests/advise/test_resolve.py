@@ -27,6 +27,22 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     return plan, plan.notes
 
 
+def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words(text):
+    """But for what is typed, and what CONFIG has otherwise than by default."""
+    own = {"dataset": str(text), "epochs": 2, "max_length": 100}
+    built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
+    config = draft_plan(built, CPU_MACHINE, 2, 2).config
+    found = (config.epochs, config.max_steps, config.dropout, config.max_length, config.batch_size)
+    assert found == (60, 1200, 0.1, 100, 4)
+    assert config.dataset == str(text)
+    for values, machine in (
+        (own, gpu()), ({**own, "dataset": "embedded"}, CPU_MACHINE),
+        ({**own, "model": "gpt2-tiny"}, CPU_MACHINE),
+    ):  # fmt: skip
+        built = build_config({"strategy": "dp", **values})
+        assert draft_plan(built, machine, 2, 2).config.epochs == 2
+
+
 @pytest.fixture
 def stocked_hub(tmp_path, monkeypatch):
     """A Hub that has every file asked for; the shipped tokenizer stands in for GPT-2's."""

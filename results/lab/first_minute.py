@@ -1,0 +1,92 @@
+"""When each line of a run appears, in seconds since it was typed: with empty caches, then again.
+
+    python -m results.lab.first_minute OUT.json [-- python real_model_example.py ...]
+
+Without a command: the default run on one GPU, gpt2-medium with random weights, no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed_training.plan.machine import detect_machine
+from distributed_training.records.provenance import provenance
+from distributed_training.records.record import write_json
+from distributed_training.settings.files import ROOT
+
+COMMAND = (
+    sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", "1", "--weights", "random",
+    "--dataset", "embedded", "--tokenizer", "embedded", "--num_samples", "400",
+)  # fmt: skip
+# What is noted of the lines that match: when the first, or the last, of them came.
+MARKS = {
+    "first_line": (0, r""),
+    "header": (0, r"  model "),
+    "first_step": (0, r"step +[1-9]\d*/\d+  epoch"),
+    "last_step": (-1, r"step +(\d+)/\1  epoch"),
+    "saved": (-1, r"saved "),
+    "exported": (-1, r"exported "),
+}
+
+
+def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float, str]]:
+    """(seconds since the start, line) of what a command prints, and of its end."""
+    began = time.monotonic()
+    lines = []
+    process = subprocess.Popen(
+        command, env={**os.environ, **environment}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append((round(time.monotonic() - began, 2), line.rstrip("\n")))
+        print(f"{lines[-1][0]:7.2f}  {lines[-1][1]}", flush=True)
+    if code := process.wait():
+        sys.exit(f"the command ended with {code}")
+    return [*lines, (round(time.monotonic() - began, 2), "")]
+
+
+def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
+    """Seconds of each of MARKS, None for what was not printed, and of the end."""
+    found: dict[str, float | None] = {}
+    for name, (which, pattern) in MARKS.items():
+        times = [seconds for seconds, line in lines[:-1] if re.match(pattern, line)]
+        found[name] = times[which] if times else None
+    return {**found, "end": lines[-1][0]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, help="the JSON file to write")
+    parser.add_argument("command", nargs="*", default=COMMAND, help="after --")
+    arguments = parser.parse_args(argv)
+    machine = detect_machine()
+    document: dict[str, Any] = provenance(" ".join(arguments.command))
+    document |= {"gpu_name": machine.gpu_name, "num_gpus": machine.num_gpus, "runs": {}}
+    document["num_cpus"] = os.cpu_count()
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {
+            name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        }
+        command = [*arguments.command, "--output_dir", f"{folder}/runs"]
+        for caches_are in ("cold", "warm"):
+            lines = timed_lines(command, **caches)
+            record = json.loads(Path(folder, "runs/latest/record.json").read_bytes())
+            seconds = {**find_marks(lines), "startup_s": record["startup_s"]}
+            document["runs"][caches_are] = seconds
+            print(caches_are, json.dumps(seconds), flush=True)
+    write_json(arguments.out, document)
+
+
+if __name__ == "__main__":
+    main()
