@@ -22,8 +22,6 @@ from pipedream.draw.data import forwards_only, idle_curves, standings
 from pipedream.draw.grids import kind_colours
 from pipedream.draw.page import LEAST
 from pipedream.errors import main_with_errors
-from pipedream.schedules.closed_forms import CLOSED_FORMS, idle_fraction
-from pipedream.schedules.closed_forms import Case as ClosedCase
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline, simulate
@@ -166,24 +164,6 @@ def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
     shares[f"{kinds[0]}, all {len(kinds)} kinds"] = shares.pop(kinds[0])
     assert set(drawn) == {(title, *map(float, values)) for title, values in shares.items()}
     assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
-
-
-def test_steady_idle_shares_are_those_of_the_closed_forms() -> None:
-    """PipeDream pays fill and drain once a run, ZB-H2 its own span; others flush every batch."""
-    for p, m in ((2, 4), (4, 8), (3, 9)):
-        case = case_of(
-            num_stages=p, num_microbatches=m, input_gradient="3/2", weight_gradient="3/4"
-        )
-        for one in standings(case)[0]:
-            name, row = one.row.name, one.row
-            if name.startswith("pipedream"):
-                assert one.steady_idle == 0
-            elif name in ("naive", "gpipe", "1f1b", "interleaved", "zb-h1"):
-                assert one.steady_idle == row.batch_idle.makespan_fraction
-            elif name == "zb-h2":
-                form = ClosedCase(p, m, 2, Fraction(1), Fraction(3, 2), Fraction(3, 4))
-                waited = CLOSED_FORMS[name].span_idle(form, 0)
-                assert one.steady_idle == idle_fraction(waited, form)
 
 
 def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[str, Drawn]) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from fractions import Fraction
-from math import inf
 from pathlib import Path
 
 import pipedream_planner
@@ -108,19 +107,6 @@ def test_a_straight_pipeline_of_two_is_the_known_split():
     assert plan.noam == 2
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (3, 4)]
     assert plan.bottleneck == "compute of stage 1"
-
-
-def test_the_bottleneck_can_be_synchronisation_or_a_link():
-    heavy = make_plan([layer(1, weight=100)], [(0, 2)], bandwidth=10)
-    # 2 * (2 - 1) / 2 * 100 bytes at 10 bytes/s, once for two microbatches
-    assert (heavy.period_s, heavy.bottleneck) == (5, "weight sync of stage 0")
-    assert make_plan([layer(1, weight=100)], [(0, 2)], bandwidth=10, sync_factor=4).period_s == 10
-    wide = make_plan([layer(1, activation=30), layer(1)], [(0, 1), (1, 1)], bandwidth=10)
-    assert (wide.period_s, wide.bottleneck) == (6, "link between stages 0 and 1")
-    assert (
-        make_plan([layer(1, activation=30), layer(1)], [(0, 1), (1, 1)], bandwidth=inf).period_s
-        == 1
-    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Item, Op, Schedule, one_chain
+from pipedream.schedules.ops import Item, Op, Schedule
 from pipedream.simulate.simulator import (
     Costs,
     DeadlockError,
@@ -99,24 +99,6 @@ def swapped(s: Schedule, rank: int, a: int, b: int) -> Schedule:
     orders: list[list[Item]] = [list(order) for order in s.orders]
     orders[rank][a], orders[rank][b] = orders[rank][b], orders[rank][a]
     return replace(s, orders=tuple(map(tuple, orders)))
-
-
-def test_two_ranks_that_wait_for_each_other_are_named() -> None:
-    # Rank 0 wants the backward of 0 before it has sent forward 1; rank 1 wants forward 1 first.
-    s = Schedule(
-        name="crossed",
-        orders=(
-            (Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("B", 0, 1)),
-            (Op("F", 1, 0), Op("F", 1, 1), Op("B", 1, 0), Op("B", 1, 1)),
-        ),
-        chains=one_chain(2),
-    )
-    with pytest.raises(DeadlockError) as caught:
-        simulate(s, build_costs(s))
-    assert caught.value.cycle == [Op("B", 0, 0), Op("F", 1, 1)]
-    assert str(caught.value) == (
-        "deadlock: rank 0 is at 0B0, which needs 1B0; rank 1 is at 1F1, which needs 0F1"
-    )
 
 
 @FIXED

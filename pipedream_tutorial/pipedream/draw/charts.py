@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
 LANE, FLOOR = 0.8, 0.4
 """Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
 
-Record = Mapping[str, Any]
 Points = dict[tuple[Fraction, Fraction], list[str]]
 
 

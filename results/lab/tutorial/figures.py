@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.config import FOLDER
-from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, Record, log_axes
+from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axes
 from pipedream.draw.grids import Panel, Picture, idle_text, kind_legend, lay_out, panel_title
 from pipedream.draw.labels import place_labels
 from pipedream.draw.page import (
@@ -45,7 +45,7 @@ from pipedream.simulate.comparison import Case, Row, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
 
-from results.lab.tutorial.tables import title_of
+from results.lab.tutorial.tables import Record, title_of
 
 CURVE: dict[str, Any] = {
     "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
