@@ -88,7 +88,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._topologies: dict[Topology, KeptTopology] = {}
-        self._models: dict[Any, Decoder] = {}
+        self._models: dict[str, Decoder] = {}
 
     def topology(self, wanted: Topology) -> Topology:
         """One with the same mesh that may have its communicators already."""
@@ -98,7 +98,7 @@ class Kept:
 
     def initial_model(self, plan: Plan) -> Decoder:
         """The plan's model with its initial weights."""
-        key = (plan.model, plan.config.dropout, plan.config.seed)
+        key = repr((plan.model, plan.config.dropout, plan.config.seed))
         if key not in self._models:
             drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
             self._models = {key: drawn}
