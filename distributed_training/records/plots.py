@@ -6,7 +6,7 @@ import io
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,6 @@ def _losses(
     validation as dots. A loss that was not finite is None in a record and a gap here."""
     figure = Figure(figsize=(width, 4.2), layout="constrained")  # needs no display, nor closing
     axes = figure.subplots()
-    validated = False
     for index, layout in enumerate(layouts):
         runs = [(places(r), [loss for _, loss in r.loss_curve]) for r in layout.records]
         shortest = min(min(len(x), len(y)) for x, y in runs)
@@ -102,30 +101,19 @@ def _losses(
         if len(runs) > 1:
             spread = y.std(axis=0, ddof=1)
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
-        at = {0: 0.0} | {step: place for (step, _), place in
-                         zip(layout.records[0].loss_curve, x, strict=False)}  # fmt: skip
-        dots = _validation(layout, at)
-        axes.plot(list(dots), list(dots.values()), "o", color=colour, markersize=5)
-        validated = validated or bool(dots)
+        steps = [0, *(step for step, _ in layout.records[0].loss_curve[:shortest])]
+        seen = [(row["step"], finite(row["loss"])) for r in layout.records for row in r.evaluations]
+        at = np.interp([step for step, _ in seen], steps, [0, *x])
+        axes.plot(at, [loss for _, loss in seen], "o", color=colour, markersize=5)
     if not axes.lines:
         return None
-    if validated:
-        ink = rcParams["text.color"]
-        axes.plot([], [], color=ink, linewidth=1.2, label="training")
-        axes.plot([], [], "o", color=ink, markersize=5, label="validation")
+    ink = rcParams["text.color"]
+    axes.plot([], [], color=ink, linewidth=1.2, label="training")
+    axes.plot([], [], "o", color=ink, markersize=5, label="validation")
     axes.set(xlabel=what, ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2 if width > 6 else 1)
     return figure
-
-
-def _validation(layout: Layout, at: Mapping[int, float]) -> dict[float, float]:
-    """Place -> mean validation loss over the seeds."""
-    losses: dict[float, list[float]] = {}
-    for evaluation in (row for r in layout.records for row in r.evaluations):
-        if evaluation["step"] in at:
-            losses.setdefault(at[evaluation["step"]], []).append(finite(evaluation["loss"]))
-    return {place: statistics.fmean(values) for place, values in losses.items()}
 
 
 def _frame(layouts: Sequence[Layout], what: str, width: float) -> tuple[Figure, Any]:

@@ -67,7 +67,7 @@ class Run:
     """One training that is wanted, and what came of it."""
 
     values: Values  # CONFIG keys over CONFIG, strategy and seed among them
-    config: RunConfig | None  # None: refused before it was started
+    config: RunConfig | None = None  # None: refused before it was started
     record: Record | None = None
     why: str = ""  # there is no finished record
 

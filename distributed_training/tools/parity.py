@@ -28,13 +28,7 @@ from distributed_training.records import page
 from distributed_training.records.comparison import NOTHING, Table, differing
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.provenance import provenance
-from distributed_training.records.record import (
-    METRICS_FILE,
-    Record,
-    load_record,
-    plural,
-    write_json,
-)
+from distributed_training.records.record import METRICS_FILE, load_record, plural, write_json
 from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
 from distributed_training.settings.config import AUTO, KEYS
 from distributed_training.settings.errors import UserError
@@ -62,25 +56,15 @@ Apart = dict[str, dict[str, float]]  # what of LIMITS -> where -> relative diffe
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
-    """What a run computed."""
+class Outcome(compare.Run):
+    """A run and what it computed."""
 
     name: str
-    values: compare.Values
     num_processes: int
     verdict: str = ""
-    why: str = ""  # it did not end well
     seconds: float = 0.0
     folder: Path | None = None  # None: it did not start
     apart: Apart = field(default_factory=dict)  # from the reference
-
-    @property
-    def record(self) -> Record | None:
-        return load_record(self.folder) if self.folder else None
-
-    @property
-    def texts(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.values.items()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +100,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
                     wanted, outcome.texts, outcome.num_processes
                 )
             outcome.seconds = time.monotonic() - began
+            outcome.record = load_record(outcome.folder) if outcome.folder else None
             if outcome.why and outcome.verdict:
                 raise UserError("one process cannot train this", outcome.why)
             if outcome is not reference:
@@ -217,12 +202,13 @@ def _apart_in_figures(run: Outcome, reference: Outcome) -> Apart:
 def _figures(run: Outcome) -> dict[tuple[str, str], float | None]:
     """What the steps and evaluations of a run say: (what, where) -> number."""
     assert run.folder is not None
+    assert run.record is not None
     found: dict[tuple[str, str], float | None] = {}
     for line in (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         found["loss", f"step {row['step']}"] = row["loss"]
         found["gradient norm", f"step {row['step']}"] = row["grad_norm"]
-    for row in load_record(run.folder).evaluations:
+    for row in run.record.evaluations:
         found["loss", f"the evaluation after step {row['step']}"] = row["loss"]
     return found
 

@@ -100,7 +100,7 @@ def test_curves_are_means_over_the_seeds(over_seeds):  # noqa: F811
     assert steps[0].get_ydata().tolist() == pytest.approx([3.895, 3.795, 3.695, 3.595])
     assert times[0].get_xdata().tolist() == [0.5, 1.0, 1.5, 2.0]
     for dots, last in ((steps[1], 4), (times[1], 2.0)):
-        assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([0, last], [3.5, 3.5])
+        assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([0, last] * 2, [3, 3, 4, 4])
 
 
 def test_tick_labels_do_not_overlap():

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from distributed_training.engines.native import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
-from distributed_training.settings.config import PIPELINE_SCHEDULES, build_config
+from distributed_training.settings.config import build_config
 from distributed_training.settings.engines import ENGINES
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.keys import Options, read_keys
 from distributed_training.settings.strategies import (
-    MESH_AXES,
     list_strategies,
     load_strategy,
     strategy_defaults,
@@ -50,15 +49,6 @@ def test_engine_follows_from_the_folder(name):
     assert strategy.swaps_to_disk == (name == "infinity")
     assert strategy_defaults(name) == {}
     assert strategy_options(name) is Options
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_traits_name_a_class(name):
-    traits = ENGINES[name]
-    assert callable(traits.load())
-    assert set(traits.axes) <= set(MESH_AXES)
-    assert set(traits.schedules) <= set(PIPELINE_SCHEDULES)
-    assert bool(traits.schedules) == ("pp" in traits.axes)
 
 
 @pytest.mark.parametrize(

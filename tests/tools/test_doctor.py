@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -89,9 +88,7 @@ def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
 
 
 def test_the_screen_is_as_wide_as_a_terminal(tmp_path, monkeypatch, capsys):
-    began = time.monotonic()
     code = doctor.main(tmp_path)
-    assert time.monotonic() - began < 20
     printed = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in printed)
     assert {line[:4].strip() for line in printed[:-2]} <= {"ok", "warn", "fail", ""}
