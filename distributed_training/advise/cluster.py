@@ -11,7 +11,13 @@ from typing import Any
 from distributed_training.plan.draft import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
+from distributed_training.predict.rates import (
+    Rates,
+    cpu_rates,
+    in_passing,
+    measured_rates,
+    rates_of,
+)
 from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -126,4 +132,5 @@ def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) 
     if found is None:
         return None
     table = rates_of(limited_to(found, machine.power_w))
-    return measured_rates(str(machine.gpu_name), table) or table
+    device = str(machine.gpu_name)
+    return in_passing(device, measured_rates(device, table) or table)

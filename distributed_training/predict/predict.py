@@ -86,9 +86,10 @@ def kind_of(plan: Plan, rates: Rates, step: StepTime) -> str:
         return "cpu"
     if step.bound_by in ("disk", "host RAM"):
         return "away"
-    if rates.measured_at:
+    part = "host" if step.bound_by == "host" else "gpu"
+    if part in rates.measured:
         return "measured"
-    if step.bound_by == "host":
+    if part == "host":
         return "host"
     if not rates.recorded:
         return "other_gpu"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import platform
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from distributed_training.predict.constants import FITTED
@@ -21,32 +24,11 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED.tile_costs.small))
 SPLITS = ((1, 1.0), (2, FITTED.tile_costs.halved), (4, FITTED.tile_costs.quartered))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostCosts:
-    """Seconds that Python needs to launch things."""
-
-    step: float = 0.0  # data, clipping, the optimizer, timing
-    block: float = 0.0  # forward and backward of a compiled block
-    eager_block: float = 0.0
-    split_block: float = 0.0  # eager, with the backward pass in two parts
-    operation: float = 0.0  # more, for an operation of a pipeline's stage
-    tensor_parallel: float = 0.0  # more, for a block
-    fsdp_unit: float = 0.0  # more, for what is gathered and reduced together
-    dtensor: float = 0.0  # more, for a DTensor
-    stage_tensor: float = 0.0  # more, for a parameter tensor of a stage: rounded copies
-    ddp_tensor: float = 0.0  # more, for a parameter tensor
-    zero_tensor: float = 0.0  # more, for a parameter tensor under ZeRO-1 and 2
-    zero_update: float = 0.0  # for a tensor of the part that a process updates: the GPU waits
-    zero_wait: float = 0.0  # for a block under ZeRO-1 and 2: the GPU waits
-    zero3_block: float = 0.0  # more, for a block
-    zero3_gather: float = 0.0  # more, for a block that several processes hold
-    zero3_wait: float = 0.0  # for a block: the GPU waits
-    zero3_shared_wait: float = 0.0  # the same where several processes hold it
-    swapped_block: float = 0.0  # for a block whose parameters and optimizer are in files
-
-    def scaled(self, factor: float) -> HostCosts:
-        """Those of a host that takes `factor` times as long."""
-        return HostCosts(**{name: factor * seconds for name, seconds in asdict(self).items()})
+def host_costs(seconds: SimpleNamespace, factor: float = 1.0) -> SimpleNamespace:
+    """Seconds that Python needs to launch things, as FITTED.launching_s says, on a host that takes
+    `factor` times as long; 0 for what `seconds` lacks."""
+    names = vars(FITTED.launching_s)
+    return SimpleNamespace(**{n: factor * vars(seconds).get(n, 0.0) for n in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +49,13 @@ class Rates:
     link_latency_s: float = FITTED.link_latency_s
     disk_bytes: float = FITTED.disk_bytes_per_s
     host_adam_s: float = FITTED.host_adam_s
-    host: HostCosts = field(default_factory=lambda: HostCosts(**vars(FITTED.launching_s)))
+    host: SimpleNamespace = field(default_factory=lambda: host_costs(FITTED.launching_s))
     on_host: bool = False  # no device works while Python does
     core_share: float = 1.0  # what a process has of a core while all compute
     peak_flops: float | None = None  # by the datasheet, for MFU
     recorded: bool = True  # whether runs on GPUs of this generation are among the records
     measured_at: str = ""  # when, on this machine; else all is from the table
+    measured: tuple[str, ...] = ()  # of "host" and "gpu"
 
 
 def rates_of(gpu: Gpu) -> Rates:
@@ -104,11 +87,10 @@ def rates_of(gpu: Gpu) -> Rates:
 def cpu_rates(num_cpus: int, num_processes: int) -> Rates:
     """Rates of a process without a GPU, with an equal share of the cores."""
     cores = num_cpus / num_processes
-    host = HostCosts(**vars(FITTED.cpu_launching_s))
     return Rates(
         **{name: rate * cores for name, rate in vars(FITTED.cpu_core).items()},
         **vars(FITTED.cpu_process),
-        host=host.scaled(max(1.0, 1 / cores)),
+        host=host_costs(FITTED.cpu_launching_s, max(1.0, 1 / cores)),
         on_host=True,
         core_share=min(1.0, cores),
     )
@@ -134,6 +116,53 @@ def calibration_file(device: str) -> Path:
     return cache / f"calibration-{device.replace(' ', '-')}.json"
 
 
+def _passing_file(device: str) -> Path:
+    """What runs on this machine, of this kind of device, measured in passing."""
+    file = calibration_file(f"{device}-{platform.node()}")
+    return file.with_name(file.name.replace("calibration", "passing", 1))
+
+
+def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float, at: str) -> None:
+    """Keep by how much a run on GPUs was slower than predicted, of its host where the GPU waited
+    for that, else, of a run on one GPU, of the GPU; on top of what was known before it. A cache
+    that cannot be written is none."""
+    part = "host" if predicted["bound_by"] == "host" else "gpu"
+    ratio = measured_s / predicted["step_time_s"]
+    if not 0.4 < ratio < 2.5:  # something else than a speed
+        return
+    path = _passing_file(device)
+    slower = _passing(device)["slower"]
+    slower[part] = ratio * slower.get(part, 1.0)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"made_at": at, "slower": slower}, indent=1) + "\n")
+
+
+def _passing(device: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known: dict[str, Any] = json.loads(_passing_file(device).read_text())
+        if known["made_at"] and isinstance(known["slower"], dict):
+            return known
+    return {"made_at": "", "slower": {}}
+
+
+def in_passing(device: str, rates: Rates) -> Rates:
+    """`rates` with what runs on this machine measured in passing."""
+    known = _passing(device)
+    slower = known["slower"]
+    if not slower:
+        return rates
+    speeds = ("gemm_flops", "fp32_gemm_flops", "memory_bytes", "attention_flops")
+    found = {name: getattr(rates, name) / slower.get("gpu", 1.0) for name in speeds}
+    return replace(
+        rates,
+        **found,
+        host=host_costs(rates.host, slower.get("host", 1.0)),
+        measured_at=known["made_at"],
+        measured=tuple({*rates.measured, *slower}),
+    )
+
+
 def measured_rates(device: str, base: Rates) -> Rates | None:
     """`base` with what was measured of this kind of device in its place; None before that."""
     path = calibration_file(device)
@@ -148,7 +177,8 @@ def measured_rates(device: str, base: Rates) -> Rates | None:
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Rates from what `calibrate` wrote; what it does not measure is taken from `base`."""
     found: dict[str, Any] = {
-        "measured_at": document["made_at"],
+        "measured_at": document.get("made_at", "today"),
+        "measured": ("gpu",),
         "kernel_s": document["seconds"]["kernel"],
     }
     for dtype, name in (("bfloat16", "gemm_flops"), ("float32", "fp32_gemm_flops")):
@@ -166,7 +196,8 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
         found |= _link_rates(document["collectives"], base.on_host)
     block = document["seconds"].get("compiled_block")
     if block is not None:
-        found["host"] = base.host.scaled(block / FITTED.compiled_block_s)
+        found["host"] = host_costs(base.host, block / FITTED.compiled_block_s)
+        found["measured"] = ("host", "gpu")
     return replace(base, **found)
 
 

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from distributed_training.records.display import NOT_MEASURED, gib, last_part, short_path
@@ -225,7 +226,18 @@ def predictions(comparison: Comparison) -> Table:
     what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
     headers = [comparison.rows, "ms measured", "ms predicted", "ms off", "peak measured",
                "peak predicted", "peak off", "mostly"]  # fmt: skip
-    return _table("Prediction and measurement", f"Memory is {what}.", headers, rows)
+    about = f"Memory is {what}. Each prediction was made before its run"
+    for name, said, found in (
+        ("time", MS_PREDICTED, MS_A_STEP), ("memory", _PEAK_PREDICTED, _PEAK)
+    ):  # fmt: skip
+        both = [(said.mean([r]), found.mean([r])) for r in comparison.records]
+        errors = [abs(a / b - 1) for a, b in both if a and b]
+        if errors:
+            near = sum(error <= 0.10 for error in errors)
+            about += (
+                f"; {name}: {near} of {len(errors)} within 10%, median {median(errors):.0%} off"
+            )
+    return _table("Prediction and measurement", f"{about}.", headers, rows)
 
 
 def off(said: Number, found: Number, records: Sequence[Record]) -> str:

@@ -26,6 +26,7 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
 from distributed_training.plan.plan import PLAN_AS_JSON, Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
+from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
@@ -52,6 +53,8 @@ from distributed_training.run.saving.resume import state_of
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
+
+MIN_TIMED_STEPS = 10  # from which their median is a speed
 
 
 def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
@@ -252,6 +255,19 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     return trainer
 
 
+def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
+    """For the next plan on this machine: where many steps were timed, and of a GPU's own speed
+    only where it was alone."""
+    said = plan.prediction
+    enough = performance["num_timed_steps"] >= MIN_TIMED_STEPS
+    if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
+        return
+    alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
+    if alone or said["bound_by"] == "host":
+        measured_s = performance["step_time_s"]["p50"]
+        remember_speed(str(plan.machine.gpu_name), said, measured_s, records.timestamp())
+
+
 def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
     plan = trainer.plan
@@ -270,6 +286,8 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
+    if trainer.topology.rank == 0:
+        _remember_speed(plan, performance)
     peaks = trainer.memory.as_dict()
     before = trainer.disk_before
     after = trainer.disk_after

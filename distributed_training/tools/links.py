@@ -245,6 +245,13 @@ def work(options: argparse.Namespace) -> int:
                   "\nfit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest"
                   " tensor\n")  # fmt: skip
             print(table(groups))
+            if process.world_size > process.local_world_size:
+                slowest = min(
+                    group["operations"]["all_gather"]["bytes_per_s"] or math.inf
+                    for group in groups.values()
+                )
+                each = slowest / process.local_world_size
+                print(f"between nodes, for plan: --network_gbit {8 * each / 1e9:.3g}")
             print(f"record and picture in {short_path(folder)}")
     return 0
 

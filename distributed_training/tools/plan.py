@@ -6,6 +6,7 @@ python real_model_example.py plan [--KEY VALUE ...] [--num_gpus N | --cluster 2x
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` takes besides CONFIG's keys."""
     add = parser.add_argument
     add("--gpu", metavar="GPU", help="a GPU of the table, or JSON that describes one")
+    add("--network_gbit", type=float, metavar="N",
+        help="between nodes, of each GPU: Gbit/s, as links measures it")  # fmt: skip
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
         help="measure this machine first, about a minute; used from then on")  # fmt: skip
@@ -93,6 +96,16 @@ def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
+    cluster = _machines(arguments)
+    if arguments.network_gbit is None or cluster.rates is None:
+        return cluster
+    if arguments.network_gbit <= 0:
+        raise UserError("--network_gbit is more than 0")
+    rates = dataclasses.replace(cluster.rates, network_bytes=arguments.network_gbit * 1e9 / 8)
+    return dataclasses.replace(cluster, rates=rates)
+
+
+def _machines(arguments: argparse.Namespace) -> Cluster:
     if arguments.cluster is not None:
         if arguments.num_gpus is not None:
             raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
@@ -131,9 +144,12 @@ def _below(
         speeds = f"Times go by what was measured here on {cluster.rates.measured_at[:10]}."
     else:
         speeds = "Times are estimated from datasheets, the host's part guessed."
+    if cluster.nodes > 1 and cluster.rates is not None:
+        gbit = 8 * cluster.rates.network_bytes / 1e9
+        speeds += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
     lines.append(
         "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
-        "CUDA and NCCL). " + speeds
+        "CUDA and NCCL); likely: how much quicker and slower such runs were. " + speeds
     )
     lines.append(why_first(fitting[0], fitting[1:]))
     return "\n" + "\n".join(textwrap.fill(line, 80) for line in lines) + "\n"

@@ -16,7 +16,7 @@ from distributed_training.advise.rank import enumerate_plans, rank_layouts, sett
 from distributed_training.plan.schedules import divisors
 from distributed_training.predict import constants
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.rates import calibration_file, rates_of
+from distributed_training.predict.rates import calibration_file, rates_of, remember_speed
 from distributed_training.predict.speed import estimate_step
 from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
@@ -106,6 +106,21 @@ def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
     assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
     assert rates.disk_bytes == H200.disk_bytes  # not measured
+
+
+def test_runs_measure_in_passing_what_the_next_plan_uses(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
+    device = GPU_MACHINE.gpu_name
+    for bound_by, took in (("host", 0.15), ("host", 0.12), ("memory", 0.11), ("memory", 9.0)):
+        said = {"bound_by": bound_by, "step_time_s": 0.1}
+        remember_speed(device, said, took, "2026-11-22T20:00:00")
+    rates = machine_rates(GPU_MACHINE, 4)
+    assert rates.host.block == pytest.approx(1.5 * 1.2 * H200.host.block)
+    assert rates.gemm_flops == pytest.approx(H200.gemm_flops / 1.1), "no run is 90 times as slow"
+    assert rates.measured_at.startswith("2026-11-22")
+    (file,) = tmp_path.iterdir()
+    file.write_text("{")
+    assert machine_rates(GPU_MACHINE, 4) == H200
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.rates import HostCosts, cpu_rates, from_calibration, tiled
+from distributed_training.predict.rates import cpu_rates, from_calibration, tiled
 from distributed_training.predict.speed import estimate_step
 from distributed_training.tools import calibrate
 from distributed_training.tools import clock as clock_module
@@ -97,7 +98,7 @@ def test_rates_are_those_that_the_measured_times_mean():
         "collectives": between,
     }
     base = dataclasses.replace(
-        cpu_rates(2, 1), num_sms=100, host=HostCosts(block=2e-3), on_host=False
+        cpu_rates(2, 1), num_sms=100, host=SimpleNamespace(block=2e-3), on_host=False
     )
     rates = from_calibration(document, base)
     assert rates.gemm_flops == rates.fp32_gemm_flops == pytest.approx(flops)
