@@ -281,6 +281,8 @@ class NativeEngine(base.Engine):
     def describe_dtypes(self) -> dict[str, str]:
         parameter = str(self.parameters[0].dtype)
         same = dict.fromkeys(("parameters", "gradients", "optimizer_state"), parameter)
+        if self.config.lora_rank:
+            same["frozen_parameters"] = str(self.compute_dtype or torch.float32)
         arithmetic = str(self.compute_dtype or torch.float32)
         return {**same, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 

@@ -53,6 +53,8 @@ def find_sources(plan: Plan) -> Plan:
             rate = 5e-5
         elif config.model == "gpt2-tiny":
             rate = 3e-3
+        if config.lora_rank:
+            rate = 2e-4
     model = config.model
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         model = str(spec.weights_dir)

@@ -20,7 +20,7 @@ CARD = "README.md"
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 _HYPER_PARAMETERS = (
     "epochs", "max_length", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay",
-    "max_grad_norm", "dropout", "precision", "seed",
+    "max_grad_norm", "dropout", "precision", "seed", "lora_rank", "lora_alpha",
 )  # fmt: skip
 _OWN_BUSINESS = ("output_dir", "offload_dir", "push", "resume")  # of who trained it
 _TEXT = """---

@@ -181,9 +181,10 @@ def header_rows(r: Record) -> list[tuple[str, str]]:
     state = ", ".join(f"{gib(size)} on the {where}" for where, size in sizes.items())
     state_is_told = r.prediction is not None and len(sizes) == 1
     real = data["real_token_share"]
+    adapters = f"; {_count(r.num_learning or 0)} of adapters learn"
     rows = [
         ("model", f"{config['model']}, {_count(r.num_parameters)} parameters, "
-                  f"{config['weights']} weights"),
+                  f"{config['weights']} weights{adapters if config.get('lora_rank') else ''}"),
         ("strategy", f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
                      f"divides {r.strategy['sharding']}"),
         ("options", _options(r)),

@@ -108,6 +108,7 @@ class Record(RunState):
     profile: dict[str, Any] | None = None
     machine: dict[str, Any]  # of rank 0: gpu_name (None: CPU only), num_gpus, num_cpus
     num_parameters: int  # of the whole model
+    num_learning: int | None = None  # of them, or of adapters beside them; None: not recorded
     dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
     estimated_state_bytes: dict[str, int] = {}  # part -> bytes per process
     # Before the run: peak_bytes, and by component, of the fullest process; step_time_s, None for a

@@ -104,6 +104,7 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
         "machine": asdict(plan.machine),
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
+        "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
         "dtypes": None,  # known when the engine is built
         "estimated_state_bytes": asdict(estimate_state(plan)),
         "prediction": plan.prediction,
