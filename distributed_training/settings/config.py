@@ -79,8 +79,8 @@ class RunConfig(Options):
     max_steps: Count | Literal[-1] = learning(-1,
         help="stop, and end the schedule, after so many optimizer steps; -1: whole epochs")
     learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",),
-        help="peak; auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for "
-        "gpt2-tiny")
+        help="peak; auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random, 3e-3 "
+        "for gpt2-tiny")
     lr_schedule: Literal["constant", "linear", "cosine"] = learning("cosine",
         aliases=("lr_scheduler_type",),
         help="shape after the warm-up; linear and cosine reach 0 one step after the last")
