@@ -6,10 +6,12 @@ python real_model_example.py doctor
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
 import resource
+import runpy
 import shutil
 import socket
 import subprocess
@@ -108,6 +110,11 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 def torch_and_driver(machine: Machine) -> Iterator[Finding]:
     """torch against the driver, NCCL, bf16."""
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin and not machine.num_gpus:  # importing it takes seconds
+        built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+        yield ok("torch", f"{built['__version__']}, CUDA {built['cuda'] or 'none'}")
+        return
     said = answer(sys.executable, "-c", ASK_TORCH, seconds=60)
     if said is None:
         fix = "pip install -r requirements.txt"
