@@ -26,7 +26,7 @@ from typing import Any
 from distributed_training.advise.cluster import parse_cluster
 from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, PLANNED, start, start_planned
-from distributed_training.settings import strategies
+from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
@@ -298,10 +298,14 @@ COMMANDS: dict[str, Command] = {
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
     """Run the command that the command line names; `about` is the script's docstring."""
     program = Program(config=config, script=Path(script).resolve(), about=about.splitlines()[0])
+    streams.fill_closed()
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
+    if name == "train":
+        sys.stdout = streams.LastingStream(sys.stdout)  # type: ignore[assignment]
+        sys.stderr = streams.LastingStream(sys.stderr)  # type: ignore[assignment]
     try:
         if sys.platform != "linux":
             fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"

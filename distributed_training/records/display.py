@@ -20,35 +20,6 @@ WIDTH = 80  # columns of a terminal; the longest line of a run
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
-class LastingStream:
-    """Output whose reader may go away (`| head -1`, a terminal that hangs up): it is then dropped,
-    and whoever writes goes on."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """As a text stream does."""
-        try:
-            self._stream.write(text)
-        except OSError:
-            self._drop()
-        return len(text)
-
-    def flush(self) -> None:
-        """As a text stream does."""
-        try:
-            self._stream.flush()
-        except OSError:
-            self._drop()
-
-    def _drop(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-
 class Display:
     """Progress on a terminal as a bar, elsewhere (a log file) as a line now and then."""
 

@@ -24,7 +24,7 @@ from distributed_training.plan.machine import Machine, detect_machine, threads_p
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.records.display import LastingStream, describe_prediction
+from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import (
     FAULTS_FILE,
     METRICS_FILE,
@@ -171,8 +171,7 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 
 def prepare_environment(processes_here: int) -> None:
-    """Settings that libraries read from the environment, for this process and its children; and
-    output that may lose its reader."""
+    """Settings that libraries read from the environment, for this process and its children."""
     # Extensions are built with ninja, which lies beside this Python even if not activated.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
@@ -180,9 +179,6 @@ def prepare_environment(processes_here: int) -> None:
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    for name in ("stdout", "stderr"):
-        if not isinstance(getattr(sys, name), LastingStream):
-            setattr(sys, name, LastingStream(getattr(sys, name)))
 
 
 def spawn(plan: Plan, command: Sequence[str], max_restarts: int, ranks: Sequence[Any] = ()) -> int:

@@ -87,8 +87,8 @@ class Trainer:
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
     save_best: Callable[[], None] = lambda: None  # collective
-    at: Callable[..., None] = lambda place, limited=False: None  # told where training is
     leave: Callable[[], None] = lambda: None  # what a finished run leaves, beside its last save
+    at: Callable[..., None] = lambda place, **_: None  # told where training is
     step_ended: Callable[[], None] = lambda: None
     startup: Startup = field(default_factory=Startup)
 
@@ -131,6 +131,7 @@ class Trainer:
                 self.disk_after = disk_bytes()
                 if self.step == self.num_steps:
                     self._stopping.when = "once the model is written"
+                    self.at("the export")
                     self.leave()
                 self._finish_saving()
         finally:
@@ -172,7 +173,7 @@ class Trainer:
 
     def _update(self) -> None:
         """One optimizer step; what came of it is still on the device."""
-        self.at(f"step {self.step + 1}", limited=bool(self._first))
+        self.at(f"step {self.step + 1}", limited=bool(self._first), is_step=True)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
@@ -313,7 +314,7 @@ class Trainer:
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
-            self.at(f"the evaluation after step {self.step}", limited=True)
+            self.at(f"the evaluation after step {self.step}")
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
         num_targets = int(samples.num_targets.sum())
@@ -326,6 +327,7 @@ class Trainer:
         if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
             self.history.best = row
             self._finish_saving()
+            self.at(f"exporting step {self.step}")
             self.save_best()
 
     def _end_epoch(self) -> None:
@@ -363,7 +365,7 @@ class Trainer:
     def _finish_saving(self) -> None:
         """Wait for a save that is under way; raises what failed in it. Collective."""
         if self.saver.under_way:
-            self.at("the end of a save")
+            self.at("the end of a save", thread=self.saver.thread)
             try:
                 self.saver.finish()
             except FloatingPointError as error:

@@ -26,9 +26,10 @@ STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 RESTARTS = "RANKS_RESTARTS"  # how often they have been started again
 
 POLL_S = 0.05
-# After a signal, or after one has failed, ranks are killed; torchrun's variable, and its default.
+# Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
+FAILED_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,10 +176,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> dict
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> None:
-    """See to it that none is left, once there was time to save."""
+    """See to it that none is left, once there was time to save or, where one has failed, to say
+    what they know of it."""
+    patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
-    end = time.monotonic() + float(os.environ.get(PATIENCE, PATIENCE_S))
+        patience_s = min(patience_s, FAILED_S)
+    end = time.monotonic() + patience_s
     for process in ranks:
         try:
             process.wait(max(0.0, end - time.monotonic()))

@@ -13,9 +13,11 @@ import json
 import os
 import platform
 import signal
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,9 +32,12 @@ from distributed_training.records.record import mark_stopped
 from distributed_training.run.ranks import LAUNCHER
 from distributed_training.run.rendezvous import of_this_attempt
 from distributed_training.run.saving import claims
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 
 BEAT_S = 2.0
+LEAST_S = 60.0  # that a step may take, or 20 times what steps take
+UNKNOWN_S = 600.0  # what else may take
 LOST_S = 30.0  # without a sign of life from another process
 NOTED_WITHIN_S = 10.0  # who failed and is silent since had time to say why
 SLOW_S = 45.0  # of one step, after which rank 0 says who is waited for
@@ -59,11 +64,15 @@ class Watch:
         self.run_dir = Path()
         self.rank = 0
         self.world_size = 1
-        self.limit_s = 0.0
+        self._given_s: float | None = None
+        self._least_s = 0.0
+        self._steps_s: deque[float] = deque(maxlen=1000)  # how long the last took, to the second
         self._place = "starting"
         self._since = 0.0
         self._count = 0
         self._limited = False
+        self._is_step = False
+        self._thread = self.main
         self._clock = 0.0  # seconds that this process has been running, by the thread that watches
         self._others: dict[int, dict[str, Any]] = {}
         self._heard = self._answered = float("inf")
@@ -72,23 +81,43 @@ class Watch:
         self._ended = threading.Event()
         self._start(self._look)
 
-    def begin(self, run_dir: Path, topology: Topology, limit_s: float) -> None:
+    def begin(self, run_dir: Path, topology: Topology, config: RunConfig) -> None:
         """The run is known; from now on the others are watched, too."""
         claims.join(run_dir)
         self.run_dir = run_dir
-        self.limit_s = limit_s
+        self._given_s = config.hang_timeout_s
+        # Compilers and traces hold up a step now and then.
+        self._least_s = UNKNOWN_S if config.compile or config.profile else LEAST_S
         self.rank = topology.rank
         self.world_size = topology.world_size
         self._heard = self._answered = self._clock
         self._far = topology.rank != topology.local_rank  # from the store, on the first node
         self._start(self._beat)
 
-    def at(self, place: str, *, limited: bool = False) -> None:
-        """The main thread begins something; `limited`: which ends before `hang_timeout_s`."""
+    def at(
+        self, place: str, *, limited: bool = True, is_step: bool = False, thread: int | None = None
+    ) -> None:
+        """The main thread begins something, or to wait for another `thread` that does it;
+        `limited`: which ends before `limit_s`."""
+        if self._is_step:
+            self._steps_s.append(self._clock - self._since)
+        self._is_step = is_step
+        self._thread = thread or self.main
         self._place = place
         self._since = self._clock
         self._limited = limited
         self._count += 1
+
+    @property
+    def limit_s(self) -> float:
+        """How long the run may be where it is; 0: for ever."""
+        if self._given_s is not None:
+            return self._given_s
+        if self.world_size == 1:  # whoever started it sees where it is, in a debugger, say
+            return 0.0
+        if self._is_step and self._steps_s:
+            return max(self._least_s, 20 * statistics.median(self._steps_s))
+        return UNKNOWN_S
 
     def end(self) -> None:
         """Nothing is watched any more."""
@@ -135,7 +164,8 @@ class Watch:
 
     def _describe(self) -> dict[str, Any]:
         """Where this process is, for the others."""
-        frame = sys._current_frames().get(self.main)
+        frames = sys._current_frames()
+        frame = frames.get(self._thread) or frames.get(self.main)
         waits = None
         where = ""
         while frame is not None:
@@ -175,6 +205,8 @@ class Watch:
                 os._exit(128 + signal.SIGTERM)
             if self.world_size > 1:
                 self._look_at_others()
+            if self.rank == 0 and self._limited:
+                self._look_at_progress(self._clock - self._since)
 
     def _look_at_others(self) -> None:
         following = (self.rank + 1) % self.world_size
@@ -196,19 +228,18 @@ class Watch:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other["pid"], signal.SIGKILL)  # frozen, it would not hear SIGTERM
             os._exit(1)
-        elif self.rank == 0 and self._limited and self._others:
-            self._look_at_progress(self._clock - self._since)
 
     def _look_at_progress(self, seconds: float) -> None:
         found = {**self._others, 0: self._describe()}  # its own is old where the store is slow
         states = [found[rank] for rank in sorted(found)]
+        limit_s = self.limit_s
         if seconds > SLOW_S and self._said_slow != self._count and len(states) == self.world_size:
             self._said_slow = self._count
             said = f"{self._place} has taken {seconds:.0f} s: {who_is_late(states)}"
-            if self.limit_s:
-                said += f"; after {self.limit_s:g} s (hang_timeout_s) the run ends"
+            if limit_s:
+                said += f"; after {limit_s:g} s (hang_timeout_s) the run ends"
             print(f"note: {said}", file=sys.stderr, flush=True)
-        if self.limit_s and seconds > self.limit_s:
+        if limit_s and seconds > limit_s:
             self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}", seconds)
             os._exit(1)
 

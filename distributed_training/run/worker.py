@@ -81,7 +81,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
         topology = assemble.build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
-        watch.begin(given.run_dir, topology, given.config.hang_timeout_s)
+        watch.begin(given.run_dir, topology, given.config)
         try:
             return _train(given, topology, watch, ask, startup)
         except BaseException as error:  # others may wait in a collective that never completes

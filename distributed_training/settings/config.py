@@ -174,8 +174,9 @@ class RunConfig(Options):
     on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop",
         help="when a loss or gradient is not finite; rollback: go back to the last checkpoint, "
         "once, and pass the batch over")
-    hang_timeout_s: CountOrZero = trouble(600,
-        help="seconds after which a step counts as hung, on several processes; 0: never")
+    hang_timeout_s: CountOrZero | None = trouble(None,
+        help="seconds without progress that end a run; None: of several processes, 20 times a "
+        "step's, at least 60, and 600 for all else; 0: never")
     rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S,
         help="seconds that processes wait for others to start")
     # fmt: on

@@ -50,9 +50,29 @@ def test_whether_it_waits_for_others(watch, module, waits):
         thread.start()
         while sys._current_frames()[thread.ident].f_code.co_name != "inside":
             time.sleep(0.001)
-        watch.main = thread.ident
+        watch.at("where another thread works", thread=thread.ident)
         assert watch._describe()["waits"] == waits
     thread.join(10)
+
+
+def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
+    watch.end()
+    watch.world_size, watch._least_s = 2, 60.0
+    watch.at("saving step 3")
+    watch._clock += 200  # is no step
+    limits = []
+    for seconds in (1, 5, 5, 300):
+        watch.at("step", is_step=True)
+        limits.append(watch.limit_s)
+        watch._clock += seconds
+    watch.at("step", is_step=True)
+    assert [*limits, watch.limit_s] == [600, 60, 60, 100, 100]
+    watch.at("the end")
+    assert watch.limit_s == 600
+    watch._given_s = 7
+    assert watch.limit_s == 7
+    watch._given_s, watch.world_size = None, 1
+    assert watch.limit_s == 0, "nobody waits for it"
 
 
 def test_the_rank_that_is_in_no_collective_is_waited_for():

@@ -66,6 +66,7 @@ class Saver:
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # Who makes and removes folders, on a node's disk or for all nodes.
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
+        self.thread: int | None = None  # that writes
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
         self._copies: list[Part] = []  # in memory
@@ -98,7 +99,9 @@ class Saver:
         self._ending = Future()
         arguments = (self._ending, writing, parts, meta)
         if memory is not None:
-            threading.Thread(target=self._run, args=arguments, daemon=True).start()
+            thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+            thread.start()
+            self.thread = thread.ident
         else:
             self._run(*arguments)
         self._row["stall_s"] = time.monotonic() - began

@@ -1,0 +1,71 @@
+"""Standard streams that hold nobody up, and are there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+import sys
+from typing import Any
+
+STALLED_S = 5.0  # after which a reader is not waited for, until it reads again
+
+
+class LastingStream:
+    """Output whose reader may go away (`| head -1`, a terminal that hangs up) or stall: what it
+    does not take is dropped, and whoever writes goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._patience_s = STALLED_S
+        self._file = -1
+        with contextlib.suppress(OSError, ValueError):  # none that may stall, as in a test
+            number = stream.fileno()
+            if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
+                # Opened anew, for others share what is open. Libraries write there, too.
+                opened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
+                os.dup2(opened, number)
+                os.close(opened)
+                self._file = number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As a text stream does."""
+        try:
+            if self._file < 0:
+                self._stream.write(text)
+            else:
+                self._write(text.encode(self._stream.encoding, "replace"))
+        except OSError:
+            self._drop()
+        return len(text)
+
+    def _write(self, data: bytes) -> None:
+        ready = select.poll()
+        ready.register(self._file, select.POLLOUT)
+        while data and ready.poll(1000 * self._patience_s):
+            with contextlib.suppress(BlockingIOError):  # another process was quicker
+                data = data[os.write(self._file, data) :]
+        self._patience_s = 0.0 if data else STALLED_S
+
+    def flush(self) -> None:
+        """As a text stream does."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def fill_closed() -> None:
+    """Streams that were closed, `>&-`, go nowhere; else the next file would take their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
