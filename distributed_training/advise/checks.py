@@ -20,6 +20,7 @@ from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import MemoryEstimate
+from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import GIB
 from distributed_training.settings.strategies import Strategy
@@ -141,8 +142,8 @@ def check_disk(plan: Plan) -> None:
         needed = sum(sizes.values())
         free = shutil.disk_usage(next(iter(sizes))).free
         if needed > free:
-            what = f"the disk of {' and '.join(map(str, sizes))} has {free / GIB:.1f} GiB free and "
-            what += f"the run may write {needed / GIB:.1f} GiB"
+            what = f"the disk of {' and '.join(map(str, sizes))} has {gib(free)} free and "
+            what += f"the run may write {gib(needed)}"
             fix = "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0"
             raise UserError(what, fix=fix)
 

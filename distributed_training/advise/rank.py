@@ -160,7 +160,7 @@ def under_strategy(config: RunConfig, name: str) -> RunConfig:
     opened = OPEN | {"pipeline_schedule": AUTO}
     if name != config.strategy:
         opened |= {"engine_options": {}, "engine_work": ()}
-    return with_values(config, strategy=name, **opened, **_defaults_for(config, name))
+    return with_values(config, strategy=name, **opened, **defaults_for(config, name))
 
 
 def as_chosen(config: RunConfig, name: str) -> RunConfig:
@@ -169,11 +169,11 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
     """
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
-    defaults = _defaults_for(config, name)
+    defaults = defaults_for(config, name)
     return with_values(config, strategy=name, from_defaults=tuple(defaults), **defaults)
 
 
-def _defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
+def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
     """A strategy's defaults for the keys that CONFIG leaves open."""
     defaults = strategy_defaults(name).items()
     return {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}

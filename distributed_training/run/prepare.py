@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from distributed_training.advise.make import decide_plan
+from distributed_training.advise.rank import defaults_for
 from distributed_training.data.samples import Data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
@@ -22,10 +24,11 @@ from distributed_training.run.saving.resume import (
     find_resume,
     identity,
     last_of_run,
+    named_checkpoint,
     read_meta,
 )
 from distributed_training.settings import config as settings
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 
@@ -44,8 +47,40 @@ def make_plan(
 
     What may have to be downloaded comes last. `cut` gives the run's samples, where they are wanted.
     """
+    notes = list[str]()
+    if config.resume not in (None, AUTO):
+        config, notes = take_over(config, num_processes)
     plan = decide_plan(config, machine, num_processes, processes_here, cut)
+    plan.notes.extend(notes)
     return _with_deepspeed_json(_at_checkpoint(plan))
+
+
+def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[str]]:
+    """CONFIG for so many processes with the work and strategy of the run that `resume` names, but
+    for what was typed; and notes of what differs. Raises UserError where it names none."""
+    before = load_plan(named_checkpoint(str(config.resume)).parents[1])
+    decided = before.config.to_user_words()
+    open_keys = [name for name in ("strategy", *before.work) if name not in config.typed]
+    words = config.to_user_words()
+    asked = before.requested.to_user_words()
+    own = [name for name in open_keys if words.get(name) != asked.get(name)]
+    notes = list[str]()
+    if own:
+        notes.append("as in the run: " + ", ".join(f"{name}={decided[name]!r}" for name in own))
+    taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
+    if "strategy" in taken:
+        defaults = defaults_for(config, before.strategy.name)
+        taken |= defaults | {"from_defaults": tuple(defaults)}
+    if taken.get("strategy", config.strategy) == before.strategy.name:
+        kept = {name: decided[name] for name in before.config.engine_work if name in open_keys}
+        taken["engine_options"] = config.engine_options | kept
+        taken["engine_work"] = before.config.engine_work
+    batch = ("batch_size", "grad_accum_steps")
+    if set(batch).intersection(config.typed):
+        return settings.replace(config, **taken), notes
+    taken |= {name: decided[name] for name in batch}
+    config, cut = _share_batch(settings.replace(config, **taken), before, num_processes)
+    return config, [*notes, cut] if cut else notes
 
 
 def _at_checkpoint(plan: Plan) -> Plan:
@@ -112,20 +147,28 @@ def go_on(
     if saved:
         config = settings.replace(config, resume=str(saved))
     note = f"started again, from {saved.name if saved else 'the beginning'}"
+    config, cut = _share_batch(config, before, num_processes)
+    return config, [f"{note}; {cut}" if cut else note]
+
+
+def _share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[RunConfig, str]:
+    """CONFIG for so many processes with the global batch of `before`, and a note where it is cut
+    anew. Raises UserError where they cannot share it evenly."""
     size = before.batch.global_batch_size
     was = before.num_processes
     each, odd = divmod(size, num_processes)
     if odd:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        raise UserError(what, f"{run_dir} has it, of {was} processes", "start a divisor of it")
+        why = f"{before.run_dir} has it, of {was} processes"
+        raise UserError(what, why, "start a divisor of it")
     asked = before.config.batch_size if config.batch_size == AUTO else config.batch_size
-    if int(asked) * config.grad_accum_steps != each:
-        most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
-        batch = {"batch_size": most, "grad_accum_steps": each // most}
-        config = settings.replace(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
-        cut = " x ".join(f"{key} {value}" for key, value in batch.items())
-        note += f"; the global batch stays {size}: {cut} x {num_processes}"
-    return config, [note]
+    if int(asked) * config.grad_accum_steps == each:
+        return config, ""
+    most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
+    batch = {"batch_size": most, "grad_accum_steps": each // most}
+    config = settings.replace(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
+    cut = " x ".join(f"{key} {value}" for key, value in batch.items())
+    return config, f"the global batch stays {size}: {cut} x {num_processes}"
 
 
 def _find_begun(output_dir: Path, launchers: set[str]) -> Path | None:

@@ -41,7 +41,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last five are CONFIG's keys."""
+    """Everything that decides a run, validated. All fields but the last seven are CONFIG's keys."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"),
@@ -192,6 +192,9 @@ class RunConfig(Options):
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
     # Keys without a preset, and with their defaults in CONFIG and on the command line.
     untouched: tuple[str, ...] = Field(default=(), strict=False)
+    # Keys that somebody set: on the command line, in a preset, or in CONFIG to another value than
+    # their default.
+    typed: tuple[str, ...] = Field(default=(), strict=False)
 
     def to_user_words(self) -> dict[str, Any]:
         """The values under CONFIG's keys, in CONFIG's order, then the engine's own options."""
@@ -252,7 +255,9 @@ def build_config(
     values["engine_options"] = validate(own_model, own, keys).model_dump()
     values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
     untouched = [name for name, key in KEYS.items() if values.get(name, key.default) == key.default]
-    told = {"from_defaults": tuple(decided)}
+    changed = [name for name, value in given.items() if value != keys[name].default]
+    typed = [n for n in {**dict.fromkeys(changed), **over} if {**given, **over}[n] != AUTO]
+    told = {"from_defaults": tuple(decided), "typed": tuple(typed)}
     told["untouched"] = () if preset else tuple(name for name in untouched if name not in over)
     return validate(RunConfig, {**values, **told}, KEYS)
 

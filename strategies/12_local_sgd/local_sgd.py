@@ -101,10 +101,13 @@ class LocalSGD(NativeEngine):
             self.outer.begin_at(self.parameters)
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Each replica's own weights and moments, and what the outer step remembers."""
+        """Each replica's own weights and moments, how far it is (in fp16 one may have left out a
+        step, and has a loss scale of its own), and what the outer step remembers."""
         if self.averages_gradients:
             return {}
-        state = {"since": torch.tensor([float(self.since)])}
+        own = self.counters()
+        counts = [self.since, own["adam_steps"], own["loss_scale"], own["good_steps"]]
+        state = {"counts": torch.tensor(counts, dtype=torch.float64)}
         for name, tensors in self._own_tensors().items():
             state |= {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
         return state
@@ -113,10 +116,15 @@ class LocalSGD(NativeEngine):
     def load_own(self, state: dict[str, torch.Tensor]) -> None:
         if not state:
             return
-        self.since = int(state["since"])
+        since, adam_steps, self.loss_scale, good_steps = state["counts"].tolist()
+        self.since = int(since)
+        self._good_steps = int(good_steps)
+        for held in self.optimizer.state.values():
+            held["step"].fill_(adam_steps)
         for name, tensors in self._own_tensors().items():
             for number, tensor in enumerate(tensors):
-                tensor.copy_(state[f"{name}/{number}"])
+                if f"{name}/{number}" in state:  # no moments where no step was taken yet
+                    tensor.copy_(state[f"{name}/{number}"])
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What no other rank has, by kind; moments only after the first step."""

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
+from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir, take_over
 from distributed_training.run.saving.resume import last_of_run
 from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.support import CPU_MACHINE, refused
 
 AGENTS = ["a 100 1.5", "b 7 2.5"]
@@ -82,3 +83,60 @@ def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
     saved.mkdir()
     assert last_of_run(tmp_path, older) == saved
     assert last_of_run(tmp_path, None) == saved
+
+
+def merged(config, *texts):
+    """As the command line merges CONFIG and what is typed."""
+    return build_config(
+        config, overrides=texts, defaults=strategy_defaults, options=strategy_options
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run of local SGD on 4 processes, with a checkpoint: its folder and its plan."""
+    own = ("strategy=local_sgd", "local_steps=3", "seed=7", "batch_size=2", "max_length=128")
+    config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
+    plan = reserve_run_dir(planned(merged(config, *own, "hang_timeout_s=50"), 4))
+    meta = plan.run_dir / "checkpoints/step-00000007/meta.json"
+    meta.parent.mkdir(parents=True)
+    meta.touch()
+    return plan
+
+
+@pytest.mark.parametrize("count", [4, 2, 8])
+def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
+    shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
+    config, notes = take_over(merged(shipped, f"resume={saved.run_dir}"), count)
+    plan = planned(config.model_copy(update={"resume": None}), count)
+    assert plan.work == saved.work
+    assert (plan.strategy.name, plan.options.local_steps) == ("local_sgd", 3)
+    assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
+    assert config.hang_timeout_s == 600  # no work
+    assert notes[0].startswith("as in the run: strategy='local_sgd', model='gpt2-tiny', ")
+    assert "seed=7" in notes[0]
+    assert ("the global batch stays 8" in notes[-1]) is (count != 4)
+
+
+@pytest.mark.parametrize(
+    "typed", [{"seed": 8}, {"local_steps": 4}, {"learning_rate": 0.5}], ids=str
+)
+@pytest.mark.parametrize("where", ["CONFIG", "command line"])
+def test_what_was_typed_counts(where, typed, saved):
+    config = {"strategy": "local_sgd", **typed}
+    words = [f"resume={saved.run_dir}"]
+    if where == "command line":
+        words += [f"{name}={value}" for name, value in typed.items()]
+        config = {}
+    config, notes = take_over(merged(config, *words, "strategy=local_sgd"), 4)
+    plan = planned(config.model_copy(update={"resume": None}), 4)
+    assert plan.work == saved.work | typed
+    (name,) = typed
+    assert name not in " ".join(notes)
+
+
+def test_a_strategy_that_is_typed_leaves_out_the_others_keys(saved):
+    config, _ = take_over(merged({}, f"resume={saved.run_dir}", "strategy=fsdp"), 4)
+    assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
+    with refused("3 processes", "global batch of 8 evenly"):
+        take_over(merged({}, f"resume={saved.run_dir}"), 3)

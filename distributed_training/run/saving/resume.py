@@ -183,13 +183,19 @@ def find_resume(plan: Plan) -> tuple[Path, Path] | None:
     return None if checkpoint is None else (checkpoint.parents[1], checkpoint)
 
 
-def _named(resume: str, plan: Plan) -> Path:
+def named_checkpoint(resume: str) -> Path:
+    """The checkpoint that the key's value names; UserError where there is none."""
     checkpoint = newest_checkpoint(user_path("resume", resume).resolve())
     if checkpoint is None:
         fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
         raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
+    return checkpoint
+
+
+def _named(resume: str, plan: Plan) -> Path:
+    checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
-    if differences := _differences(meta, plan.work):
+    if differences := _differences(meta, plan):
         fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
         if "global_batch_size" in differences:
             fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
@@ -213,7 +219,7 @@ def _newest(plan: Plan) -> Path | None:
         why = "is damaged"
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
-            if differences := _differences(meta, plan.work):
+            if differences := _differences(meta, plan):
                 why = f"is of other work: {differences}"
             else:
                 state = _load_state(checkpoint, meta)
@@ -284,9 +290,19 @@ def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     return f"saved {names[0]} -> resuming {names[1]}: resharding"
 
 
-def _differences(meta: Meta, work: Mapping[str, Any]) -> str:
-    return "; ".join(
-        f"{key} was {shown(meta.work.get(key))} and is {shown(work.get(key))}"
-        for key in {**meta.work, **work}
-        if meta.work.get(key) != work.get(key)
-    )
+def _differences(meta: Meta, plan: Plan) -> str:
+    saved = meta.work
+    work = plan.work
+    before = meta.spread.get("strategy")
+    now = plan.strategy.name
+    found = list[str]()
+    names = {**saved, **work}
+    if before != now and saved.keys() != work.keys():  # keys of an engine's own
+        found = [f"strategy was {before} and is {now}, which computes something else"]
+        names = {name: None for name in work if name in saved}
+    found += [
+        f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}"
+        for key in names
+        if saved.get(key) != work.get(key)
+    ]
+    return "; ".join(found)

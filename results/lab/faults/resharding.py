@@ -57,11 +57,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "3d-shard-tp x 4": {**split(dp_shard=2, tp=2), **cut(1)},
     "3d-shard-pp-zb-v x 4": {**split(dp_shard=2, pp=2), **cut(4), **_ZB_V},
 }
+# Only among themselves: under any other strategy their keys would be other work.
+LOCAL = {
+    f"local_sgd x {count}": {"strategy": "local_sgd", "local_steps": 1, **cut(1)}
+    for count in (1, 2, 4)
+}
 Pair = tuple[str, str]
 
 
 def all_pairs() -> list[Pair]:
-    return list(itertools.permutations(LAYOUTS, 2))
+    return [*itertools.permutations(LAYOUTS, 2), *itertools.permutations(LOCAL, 2)]
 
 
 def draw_pairs(count: int, seed: int) -> list[Pair]:
@@ -97,7 +102,11 @@ def _save(
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {
-            name: {**work, **LAYOUTS[name], "output_dir": str(folder / name.replace(" ", ""))}
+            name: {
+                **work,
+                **(LAYOUTS | LOCAL)[name],
+                "output_dir": str(folder / name.replace(" ", "")),
+            }
             for name in names
         }
         runs |= run_cases(cases, count, what="save_halfway", steps=NUM_STEPS, pool=pool)
@@ -112,7 +121,7 @@ def _resume(
     found = {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):
         cases = {
-            f"{saved} -> {goes_on}": {**work, **LAYOUTS[goes_on], "resume": runs[saved]}
+            f"{saved} -> {goes_on}": {**work, **(LAYOUTS | LOCAL)[goes_on], "resume": runs[saved]}
             for saved, goes_on in pairs
             if goes_on in names
         }
