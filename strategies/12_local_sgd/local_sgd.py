@@ -107,7 +107,7 @@ class LocalSGD(NativeEngine):
             return {}
         own = self.counters()
         counts = [self.since, own["adam_steps"], own["loss_scale"], own["good_steps"]]
-        state = {"counts": torch.tensor(counts, dtype=torch.float64)}
+        state = {"counts": torch.tensor(counts, dtype=torch.float32)}
         for name, tensors in self._own_tensors().items():
             state |= {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
         return state
