@@ -116,9 +116,10 @@ class LocalSGD(NativeEngine):
     def load_own(self, state: dict[str, torch.Tensor]) -> None:
         if not state:
             return
-        since, adam_steps, self.loss_scale, good_steps = state["counts"].tolist()
+        since, adam_steps, loss_scale, good_steps = state["counts"].tolist()
         self.since = int(since)
-        self._good_steps = int(good_steps)
+        self.loss_scale.fill_(loss_scale)
+        self._good_steps.fill_(good_steps)
         for held in self.optimizer.state.values():
             held["step"].fill_(adam_steps)
         for name, tensors in self._own_tensors().items():
