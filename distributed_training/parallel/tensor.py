@@ -52,7 +52,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
         "whole": _OnOwnTokens(),
         "heads": _OnOwnTokens(),
         "positions": _OnOwnTokens(shift=tokens > 1),
-        "vocabulary": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "vocabulary": _ByToken(between),
     }
     roles = model.find_roles()
     for name, role in roles.items():
@@ -95,6 +95,27 @@ class _RowSplit(parallel.ParallelStyle):
         def leave(linear: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
             y = output.redistribute(placements=[self.between]).to_local()
             return y if linear.bias is None else y + linear.bias.to_local().to(y.dtype)
+
+        return distribute_module(module, device_mesh, split, enter, leave)
+
+
+@dataclass
+class _ByToken(parallel.ParallelStyle):
+    """A table split by rows. As torch's RowwiseParallel, whose output may still be on its way: a
+    compiled block cannot take that, as the gradient of its input would miss a step."""
+
+    between: Placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_name: str, table: Any, mesh: DeviceMesh) -> None:
+            rows = nn.Parameter(distribute_tensor(table.weight, mesh, [Shard(0)]))
+            table.register_parameter("weight", rows)
+
+        def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+        def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+            return output.redistribute(placements=[self.between]).to_local()
 
         return distribute_module(module, device_mesh, split, enter, leave)
 

@@ -25,6 +25,8 @@ CASES = {
     "tied/tp2-whole-norms": {
         **split(tp=2), **cut(1), "sequence_parallel": False, "activation_checkpointing": "full",
     },
+    # The only family whose blocks take what the embedding returns as it is.
+    "tied/tp2-compiled": {**split(tp=2), **cut(1), "compile": True},
     "tied/pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
     "tied/hybrid": {"strategy": "hybrid", **cut(4)},
     "untied/fsdp": {**UNTIED, "strategy": "fsdp", **cut(1)},
