@@ -115,9 +115,8 @@ class NativeEngine(base.Engine):
         first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
         self.loss_scale = torch.tensor(first, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
-        if self.remembered is not None or (
-            on_gpu and isinstance(self.module, DistributedDataParallel)
-        ):
+        in_buckets = isinstance(self.module, DistributedDataParallel)
+        if self.remembered is not None or (on_gpu and in_buckets):
             self._arrange_buckets(plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
@@ -165,7 +164,8 @@ class NativeEngine(base.Engine):
         self.parts.train()
         self.module(ids, ids).backward()
         self.optimizer.zero_grad()
-        forget(self.remembered)
+        if self.remembered is not None:
+            forget(self.remembered)
 
     def set_learning_rate(self, rate: float) -> None:
         super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
