@@ -118,6 +118,10 @@ def _check_settings(
     config: RunConfig, strategy: Strategy, schedule: Schedule, mesh: Mapping[str, int]
 ) -> None:
     known = strategy.traits.schedules
+    if config.lora_rank and strategy.swaps_to_disk:
+        what = f"lora_rank={config.lora_rank} does not go with strategy={strategy.name!r}"
+        why = "frozen weights in files have not been tried"
+        raise UserError(what, why, "set strategy to offload, zero3 or fsdp")
     if config.lora_rank and config.lora_dropout and mesh["tp"] > 1 and not config.sequence_parallel:
         what = f"lora_dropout={config.lora_dropout} with tp={mesh['tp']} and no sequence_parallel"
         why = "processes would drop the same of their different columns"
