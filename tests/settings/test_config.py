@@ -154,10 +154,13 @@ def test_an_engine_adds_keys_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_other_programs_names_work_everywhere(alias, name, tmp_path):
-    expected = build_config({name: OTHER[name]})
-    assert build_config({alias: OTHER[name]}) == expected
-    assert build_config({}, preset=write(tmp_path / "p.json", {alias: OTHER[name]})) == expected
-    assert build_config({}, overrides=[f"{alias}={OTHER[name]}"]) == expected
+    expected = build_config({name: OTHER[name]}).to_user_words()
+    assert build_config({alias: OTHER[name]}).to_user_words() == expected
+    assert (
+        build_config({}, preset=write(tmp_path / "p.json", {alias: OTHER[name]})).to_user_words()
+        == expected
+    )
+    assert build_config({}, overrides=[f"{alias}={OTHER[name]}"]).to_user_words() == expected
 
 
 def test_a_key_under_two_names_and_an_unknown_one_are_refused():
