@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,6 +165,9 @@ class NativeEngine(base.Engine):
         self.parts.train()
         self.module(ids, ids).backward()
         self.optimizer.zero_grad()
+        if self.topology.device_type == "cuda":
+            torch.cuda.synchronize()
+            time.sleep(0.3)  # the watchdog looks every 0.1 s
         if self.remembered is not None:
             forget(self.remembered)
 

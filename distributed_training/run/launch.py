@@ -149,7 +149,12 @@ def start_planned() -> int:
         note = f"started again ({count}), from {saved.name if saved else 'the beginning'}"
         plan = replace(plan, checkpoint=saved, notes=[*plan.notes, note])
     startup.end("plan")
-    return worker.run(plan, process, startup)
+    code = worker.run(plan, process, startup)
+    if plan.machine.num_gpus:  # taking torch and its compiler's processes down takes seconds
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
