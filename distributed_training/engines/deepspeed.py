@@ -55,7 +55,9 @@ class DeepSpeedEngine(base.Engine):
             apply_lora(model, config)
             # ZeRO-3 drops a block's weights once the gradient of its input is there: the first
             # block's input has one, too, then.
-            model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
+            model.get_submodule(model.first_modules[0]).register_forward_hook(
+                lambda _layer, _ids, x: x.requires_grad_()
+            )
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
         rows = model.size.vocab_size

@@ -45,8 +45,8 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
             "kind": self.kind,
-            "likely_s": self.likely_s,
-            "likely_bytes": self.memory.likely_bytes,
+            "likely_s": self.likely_s and list(self.likely_s),
+            "likely_bytes": list(self.memory.likely_bytes),
             "sent_bytes": self.sent_bytes,
         }
 

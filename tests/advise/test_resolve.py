@@ -102,12 +102,10 @@ def test_the_tiny_model_takes_the_shipped_tokenizer_and_random_weights(stocked_h
 
 
 def test_missing_weights_are_pointed_out(stocked_hub, monkeypatch):
-    def fetch_folder(_, names):
-        if names == hub.WEIGHT_FILES:
-            raise OSError("404")
-        return stocked_hub
+    def fetch_weights(_):
+        raise OSError("404")
 
-    monkeypatch.setattr(hub, "fetch_folder", fetch_folder)
+    monkeypatch.setattr(hub, "fetch_weights", fetch_weights)
     resolved, notes = decide(gpu())
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
     assert any("pretrained weights are not available (404)" in note for note in notes)
@@ -144,7 +142,7 @@ def test_what_is_asked_for_by_name_is_never_replaced(key, value, command):
 def test_pretrained_weights_need_their_tokenizer():
     with refused("tokenizer='gpt2'", "hf download"):
         decide(model="gpt2", weights="pretrained")
-    with refused("weights='pretrained' is impossible", "they need GPT-2's tokenizer"):
+    with refused("weights='pretrained' is impossible", "they need their own tokenizer"):
         decide(model="gpt2", weights="pretrained", tokenizer="embedded")
     with refused("weights='pretrained' is impossible", "gpt2-tiny is not published"):
         decide(model="gpt2-tiny", weights="pretrained")

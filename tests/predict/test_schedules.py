@@ -18,10 +18,10 @@ FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
 
 def test_every_schedule_of_config_has_rules_and_an_implementation():
-    assert set(SCHEDULES) == set(pipeline.SCHEDULES) == set(PIPELINE_SCHEDULES)
+    assert set(SCHEDULES) == set(pipeline.RUN_BY) == set(PIPELINE_SCHEDULES)
     assert set(ENGINES["native"].schedules) == set(SCHEDULES)
     for name, schedule in SCHEDULES.items():
-        one_stage_only = issubclass(pipeline.SCHEDULES[name], PipelineScheduleSingle)
+        one_stage_only = issubclass(pipeline.RUN_BY[name], PipelineScheduleSingle)
         assert not (one_stage_only and schedule.stages_per_rank > 1), name
         config = build_config({"strategy": "pp", "pipeline_schedule": name})
         assert load_strategy(config).schedule == name
