@@ -16,7 +16,7 @@ from distributed_training import cli
 from distributed_training.plan.plan import Plan
 from distributed_training.run import launch
 from distributed_training.run.process import Process
-from distributed_training.settings.config import KEYS, RunConfig
+from distributed_training.settings.config import KEYS
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.keys import Options
 from distributed_training.settings.keys import key as declare
