@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -136,7 +137,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
     UserError where our model does not compute what it describes."""
     if folder is None:
-        return {name: _size(Config(**config)) for name, config in _published().items()}
+        return _known()
     file = folder / "config.json"
     config = parse_as(Config, load_json(file, "model"), str(file), _FIX)
     heads = config.num_attention_heads
@@ -145,6 +146,11 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
         what = f"{folder}: {heads} heads of {config.head_dim} numbers with {groups} of k and v"
         raise UserError(f"{what} cannot be divided")
     return {folder.name: _size(config)}
+
+
+@functools.cache
+def _known() -> dict[str, ModelSize]:
+    return {name: _size(Config(**config)) for name, config in _published().items()}
 
 
 def _published() -> dict[str, dict[str, Any]]:
