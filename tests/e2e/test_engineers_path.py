@@ -92,14 +92,14 @@ def job(repository, tmp_path):
 
 
 def plan(repository: Path, words: list[str]) -> tuple[str, dict[str, str], str]:
-    """The best layout's name, what the job's header asks for, and the line with its run."""
+    """The best layout's strategy, what the job's header asks for, and the line with its run."""
     result = run_command(words, cwd=repository, PYTHONPATH="")
     assert_ok(result)
     table = result.stdout.split("\nlayout", 1)[1].splitlines()
     text = (repository / "job.slurm").read_text()
     asked = dict(re.findall(r"^#SBATCH --(\S+)=(\S+)", text, re.MULTILINE))
     (run,) = re.findall(r"^run=\((.*)\)$", text, re.MULTILINE)
-    return re.split(r"  +", table[1])[0], asked, run
+    return table[1].split()[0], asked, run
 
 
 def steps(runs: Path) -> int:
