@@ -87,7 +87,7 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
         repo_id = "gpt2"
         fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
         command = hub.TOKENIZER_COMMAND
-    elif "/" in repo_id:
+    elif repo_id.count("/") == 1 and repo_id[0] not in "/.~":
         fetch = partial(hub.fetch_tokenizer, repo_id)
         command = f"hf download {repo_id} --include '*token*'"
     else:
