@@ -45,7 +45,7 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
             url = hf_hub_url(name, "README.md", repo_type="dataset")
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
         except (EntryNotFoundError, RepositoryNotFoundError):
-            pass
+            pass  # the Hub answered: what there is instead, or is not, the library says below
         except Exception as error:  # in the HTTP client's words: then what the cache has
             unanswered = error
             offline = constants.HF_HUB_OFFLINE

@@ -113,7 +113,8 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
         validation = rest[0]
     else:
         num_left = len(train) - max(1, round(HELD_OUT * len(train)))
-        train, validation = train.take(0, num_left), train.take(num_left, len(train))
+        validation = train.take(num_left, len(train))
+        train = train.take(0, num_left)
     counts = f"{len(train)} for training and {len(validation)} for validation"
     why = f"cut into samples of {seq_len} tokens, {name!r} gives {counts}"
     if len(train) == 0 or len(validation) == 0:

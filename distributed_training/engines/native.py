@@ -116,8 +116,7 @@ class NativeEngine(base.Engine):
         first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
         self.loss_scale = torch.tensor(first, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
-        in_buckets = isinstance(self.module, DistributedDataParallel)
-        if self.remembered is not None or (on_gpu and in_buckets):
+        if isinstance(self.module, DistributedDataParallel):
             self._arrange_buckets(plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:

@@ -32,10 +32,9 @@ def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunCo
     if machine.num_gpus == 0:
         notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
         model = "gpt2-tiny"
-        if user_path("dataset", config.dataset).exists():
-            decided = {k: v for k, v in load_preset(WORDS).items() if k in config.untouched}
-            for key in KEPT.intersection(decided):
-                del decided[key]
+        if not config.has_preset and user_path("dataset", config.dataset).exists():
+            closed = KEPT.union(config.typed, config.from_defaults)
+            decided = {k: v for k, v in load_preset(WORDS).items() if k not in closed}
             notes.append(
                 f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
                 + ", ".join(f"{key} {value}" for key, value in decided.items())

@@ -134,7 +134,8 @@ def overfitting(r: Record) -> str:
     seen = [(row["loss"], row["step"]) for row in r.evaluations if row["loss"] is not None]
     if not seen or seen[-1][0] <= 1.01 * min(seen)[0]:
         return ""
-    (lowest, step), (last, _) = min(seen), seen[-1]
+    lowest, step = min(seen)
+    last = seen[-1][0]
     return f"overfitted: its validation loss was {lowest:.3f} after step {step}, now {last:.3f}"
 
 

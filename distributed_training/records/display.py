@@ -275,7 +275,7 @@ def summary_rows(r: Record) -> list[tuple[str, str]]:
     if r.skipped_steps:
         rows.append(("skipped", f"{len(r.skipped_steps)} steps, gradients not finite"))
     if r.config["model"] == "gpt2-tiny" and not r.machine["gpu_name"]:
-        better = "more epochs and max_steps, --num_gpus 2, or a GPU, which trains gpt2-medium"
+        better = "train longer (--epochs, --max_steps), or on a GPU, which takes a larger model"
         rows.append(("better text", better))
     if wrote := _profile(r):
         shares = f"overlap {short_path(r.run_dir)} says what communication takes of them"

@@ -190,8 +190,8 @@ class RunConfig(Options):
     below_bytes: int | None = None
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
-    # Keys without a preset, and with their defaults in CONFIG and on the command line.
-    untouched: tuple[str, ...] = Field(default=(), strict=False)
+    # Whether a preset was given.
+    has_preset: bool = False
     # Keys that somebody set: on the command line, in a preset, or in CONFIG to another value than
     # their default.
     typed: tuple[str, ...] = Field(default=(), strict=False)
@@ -254,12 +254,10 @@ def build_config(
     own = {name: values.pop(name) for name in own_keys if name in values}
     values["engine_options"] = validate(own_model, own, keys).model_dump()
     values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
-    untouched = [name for name, key in KEYS.items() if values.get(name, key.default) == key.default]
     changed = [name for name, value in given.items() if value != keys[name].default]
     typed = [n for n in {**dict.fromkeys(changed), **over} if {**given, **over}[n] != AUTO]
-    told = {"from_defaults": tuple(decided), "typed": tuple(typed)}
-    told["untouched"] = () if preset else tuple(name for name in untouched if name not in over)
-    return validate(RunConfig, {**values, **told}, KEYS)
+    values |= {"typed": tuple(typed), "from_defaults": tuple(decided)}
+    return validate(RunConfig, {**values, "has_preset": preset is not None}, KEYS)
 
 
 def load_preset(given: str) -> dict[str, Any]:

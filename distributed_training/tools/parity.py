@@ -189,9 +189,11 @@ def _beyond(what: str, outcome: Outcome, again: Outcome) -> str:
 def _apart_in_figures(run: Outcome, reference: Outcome) -> Apart:
     """Of losses and gradient norms; None, not finite or skipped, is like None only."""
     apart: Apart = {"loss": {}, "gradient norm": {}}
-    ours, theirs = _figures(run), _figures(reference)
+    ours = _figures(run)
+    theirs = _figures(reference)
     for what, where in ours | theirs:
-        one, other = ours.get((what, where)), theirs.get((what, where))
+        one = ours.get((what, where))
+        other = theirs.get((what, where))
         size = 0.0 if one == other else math.inf
         if one is not None and other:
             size = abs(one - other) / other

@@ -68,8 +68,7 @@ def test_every_key_reaches_its_field_and_the_work(name):
     changed = build_config({name: OTHER[name]})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: OTHER[name]}
     assert build_config({}, overrides=[f"{name}={OTHER[name]}"]) == changed
-    told = {"typed": changed.typed, "untouched": changed.untouched}
-    assert replace(RunConfig(), **{name: OTHER[name]}, **told) == changed
+    assert replace(RunConfig(), **{name: OTHER[name]}, typed=changed.typed) == changed
     assert RunConfig.model_validate_json(changed.model_dump_json()) == changed
     same = describe_work(RunConfig(), 8) == describe_work(changed, 8)
     assert same == (name in NOT_WORK)
@@ -79,7 +78,7 @@ def test_every_field_says_whether_it_is_work():
     with pytest.raises(TypeError, match="work"):
         key(1, help="new", group="")
     no_keys = {"engine_options", "engine_work", "from_defaults", "force", "below_bytes"}
-    no_keys |= {"typed", "untouched"}
+    no_keys |= {"typed", "has_preset"}
     assert set(RunConfig.model_fields) - no_keys == set(KEYS)
 
 

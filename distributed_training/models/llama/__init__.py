@@ -110,9 +110,21 @@ def _size(config: Config) -> ModelSize:
     qkv = heads + 2 * config.num_key_value_heads * config.head_dim
     hidden = config.intermediate_size
     matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
-    biases = [width for width, has in zip((qkv, d), config.biases, strict=True) if has]
-    norms = 2 * d + 2 * config.head_dim * config.norms_heads
-    split = sum(rows * columns for rows, columns in matrices) + qkv * config.biases[0]
+    split = sum(rows * columns for rows, columns in matrices)
+    whole = norms = 2 * d
+    kept = 0
+    tensors = len(matrices) + 2
+    if config.biases[0]:
+        split += qkv
+        tensors += 1
+    if config.biases[1]:
+        whole += d
+        tensors += 1
+    if config.norms_heads:
+        norms += 2 * config.head_dim
+        whole += 2 * config.head_dim
+        tensors += 2
+        kept = (heads + qkv) // 2  # q and k before their norms
     return ModelSize(
         vocab_size=config.vocab_size,
         num_positions=config.max_position_embeddings,
@@ -122,11 +134,11 @@ def _size(config: Config) -> ModelSize:
         mlp_units=hidden // unit_size(hidden),
         hidden_size=d,
         block_matrices=matrices,
-        block_parameters=split + d * config.biases[1] + norms,
+        block_parameters=split + whole,
         block_parameters_split=split,
         block_norm_parameters=norms,
-        block_tensors=len(matrices) + len(biases) + 2 + 2 * config.norms_heads,
-        kept_values=(heads + qkv) // 2 * config.norms_heads,  # q and k before their norms
+        block_tensors=tensors,
+        kept_values=kept,
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
         config=config.model_dump(),

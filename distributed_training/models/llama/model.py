@@ -66,8 +66,8 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
         turning = turning / rope.factor
     elif rope.rope_type == "llama3":
         turns = rope.original_max_position_embeddings * turning / (2 * math.pi)
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        low = rope.low_freq_factor
+        kept = ((turns - low) / (rope.high_freq_factor - low)).clamp(0, 1)
         turning = turning * (kept + (1 - kept) / rope.factor)
     angle = torch.arange(positions)[:, None] * turning
     return torch.stack([angle.cos(), angle.sin()])
@@ -113,11 +113,13 @@ class Block(nn.Module):
         """Causal self-attention, [B, T, D] -> [B, T, D]."""
         rows = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
         q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
-        q, k = self.rotary(self.norm_q(q)), self.rotary(self.norm_k(k))
+        q = self.rotary(self.norm_q(q))
+        k = self.rotary(self.norm_k(k))
         # Kernels for fp32 on GPUs, and those of older ones, have a head of k and v for each of q.
         shared = not x.is_cuda or x.dtype is torch.bfloat16
         if not shared:
-            k, v = k.expand_as(q), v.expand_as(q)
+            k = k.expand_as(q)
+            v = v.expand_as(q)
         q, k, v = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
         rate = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
