@@ -32,7 +32,7 @@ STARTS = re.compile(
 # Files, runs and folders that the reader has or makes, and a mistake shown on purpose.
 NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
-    "my_zero1.json", "...", "chats.jsonl", "user/name:",
+    "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",
 )  # fmt: skip
 OTHER_COMMANDS = (
     ".py doctor", ".py compare ", ".py report", ".py overlap ", ".py generate ", ".py push ",
@@ -137,7 +137,7 @@ def test_a_printed_command_is_accepted(command, tmp_path):
     if "infinity" in command and not has_libaio():
         pytest.skip("libaio is not installed")
     words = {"plan --budget": "Chinchilla", "plan --target_loss": "Chinchilla", "plan": "quickest"}
-    words |= {"doctor": "GPU"}
+    words |= {"doctor": "GPU", "parity": "strategy=local_sgd"}
     name = next((name for name in words if f".py {name}" in command), None)
     assert words.get(name, "global") in dry_run(command, tmp_path)
 
