@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import sys
+import threading
 from typing import Any
 
 STALLED_S = 5.0  # after which a reader is not waited for, until it reads again
@@ -14,10 +15,13 @@ STALLED_S = 5.0  # after which a reader is not waited for, until it reads again
 
 class LastingStream:
     """Output whose reader may go away (`| head -1`, a terminal that hangs up) or stall: what it
-    does not take is dropped, and whoever writes goes on."""
+    does not take is dropped, and whoever writes goes on. Lines leave whole: `print` hands over the
+    newline by itself, and other processes write to the same place."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self._line = ""
+        self._writing = threading.RLock()  # a signal's handler prints, too
         self._patience_s = STALLED_S
         self._file = -1
         with contextlib.suppress(OSError, ValueError):  # none that may stall, as in a test
@@ -33,7 +37,16 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As a text stream does."""
+        """As a line-buffered text stream does."""
+        with self._writing:
+            self._line += text
+            if "\n" in text:
+                self._send()
+        return len(text)
+
+    def _send(self) -> None:
+        text = self._line
+        self._line = ""
         try:
             if self._file < 0:
                 self._stream.write(text)
@@ -41,7 +54,6 @@ class LastingStream:
                 self._write(text.encode(self._stream.encoding, "replace"))
         except OSError:
             self._drop()
-        return len(text)
 
     def _write(self, data: bytes) -> None:
         ready = select.poll()
@@ -53,6 +65,8 @@ class LastingStream:
 
     def flush(self) -> None:
         """As a text stream does."""
+        with self._writing:
+            self._send()
         try:
             self._stream.flush()
         except OSError:

@@ -26,6 +26,11 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
         assert held.startswith(b"first\nxxx")
         lasting.write("it reads again\n")
         assert os.read(reader, 2**20).endswith(b"it reads again\n")
+        lasting.write("a line")  # as print does: then its end
+        stream.write("of another process\n")
+        stream.flush()
+        lasting.write("\n")
+        assert os.read(reader, 2**20) == b"of another process\na line\n"
         os.close(reader)
         for _ in range(2):
             lasting.write("nobody is there\n")
