@@ -18,10 +18,6 @@ from distributed_training.settings.config import KEYS
 
 CARD = "README.md"
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
-_HYPER_PARAMETERS = (
-    "epochs", "max_length", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay",
-    "max_grad_norm", "dropout", "precision", "seed", "lora_rank", "lora_alpha",
-)  # fmt: skip
 _OWN_BUSINESS = ("output_dir", "offload_dir", "push", "resume")  # of who trained it
 _TEXT = """---
 {front}
@@ -66,33 +62,33 @@ python real_model_example.py generate {local} --prompt "The value of"
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write README.md of `folder`, a run's hf/ or best/; `repo_id`: where on the Hub it will be."""
-    (folder / CARD).write_text(build_card(folder, r, repo_id), encoding="utf-8")
-
-
-def build_card(folder: Path, r: Record, repo_id: str | None = None) -> str:
-    """The text: YAML for the Hub, then what was trained on what, how, with which losses."""
+    """Write README.md of `folder`, a run's hf/ or best/: YAML for the Hub, then what was trained on
+    what, how, with which losses. `repo_id`: where on the Hub it will be."""
     config = r.config
-    is_best = folder.name == BEST and r.best is not None
+    steps = r.step
+    kind = ""
+    if folder.name == BEST and r.best is not None:
+        steps = r.best["step"]
+        kind = ", of the lowest validation loss"
+    losses = [
+        (entry["step"], entry["loss"], entry["perplexity"])
+        for entry in r.evaluations
+        if entry["step"] in (0, steps)
+    ]
+    settings = [(key, last_part(str(value))) for key, value in r.work.items()]
     local = Path("runs", folder.parent.name, folder.name)  # others' paths are nobody's business
-    place = repo_id or local
-    steps = r.best["step"] if is_best and r.best else r.step
-    seen = [entry for entry in r.evaluations if entry["step"] in (0, steps)]
-    kind = f"The weights after step {steps}"
-    if is_best:
-        kind += ", of the lowest validation loss"
-    return _TEXT.format(
+    text = _TEXT.format(
         front=_front_matter(r),
         model=config["model"],
         dataset=last_part(config["dataset"]),
-        kind=kind,
+        kind=f"The weights after step {steps}{kind}",
         parameters=r.num_parameters,
         weights=last_part(config["weights"]),
         samples=r.data["num_train_samples"],
         length=config["max_length"],
         losses=tabulate(
-            [[e["step"], e["loss"], e["perplexity"]] for e in seen],
-            ["step", "validation loss", "perplexity"], "github", floatfmt=("g", ".4f", ".2f"),
+            losses, ["step", "validation loss", "perplexity"], "github",
+            floatfmt=("g", ".4f", ".2f"),
         ),
         steps=steps,
         planned=r.num_steps,
@@ -100,14 +96,12 @@ def build_card(folder: Path, r: Record, repo_id: str | None = None) -> str:
         strategy=COLUMNS["strategy"](r),
         processes=plural(r.world_size, "process"),
         device=r.machine["gpu_name"] or "CPU",
-        settings=tabulate(
-            [[name, str(config[name])] for name in _HYPER_PARAMETERS if name in config],
-            ["key", "value"], **MARKDOWN,
-        ),
+        settings=tabulate(settings, ["key", "value"], **MARKDOWN),
         command=_command(r),
-        place=place,
+        place=repo_id or local,
         local=shlex.quote(str(local)),
     )  # fmt: skip
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def _front_matter(r: Record) -> str:

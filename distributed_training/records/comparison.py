@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distributed_training.records.display import NOT_MEASURED, gib, last_part, short_path
+from distributed_training.records.display import NOT_MEASURED, gib, last_part
 from distributed_training.records.record import Record, is_alive
 from distributed_training.records.tables import (
     COLUMNS,
@@ -19,19 +18,19 @@ from distributed_training.records.tables import (
     SETTINGS,
     Number,
     measured_peak,
-    predicted,
     predicted_peak,
 )
 
 NOTHING = "-"
-Parts = Callable[[Record], Mapping[str, float]]  # name -> bytes
 MEASURED = (
     "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "bubble",
     "training loss", "validation loss", "validation perplexity",
 )  # fmt: skip
+PREDICTED = {  # what -> heading, measured, predicted
+    "time": ("ms", MS_A_STEP, MS_PREDICTED),
+    "memory": ("peak", Number(measured_peak, gib), Number(predicted_peak, gib)),
+}
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
-_PEAK = Number(measured_peak, gib)
-_PEAK_PREDICTED = Number(predicted_peak, gib)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +75,12 @@ class Comparison:
 
     @property
     def finished(self) -> list[Layout]:
-        """Layouts with results."""
-        found = [[r for r in layout.records if r.performance] for layout in self.layouts]
-        pairs = zip(self.layouts, found, strict=True)
-        return [Layout(name=layout.name, records=records) for layout, records in pairs if records]
+        """Layouts with results, and of their runs those that have them."""
+        found = []
+        for layout in self.layouts:
+            if records := [r for r in layout.records if r.performance]:
+                found.append(Layout(name=layout.name, records=records))
+        return found
 
     @property
     def title(self) -> str:
@@ -108,11 +109,14 @@ class Comparison:
         sends = (
             "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
         )
+        done = {layout.name: layout.records[0] for layout in self.finished}
+        memory = {name: _memory_parts(r) for name, r in done.items()}
+        sent = {name: (r.prediction or {}).get("sent_bytes", {}) for name, r in done.items()}
         found = [
             results(self),
             predictions(self),
-            _parts_table("Memory by component", fullest, self, memory_parts),
-            _parts_table("Bytes sent a step", sends, self, sent_bytes, "over "),
+            _parts_table("Memory by component", fullest, self.rows, memory),
+            _parts_table("Bytes sent a step", sends, self.rows, sent, "over "),
         ]
         return [table for table in found if len(table.headers) > 1]
 
@@ -150,24 +154,24 @@ def status(r: Record) -> str:
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
     """A row a run, by the work they did, that of the newest run first."""
     records = sorted(records, key=lambda r: r.started_at)
-    names = dict(zip(map(id, records), run_names(records), strict=True))
     telling = differing([record.work for record in records], missing=...)
-    groups: dict[str, list[Record]] = {}
-    for record in reversed(records):
-        work = repr([record.work.get(key, ...) for key in telling])
-        groups.setdefault(work, []).insert(0, record)
+    groups: dict[str, list[tuple[str, Record]]] = {}
+    for name, r in reversed([*zip(run_names(records), records, strict=True)]):
+        work = repr([r.work.get(key, ...) for key in telling])
+        groups.setdefault(work, []).insert(0, (name, r))
     said = [key for key in telling if key not in _IN_SETTINGS]
     if len(telling) > 1:  # a hash tells a reader least
         said = [key for key in said if key != "data_fingerprint"]
     found = []
     for group in groups.values():
-        common = common_settings(group)
+        common = common_settings([r for _, r in group])
         layouts = []
-        for r in group:
-            own = [f"{name} {cell(r)}" for name, cell in SETTINGS.items() if name not in common]
-            name = f"{names[id(r)]} {COLUMNS['strategy'](r)}".lstrip()
-            layouts.append(Layout(name=", ".join([name, *own]), records=[r]))
-        differs = ", ".join(f"{key} {last_part(str(group[0].work.get(key)))[:12]}" for key in said)
+        for name, r in group:
+            own = [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
+            words = f"{name} {COLUMNS['strategy'](r)}".lstrip()
+            layouts.append(Layout(name=", ".join([words, *own]), records=[r]))
+        work = layouts[0].records[0].work
+        differs = ", ".join(f"{key} {last_part(str(work.get(key)))[:12]}" for key in said)
         found.append(Comparison(layouts=layouts, work=differs, rows="run"))
     return found
 
@@ -175,24 +179,17 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
 def run_names(records: Sequence[Record]) -> list[str]:
     """What tells the names of the runs' folders apart: the first words that do. Empty for the only
     run."""
-    if len(records) == 1:
-        return [""]
-    words = [tuple(Path(r.run_dir).name.split("-")) for r in records]
-    different = set(words)
-    if len(different) < 2:
-        return ["-".join(name) for name in words]
-    longest = range(max(map(len, words)) + 1)
-    first = max(n for n in longest if len({name[:n] for name in different}) == 1)
-    last = min(n for n in longest if len({name[:n] for name in different}) == len(different))
+    words = [Path(r.run_dir).name.split("-") for r in records]
+    different = set(map(tuple, words))
+    if len(different) == 1:
+        return ["" if len(records) == 1 else "-".join(name) for name in words]
+    first = 0
+    while len({name[: first + 1] for name in different}) == 1:
+        first += 1
+    last = first
+    while len({name[:last] for name in different}) < len(different):
+        last += 1
     return ["-".join(name[first:last]) for name in words]
-
-
-def describe_runs(records: Sequence[Record]) -> str:
-    """Where the runs lie whose short names are in the tables."""
-    if len(records) == 1:
-        return short_path(records[0].run_dir)
-    place = os.path.commonpath([r.run_dir for r in records])
-    return f"{len(records)} runs in {short_path(place)}"
 
 
 def results(comparison: Comparison) -> Table:
@@ -212,43 +209,37 @@ def results(comparison: Comparison) -> Table:
 
 def predictions(comparison: Comparison) -> Table:
     """What the plan said before each run."""
-    rows = []
-    for layout in comparison.finished:
-        done = layout.records
-        bound = {str(predicted("bound_by")(r)) for r in done} - {"None"}
-        rows.append([
-            layout.name, MS_A_STEP(*done), MS_PREDICTED(*done), off(MS_PREDICTED, MS_A_STEP, done),
-            _PEAK(*done), _PEAK_PREDICTED(*done), off(_PEAK_PREDICTED, _PEAK, done),
-            ", ".join(sorted(bound)) or NOTHING,
-        ])  # fmt: skip
-    if not any(r.prediction for r in comparison.records):
-        rows = []
+    done = comparison.finished if any(r.prediction for r in comparison.records) else []
     on_gpu = any(r.machine["gpu_name"] for r in comparison.records)
     what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
-    headers = [comparison.rows, "ms measured", "ms predicted", "ms off", "peak measured",
-               "peak predicted", "peak off", "mostly"]  # fmt: skip
     about = f"Memory is {what}. Each prediction was made before its run"
-    for name, said, found in (
-        ("time", MS_PREDICTED, MS_A_STEP), ("memory", _PEAK_PREDICTED, _PEAK)
-    ):  # fmt: skip
-        both = [(said.mean([r]), found.mean([r])) for r in comparison.records]
-        errors = [abs(a / b - 1) for a, b in both if a and b]
-        if errors:
-            near = sum(error <= 0.10 for error in errors)
-            about += (
-                f"; {name}: {near} of {len(errors)} within 10%, median {median(errors):.0%} off"
-            )
-    return _table("Prediction and measurement", f"{about}.", headers, rows)
+    headers = [comparison.rows]
+    rows = [[layout.name] for layout in done]
+    for name, (heading, found, said) in PREDICTED.items():
+        headers += [f"{heading} measured", f"{heading} predicted", f"{heading} off"]
+        for layout, row in zip(done, rows, strict=True):
+            error = _error(said, found, layout.records)
+            off = NOTHING if error is None else f"{error:+.0%}"
+            row += [found(*layout.records), said(*layout.records), off]
+        by_run = [_error(said, found, [r]) for r in comparison.records]
+        sizes = [abs(error) for error in by_run if error is not None]
+        if sizes:
+            near = sum(size <= 0.10 for size in sizes)
+            about += f"; {name}: {near} of {len(sizes)} within 10%, median {median(sizes):.0%} off"
+    for layout, row in zip(done, rows, strict=True):
+        bound = {r.prediction["bound_by"] for r in layout.records if r.prediction} - {None}
+        row.append(", ".join(sorted(bound)) or NOTHING)
+    return _table("Prediction and measurement", f"{about}.", [*headers, "mostly"], rows)
 
 
-def off(said: Number, found: Number, records: Sequence[Record]) -> str:
+def _error(said: Number, found: Number, records: Sequence[Record]) -> float | None:
     """Prediction by measurement, less one."""
     expected = said.mean(records)
     measured = found.mean(records)
-    return f"{expected / measured - 1:+.0%}" if expected and measured else NOTHING
+    return expected / measured - 1 if expected and measured else None
 
 
-def memory_parts(r: Record) -> Mapping[str, float]:
+def _memory_parts(r: Record) -> dict[str, float]:
     """Component -> predicted bytes of the fullest process; without a GPU with what Python and the
     libraries take."""
     if r.prediction is None:
@@ -259,27 +250,16 @@ def memory_parts(r: Record) -> Mapping[str, float]:
     return parts
 
 
-def sent_bytes(r: Record) -> Mapping[str, float]:
-    """Axis -> predicted bytes a step of the process that sends most."""
-    return (r.prediction or {}).get("sent_bytes", {})
-
-
 def _parts_table(
-    title: str, about: str, comparison: Comparison, parts_of: Parts, prefix: str = ""
+    title: str, about: str, first: str, parts: Mapping[str, dict[str, Any]], prefix: str = ""
 ) -> Table:
-    """A column a part, and the sum."""
-    parts = {layout.name: parts_of(layout.records[0]) for layout in comparison.finished}
-    names = dict.fromkeys(part for each in parts.values() for part, size in each.items() if size)
-    rows = [
-        [
-            name,
-            *(gib(each[part]) if each.get(part) else NOTHING for part in names),
-            gib(sum(each.values())) if any(each.values()) else NOTHING,
-        ]
-        for name, each in parts.items()
-    ]
-    headers = [comparison.rows, *(f"{prefix}{name}" for name in names), "in all"]
-    return _table(title, about, headers, rows)
+    """A row a layout, a column a part (in bytes), and the sum."""
+    names = dict.fromkeys(part for each in parts.values() for part in each)
+    rows = []
+    for name, each in parts.items():
+        sizes = [*(each.get(part) for part in names), sum(each.values())]
+        rows.append([name, *(gib(size) if size else NOTHING for size in sizes)])
+    return _table(title, about, [first, *(prefix + name for name in names), "in all"], rows)
 
 
 def _table(title: str, about: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

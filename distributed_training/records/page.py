@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -21,14 +22,7 @@ LEAST = (
     "MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "bubble",
     "training loss",
 )  # fmt: skip
-WORDS = (
-    "run",
-    "strategy",
-    "layout",
-    "status",
-    "verdict",
-    "mostly",
-)  # columns that are aligned left
+WORDS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # columns aligned left
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
@@ -42,9 +36,27 @@ h2 { font-size: 1.1rem; margin: 2.5rem 0 .5rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
 th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8886 }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start }
-svg { width: 29rem; max-width: 100%; height: auto }
+img { width: 36rem; max-width: 100%; height: auto }
 </style>
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Of a page."""
+
+    title: str
+    notes: Sequence[str]
+    tables: Sequence[Table]
+    plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
+
+
+def build_section(comparison: Comparison) -> Section:
+    """A comparison's notes, tables and plots."""
+    from distributed_training.records.plots import draw_pngs  # slow to import
+
+    plots = draw_pngs(comparison)
+    return Section(comparison.title, comparison.notes, comparison.tables(), plots)
 
 
 def terminal(comparison: Comparison) -> str:
@@ -75,15 +87,28 @@ def _align(headers: Sequence[str]) -> list[str]:
     return ["left" if name in WORDS else "right" for name in headers]
 
 
+def save_plots(sections: Sequence[Section], folder: Path) -> list[list[Path]]:
+    """NAME.png, numbered where there are several sections, for each plot of each; the paths. Raises
+    OSError where nothing can be written."""
+    found = []
+    for number, section in enumerate(sections, 1):
+        suffix = f"-{number}" if len(sections) > 1 else ""
+        found.append([folder / f"{name}{suffix}.png" for name in section.plots])
+        for path, png in zip(found[-1], section.plots.values(), strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png)
+    return found
+
+
 def markdown(
-    title: str, heading: str, comparisons: Sequence[Comparison], plots: Sequence[Sequence[Path]]
+    title: str, heading: str, sections: Sequence[Section], plots: Sequence[Sequence[Path]]
 ) -> str:
-    """The page for a repository; `plots` of each comparison lie beside it."""
+    """The page for a repository; `plots` of each section lie beside it."""
     lines = [f"# {title}", "", heading]
-    for comparison, paths in zip(comparisons, plots, strict=True):
-        for line in (f"## {comparison.title}", *comparison.notes):
+    for section, paths in zip(sections, plots, strict=True):
+        for line in (f"## {section.title}", *section.notes):
             lines += ["", line]
-        for table in comparison.tables():
+        for table in section.tables:
             text = tabulate(table.rows, table.headers, **MARKDOWN)
             lines += ["", f"### {table.title}", "", table.about, "", text]
         for path in paths:
@@ -91,39 +116,23 @@ def markdown(
     return "\n".join([*lines, ""])
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Of an HTML page."""
-
-    title: str
-    notes: Sequence[str]
-    tables: Sequence[Table]
-    pictures: Sequence[str] = ()  # <svg> elements
-
-
-def sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """Each comparison's notes, tables and plots."""
-    from distributed_training.records.plots import draw_svgs  # slow to import
-
-    return [
-        Section(each.title, each.notes, each.tables(), draw_svgs(each, str(number)))
-        for number, each in enumerate(comparisons, 1)
-    ]
-
-
-def html(title: str, heading: str, parts: Sequence[Section], note: str = "") -> str:
+def html(title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
     """One file: no network, no script, light or dark, any width."""
     lines = [_HEAD.replace("{title}", escape(title)), f"<h1>{escape(title)}</h1>"]
     lines += [f"<p>{escape(text)}</p>" for text in (heading, note) if text]
-    for part in parts:
-        lines.append(f"<h2>{escape(part.title)}</h2>")
-        lines += [f"<p>{escape(text)}</p>" for text in part.notes]
-        for table in part.tables:
+    for section in sections:
+        lines.append(f"<h2>{escape(section.title)}</h2>")
+        lines += [f"<p>{escape(text)}</p>" for text in section.notes]
+        for table in section.tables:
             rows = tabulate(
                 table.rows, table.headers, "html",
                 disable_numparse=True, colalign=_align(table.headers),
             )  # fmt: skip
             lines += [f"<h3>{escape(table.title)}</h3>", f"<p>{escape(table.about)}</p>"]
             lines.append(f'<div class="wide">{rows}</div>')
-        lines.append(f'<div class="plots">{"".join(part.pictures)}</div>')
+        lines.append('<div class="plots">')
+        for name, png in section.plots.items():
+            data = base64.b64encode(png).decode()
+            lines.append(f'<img alt="{name}" src="data:image/png;base64,{data}">')
+        lines.append("</div>")
     return "\n".join([*lines, ""])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
@@ -115,14 +114,11 @@ class Record(RunState):
     # GPU of which nothing is known, tokens_per_s, bound_by, sent_bytes a step by axis.
     prediction: dict[str, Any] | None = None
     batch: Batch
-    data: dict[
-        str, Any
-    ]  # form of the texts, numbers of samples, share of real tokens, steps an epoch
+    data: dict[str, Any]  # form, numbers of samples, share of real tokens, steps an epoch
     num_steps: int  # planned
+    startup_s: dict[str, float] = {}  # of rank 0's process, by what it did until the first step
     # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
     # where the run did not get so far.
-    # import, plan, data, model, sample (and first evaluation), first_step; of rank 0's process
-    startup_s: dict[str, float] = {}
     performance: dict[str, Any] = {}
     # Peaks while training, the highest rank's, and by_rank; None: not measured.
     memory: dict[str, Any] = {}
@@ -186,18 +182,13 @@ def is_alive(state: RunState) -> bool:
     """Whether a record says "running" and the process that wrote it still runs, on this host."""
     if state.status != "running" or state.hostname != platform.node() or state.pid is None:
         return False
-    return process_lives(state.pid, datetime.fromisoformat(state.started_at).timestamp())
-
-
-def process_lives(pid: int, began_before: float) -> bool:
-    """Whether that process of this host still runs: it has not ended, reaped or not, and the number
-    is not another's, who began after `began_before` (seconds since 1970)."""
-    try:
-        process = psutil.Process(pid)
+    with contextlib.suppress(psutil.Error):  # it has ended
+        process = psutil.Process(state.pid)
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return not ended and process.create_time() <= began_before + 1
-    except psutil.Error:
-        return False
+        # A process that began later has only been given the same number.
+        began = datetime.fromisoformat(state.started_at).timestamp()
+        return not ended and process.create_time() <= began + 1
+    return False
 
 
 def mark_stopped(
@@ -215,7 +206,7 @@ def mark_stopped(
         file.write(to_json(fault) + b"\n")
     record = run_dir / RECORD_FILE
     if record.is_file():
-        values = json.loads(record.read_text(encoding="utf-8"))
+        values = json.loads(record.read_bytes())
         if values["status"] == "running" or values["error"] is not None:
             _write_with_cause(run_dir, values, [fault], _write_even_if_full)
     causes = [each for each in _read_faults(run_dir, [fault]) if not each["consequence"]]
@@ -295,6 +286,9 @@ def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) ->
 
 def free_path(folder: Path, name: str, suffix: str = "") -> Path:
     """A path in `folder` that is not taken; the name gets a number where it is."""
-    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
-    paths = (folder / f"{each}{suffix}" for each in names)
-    return next(path for path in paths if not path.exists())
+    path = folder / f"{name}{suffix}"
+    count = 1
+    while path.exists():
+        count += 1
+        path = folder / f"{name}-{count}{suffix}"
+    return path

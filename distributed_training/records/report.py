@@ -5,13 +5,16 @@ python real_model_example.py report [RUN ...]
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.records import page
-from distributed_training.records.comparison import Comparison, describe_runs, group_by_work
-from distributed_training.records.display import short_path
+from distributed_training.records.comparison import group_by_work
+from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
@@ -28,24 +31,24 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     """
     found: dict[Path, Record] = {}
     for path in map(given_path, paths):
-        if not path.is_dir():
-            files = [path]
-        elif (path / RECORD_FILE).is_file():
+        files = [path]
+        if path.is_dir():
             files = [path / RECORD_FILE]
-        else:
-            files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
-        files = [file.resolve() for file in files]  # runs/latest is a link
-        for file in files:
+            if not files[0].is_file():
+                files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
+        here = {}
+        for file in map(Path.resolve, files):  # runs/latest is a link
             try:
                 record = load_record(file)
             except UserError:
-                if not path.is_dir():
-                    raise
-                continue
+                if path.is_dir():
+                    continue
+                raise
             place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
-            found[file] = record.model_copy(update={"run_dir": str(place)})
-        if found.keys().isdisjoint(files):
+            here[file] = record.model_copy(update={"run_dir": str(place)})
+        if not here:
             print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
+        found |= here
     return list(found.values())
 
 
@@ -58,39 +61,33 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
     add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
     arguments = parser.parse_args(argv)
-    paths = arguments.paths or ([output_dir] if output_dir.is_dir() else [])
-    records = find_records(paths)
+    paths = arguments.paths or [output_dir]
+    records = find_records([path for path in paths if arguments.paths or path.is_dir()])
     if not records:
-        places = ", ".join(map(short_path, arguments.paths or [output_dir]))
         fix = f"train first, or name runs: {COMMAND} FOLDER"
-        raise UserError(f"no run record in {places}", fix=fix)
+        raise UserError(f"no run record in {', '.join(map(short_path, paths))}", fix=fix)
     comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
+    about = short_path(os.path.commonpath([r.run_dir for r in records]))
+    if len(records) > 1:
+        about = f"{len(records)} runs in {about}"
     left = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = f"left out: {left} older runs of other work; --all shows them" if left else ""
-    about = describe_runs(records)
-    parts = [about, *map(page.terminal, comparisons), note]
-    print("\n\n".join(filter(None, parts)), flush=True)
+    texts = [about, *map(page.terminal, comparisons), note]
+    print("\n\n".join(filter(None, texts)), flush=True)
+    sections = list(map(page.build_section, comparisons))
     try:
         if arguments.html is not None:
-            text = page.html("Training runs", about, page.sections(comparisons), note)
+            text = page.html("Training runs", about, sections, note)
             arguments.html.write_text(text, encoding="utf-8")
-            print(f"wrote {short_path(arguments.html)}")
+            wrote = short_path(arguments.html)
         else:
-            write_plots(comparisons, arguments.plots)
-    except BrokenPipeError:  # of the terminal's reader
-        raise
+            plots = itertools.chain(*page.save_plots(sections, arguments.plots))
+            names = ", ".join(path.name for path in plots)
+            wrote = names and f"{short_path(arguments.plots)}/{names}"
     except OSError as error:
         option = "--plots" if arguments.html is None else "--html"
         what = f"{arguments.html or arguments.plots} cannot be written"
         raise UserError(what, str(error), f"give another place to {option}") from None
+    if wrote:
+        print(textwrap.fill(f"wrote {wrote}", WIDTH, break_long_words=False))
     return 0
-
-
-def write_plots(comparisons: Sequence[Comparison], folder: Path) -> None:
-    """The plots of each work, in folders of their own where there are several."""
-    from distributed_training.records.plots import save_pngs  # slow to import
-
-    for number, comparison in enumerate(comparisons, 1):
-        place = folder / str(number) if len(comparisons) > 1 else folder
-        if drawn := save_pngs(comparison, place):
-            print(f"wrote {short_path(place)}/{', '.join(path.name for path in drawn)}")

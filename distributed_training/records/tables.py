@@ -38,8 +38,7 @@ class Number:
         return text
 
     def _found(self, records: Sequence[Record]) -> list[float]:
-        values = [self.value(record) for record in records]
-        return [value for value in values if value is not None]
+        return [value for r in records if (value := self.value(r)) is not None]
 
 
 def tokens_per_s(r: Record) -> float | None:
@@ -64,7 +63,7 @@ def predicted_peak(r: Record) -> float | None:
 
 def predicted(name: str) -> Value:
     """An entry of the record's prediction."""
-    return lambda r: None if r.prediction is None else r.prediction.get(name)
+    return lambda r: (r.prediction or {}).get(name)
 
 
 def trained(name: str) -> Value:

@@ -236,16 +236,7 @@ class Trainer:
             self.history.cut(error.step)
             self.write_record()
             raise error
-        warm = [row for row in rows if row["step"] != self._first]
-        self.display.progress(
-            self.step,
-            epoch=rows[-1]["epoch"] + 1,
-            loss=rows[-1]["loss"],
-            rate=rows[-1]["learning_rate"],
-            num_tokens=sum(row["num_tokens"] for row in warm or rows),
-            seconds=sum(row["step_time_s"] for row in warm or rows),
-            num_steps=len(warm),
-        )
+        self.display.progress(rows, self._first)
 
     def _judge(
         self, step: int, own_loss: float, result: StepResult

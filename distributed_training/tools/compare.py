@@ -414,21 +414,17 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def write_page(wanted: Wanted) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
-    from distributed_training.records.plots import save_pngs  # slow to import
-
     comparisons = comparisons_of(wanted)
-    plots = []
-    for number, comparison in enumerate(comparisons, 1):
-        suffix = f"-{number}" if len(comparisons) > 1 else ""
-        plots.append(save_pngs(comparison, wanted.out, suffix))
+    sections = list(map(page.build_section, comparisons))
+    plots = page.save_plots(sections, wanted.out)
     runs = plural(len(wanted.runs), "run")
     if wanted.num_finished < len(wanted.runs):
         runs = f"{wanted.num_finished} of {runs}"
     heading = f"{runs}, each in processes of its own, one after the other."
     title = "Strategies side by side"
-    text = page.markdown(title, heading, comparisons, plots)
+    text = page.markdown(title, heading, sections, plots)
     (wanted.out / "compare.md").write_text(text, encoding="utf-8")
-    text = page.html(title, heading, page.sections(comparisons))
+    text = page.html(title, heading, sections)
     (wanted.out / "compare.html").write_text(text, encoding="utf-8")
     for comparison in comparisons:
         print(f"\n{page.terminal(comparison)}")

@@ -55,4 +55,4 @@ def test_from_a_folder_to_a_page(tmp_path):
         assert f"{record['evaluations'][-1]['loss']:.4f}" in page
         assert f"{record['evaluations'][-1]['loss']:.4f}" in result.stdout
     assert "they differ in lr_floor" in result.stdout
-    assert page.count("<svg") == 4
+    assert page.count("<img") == 3

@@ -66,26 +66,22 @@ def test_what_holds_no_record_is_left_out_with_a_note(runs, capsys, tmp_path):
     assert capsys.readouterr().err == f"note: {tmp_path / 'empty'} holds no record.json; left out\n"
 
 
-def test_three_tables_are_shown_unless_all_are_asked_for(runs, tmp_path, capsys):
+def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
     for seed in range(4):
         write_run(runs / f"20260102-00000{seed}-dp-x", work__seed=seed)
-    lines = printed(capsys, runs)
-    titles = [line for line in lines if line.startswith("model ")]
-    assert len(titles) == 3
-    assert "left out: 4 older runs of other work; --all shows them" in lines
-    plots = [line for line in lines if line.startswith("wrote")]
-    assert [line.split("/")[1] for line in plots] == ["1", "2", "3"]
-    lines = printed(capsys, runs, "--all")
-    assert len([line for line in lines if line.startswith("model ")]) == 5
-    assert "left out" not in "".join(lines)
+    text = "\n".join(printed(capsys, runs))
+    assert text.count("\nmodel ") == 3
+    assert "left out: 4 older runs of other work; --all shows them" in text
+    assert " loss-3.png," in text
+    text = "\n".join(printed(capsys, runs, "--all"))
+    assert text.count("\nmodel ") == 5
+    assert "left out" not in text
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(runs):
     """As under `| head -1`, with more to say than a pipe holds."""
-    script, names = ROOT / "real_model_example.py", [runs / "latest"]
-    write_run(runs / "20260102-000000-dp-x", error="x" * 10)
     with subprocess.Popen(
-        [sys.executable, script, "report", *names, "--plots", runs.parent / "p"],
+        [sys.executable, ROOT / "real_model_example.py", "report", runs / "latest"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         process.stdout.close()
@@ -97,19 +93,18 @@ def test_a_reader_that_leaves_early_gets_no_traceback(runs):
     ("arguments", "words"),
     [
         ([], "no run record in runs; train first"),
-        (["{tmp}"], "no run record"),
-        (["{tmp}/x"], "does not exist"),
+        (["."], "no run record"),
+        (["./x"], "does not exist"),
     ],
 )
 def test_mistakes_are_explained_in_one_line(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refused(words):
-        main([text.replace("{tmp}", str(tmp_path)) for text in arguments])
+        main(arguments)
 
 
 def test_plots_in_place_of_a_file_are_explained(runs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with refused(f"{folder} cannot be written; ", "--plots"):
-            main([str(runs), "--plots", str(folder)])
-        assert "131,072" in capsys.readouterr().out, "the table is printed all the same"
+    with refused(f"{tmp_path / 'file'} cannot be written; ", "--plots"):
+        main([str(runs), "--plots", str(tmp_path / "file")])
+    assert "131,072" in capsys.readouterr().out, "the table is printed all the same"

@@ -17,16 +17,18 @@ def one_row(columns=tuple(COLUMNS), **changes):
     return row
 
 
+SETTINGS = {
+    "strategy": "zero2", "model": "gpt2-medium", "processes": "4", "batch": "4 x 512",
+    "precision": "bf16", "compile": "yes", "CUDA graph": "no", "compression": "none",
+    "dataset": "wikitext-2",
+}  # fmt: skip
+
+
 def test_cells_are_the_records_figures():
+    nothing = ("bubble", "ideal bubble", "formula + operations + messages + gaps", "ms predicted")
     assert one_row() == {
-        "strategy": "zero2",
-        "model": "gpt2-medium",
-        "processes": "4",
-        "batch": "4 x 512",
-        "precision": "bf16",
-        "compile": "yes",
-        "CUDA graph": "no",
-        "compression": "none",
+        **SETTINGS,
+        **dict.fromkeys((*nothing, "GiB predicted"), "-"),
         "tokens/s": "131,072",
         "ms a step": "125.0",
         "timed steps": "59",
@@ -34,16 +36,10 @@ def test_cells_are_the_records_figures():
         "peak GPU memory": "12.00 GiB",
         "GPU memory by rank": "12.0, 11.0, 10.0, 9.0 GiB",
         "peak host memory": "5.00 GiB",
-        "bubble": "-",
-        "ideal bubble": "-",
-        "formula + operations + messages + gaps": "-",
         "disk a step": "none",
-        "ms predicted": "-",
-        "GiB predicted": "-",
         "training loss": "3.062",
         "validation loss": "3.0000",
         "validation perplexity": "20.1",
-        "dataset": "wikitext-2",
         "steps": "64 of 64",
         "status": "ok",
     }
@@ -63,7 +59,9 @@ def test_what_was_not_measured_says_so():
         "tokens/s", "ms a step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
         "training loss", "validation loss", "validation perplexity",
     }  # fmt: skip
-    assert row["timed steps"] == "0"
+    row = one_row(finished=False, status="oom")
+    told = {column: text for column, text in row.items() if text != "-"}
+    assert told == {**SETTINGS, "steps": "0 of 64", "status": "oom"}
 
 
 def test_what_earlier_runs_left_is_not_a_ranks_memory():
@@ -71,21 +69,17 @@ def test_what_earlier_runs_left_is_not_a_ranks_memory():
     assert one_row(memory__by_rank=ranks)["GPU memory by rank"] == "2.0, 2.0 GiB"
 
 
-def test_disk_traffic_is_a_steps():
-    disk = {"read_bytes": 64 * 2_500_000_000, "write_bytes": 64 * 1_240_000_000, "num_steps": 64}
-    assert one_row(disk=disk)["disk a step"] == "2.5 GB read, 1.2 GB written"
-    logging_only = {"read_bytes": 0, "write_bytes": 64 * 49_999_999, "num_steps": 64}
-    assert one_row(disk=logging_only)["disk a step"] == "none"
-    logging_only["write_bytes"] = 64 * 50_000_000
-    assert one_row(disk=logging_only)["disk a step"] == "0.0 GB read, 0.1 GB written"
-
-
-def test_a_run_without_results_shows_its_status():
-    row = one_row(finished=False, status="oom")
-    known = {"strategy", "model", "processes", "batch", "precision", "compile", "CUDA graph"}
-    known |= {"compression", "dataset", "steps", "status"}
-    assert {column for column, text in row.items() if text != "-"} == known
-    assert (row["status"], row["steps"]) == ("oom", "0 of 64")
+@pytest.mark.parametrize(
+    ("read", "written", "shown"),
+    [
+        (2_500_000_000, 1_240_000_000, "2.5 GB read, 1.2 GB written"),
+        (0, 49_999_999, "none"),
+        (0, 50_000_000, "0.0 GB read, 0.1 GB written"),
+    ],
+)
+def test_disk_traffic_is_a_steps_without_that_of_logging(read, written, shown):
+    disk = {"read_bytes": 64 * read, "write_bytes": 64 * written, "num_steps": 64}
+    assert one_row(disk=disk)["disk a step"] == shown
 
 
 @pytest.mark.parametrize(
@@ -119,15 +113,12 @@ def test_rows_of_one_strategy_are_told_apart_by_their_layout(axes, words):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "bubble", "shown"),
+    ("ideal", "bubble", "shown"),
     [
-        (None, None, ("-", "-")),
-        ({"ideal_bubble": 3 / 19}, {"idle_share": 0.2041}, ("20.4%", "15.8%")),
-        ({"ideal_bubble": None}, None, ("not measured", "no formula")),
+        (3 / 19, {"idle_share": 0.2041}, {"bubble": "20.4%", "ideal bubble": "15.8%"}),
+        (None, None, {"bubble": "not measured", "ideal bubble": "no formula"}),
     ],
 )
-def test_bubbles_are_those_of_pipelines(pipeline, bubble, shown):
-    words = {"schedule": "1f1b", "num_microbatches": 16}
-    changes = {"pipeline": pipeline and {**words, **pipeline}, "bubble": bubble}
-    row = one_row(("bubble", "ideal bubble"), **changes)
-    assert (row["bubble"], row["ideal bubble"]) == shown
+def test_bubbles_are_those_of_pipelines(ideal, bubble, shown):
+    pipeline = {"schedule": "1f1b", "num_microbatches": 16, "ideal_bubble": ideal}
+    assert one_row(tuple(shown), pipeline=pipeline, bubble=bubble) == shown

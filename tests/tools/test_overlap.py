@@ -126,9 +126,7 @@ def traced(tmp_path_factory):
 def test_two_processes_leave_a_trace_each(traced, capsys):
     shown, run, folder = traced
     traces = "trace-rank*.json.gz of the run's folder, for ui.perfetto.dev"
-    header, summary = (" ".join(text.split()) for text in shown.stdout.split("step      0/5"))
-    assert f"profile 2 steps after a warm-up in {traces}" in header
-    assert f"profile steps 4 to 5 in {traces}" in summary
+    assert f"profile steps 4 to 5 in {traces}" in " ".join(shown.stdout.split())
     assert "USDT" not in shown.stderr
     with gzip.open(folder / "trace-rank0.json.gz") as file:
         names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
