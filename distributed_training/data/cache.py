@@ -87,21 +87,15 @@ def _checksum(folder: Path) -> bytes:
 def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
     """(form of the texts, splits) of a folder that is whole."""
     meta = json.loads((folder / _META).read_bytes())
-    return meta["form"], {
-        split: Tokens(
-            **{part: _map(_array(folder, split, part), dtype) for part, dtype in dtypes.items()}
-        )
-        for split, dtypes in meta["splits"].items()
-    }
-
-
-def _map(path: Path, dtype: str) -> np.ndarray:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-
-
-def _array(folder: Path, split: str, part: str) -> Path:
-    """The numbers of a part of `Tokens`, and nothing else."""
-    return folder / f"{split}-{part}.bin"
+    splits = {}
+    for split, dtypes in meta["splits"].items():
+        arrays = {}
+        for part, dtype in dtypes.items():
+            file = folder / f"{split}-{part}.bin"
+            empty = np.empty(0, dtype)  # cannot be mapped
+            arrays[part] = np.memmap(file, dtype, "r") if file.stat().st_size else empty
+        splits[split] = Tokens(**arrays)
+    return meta["form"], splits
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
@@ -113,15 +107,20 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     if num_bytes > _LONG:
         print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     # All is parsed before anything is tokenised, which takes much longer.
-    with _progress("reading", num_bytes) as bar:
-        parts = (source.read(by_line=by_line, chat=tokenizer.chat) for source in splits.values())
-        sizes = [_measure(part, bar) for part in parts]
+    sizes = []
+    for source in splits.values():
+        pieces = source.read(by_line=by_line, chat=tokenizer.chat)
+        sizes.append(sum(len(piece.text) for piece in pieces))
     if not sizes[0]:
         raise UserError(f"dataset={corpus.name!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     building.mkdir()
-    with _progress("tokenising", sum(sizes)) as bar:
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {rate_fmt} {remaining} left"
+    with tqdm(
+        desc="tokenising", total=sum(sizes), unit="B", unit_scale=True, bar_format=form,
+        disable=None, leave=False, dynamic_ncols=True,
+    ) as bar:  # fmt: skip
         dtypes = {
             split: _fill_split(building, split, source, tokenizer, by_line, bar)
             for split, source in splits.items()
@@ -129,24 +128,6 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": dtypes}))
     (building / _CHECKSUM).write_bytes(_checksum(building))
     publish(building, folder)  # over one that was damaged, if any
-
-
-def _progress(what: str, total: int) -> tqdm:
-    """A bar over characters, on a terminal."""
-    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {rate_fmt} {remaining} left"
-    return tqdm(
-        desc=what, total=total, unit="B", unit_scale=True, bar_format=form, disable=None,
-        leave=False, dynamic_ncols=True,
-    )  # fmt: skip
-
-
-def _measure(pieces: Iterable[Piece], bar: tqdm) -> int:
-    """How many characters there are."""
-    size = 0
-    for piece in pieces:
-        size += len(piece.text)
-        bar.update(len(piece.text))
-    return size
 
 
 def _fill_split(
@@ -158,7 +139,8 @@ def _fill_split(
         dtypes["loss_mask"] = "bool"
     with contextlib.ExitStack() as stack:
         files = {
-            part: stack.enter_context(_array(building, split, part).open("wb")) for part in dtypes
+            part: stack.enter_context((building / f"{split}-{part}.bin").open("wb"))
+            for part in dtypes
         }
 
         def append(part: str, values: np.ndarray) -> None:
@@ -184,9 +166,6 @@ def _fill_split(
             if source.has_answers:
                 append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
             bar.update(sum(len(piece.text) for piece in batch))
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
     return dtypes
 
 

@@ -44,8 +44,8 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """About as long as the text is."""
-        return sum(map(on_disk.count_bytes, self.files)) + sum(map(len, self.texts))
+        """About as long as the text is; Parquet is compressed."""
+        return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
 
     def read(self, *, by_line: bool, chat: ChatTemplate | None = None) -> Iterator[Piece]:
         """What is tokenised, in its order; of running text, where asked, line by line, of questions
@@ -55,11 +55,10 @@ class Source:
             in_memory = ([text] for text in self.texts)
             for blocks in itertools.chain(map(on_disk.read_blocks, self.files), in_memory):
                 yield from _leave_out_blank(cut(blocks))
-        else:
-            for file in self.files:
-                for where, record in on_disk.read_records(file):
-                    template = chat.cut if chat else None
-                    yield from pieces.cut_record(record, self.form, where, template)
+            return
+        template = chat.cut if chat else None
+        for where, record in itertools.chain.from_iterable(map(on_disk.read_records, self.files)):
+            yield from pieces.cut_record(record, self.form, where, template)
 
     def digest(self) -> str:
         """SHA-256 of form and contents."""
@@ -172,19 +171,18 @@ def _find_source(path: Path, what: str) -> Source:
 
 def _list_files(folder: Path, kinds: Iterable[str]) -> tuple[Path, ...]:
     """Files of these kinds below a folder, in the order of their names, but for hidden ones."""
-    below = sorted(path for path in folder.rglob("*") if path.suffix in kinds)
-    return tuple(
-        path
-        for path in below
-        if not path.is_dir() and not re.search(r"(^|/)\.", path.relative_to(folder).as_posix())
-    )
+    found = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+        if path.suffix in kinds and not hidden and not path.is_dir():
+            found.append(path)
+    return tuple(found)
 
 
 def _find_form(files: tuple[Path, ...], what: str) -> Source:
     """Records, all of the form of the first."""
-    for file in files:
-        for where, record in on_disk.read_records(file):
-            return Source(form=pieces.find_form(record, where), files=files)
+    for where, record in itertools.chain.from_iterable(map(on_disk.read_records, files)):
+        return Source(form=pieces.find_form(record, where), files=files)
     raise UserError(f"{what} contains no text")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import io
 import json
 import shlex
 import sys
@@ -23,17 +24,9 @@ TEXT_KINDS = (".txt", ".md")  # a file is one text
 RECORD_KINDS = (".jsonl", ".csv", ".parquet")  # a line or a row is one record
 ARROW = ".arrow"  # what the datasets library keeps; rows are records
 COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
-_BLOCK_BYTES = 2**20
+_BLOCK = 2**20  # bytes, or characters
 _ROWS = 16  # of a table, decoded at a time: a file of 1 MB may have rows of 10 MB
 _QUOTES = 'put a text with a comma in it into quotes: "one, two"'
-# The longer marks first: UTF-32's begins with UTF-16's.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32-le",
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}
 
 
 def check_file(path: Path) -> None:
@@ -48,50 +41,34 @@ def check_file(path: Path) -> None:
 def read_bytes(path: Path) -> Iterator[bytes]:
     """The contents, a block at a time."""
     with _opened(path) as file:
-        yield from iter(partial(file.read, _BLOCK_BYTES), b"")
-
-
-def count_bytes(path: Path) -> int:
-    """About as many as the text has; Parquet is compressed."""
-    if path.suffix != ".parquet":
-        return path.stat().st_size
-    import pyarrow.parquet
-
-    with _parsing_table(path):
-        about = pyarrow.parquet.read_metadata(path)
-        return sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))
+        yield from iter(partial(file.read, _BLOCK), b"")
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """The text, a block at a time: UTF-8, or what its byte order mark says; CRLF becomes LF.
+    """The text, a block at a time: UTF-8, or UTF-16 with its byte order mark; CRLF becomes LF.
 
     Raises UserError for any other encoding.
     """
     with _opened(path) as file:
         head = file.read(4)
-        mark = next(filter(head.startswith, _MARKS), b"")
-        if not mark and head.count(0) > 1:
+        if head.count(0) > 1:
             encoding = "UTF-16LE" if head[0] else "UTF-16BE"
             raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without its mark")
-        position = len(mark)
-        file.seek(position)
-        decoder = codecs.getincrementaldecoder(_MARKS.get(mark, "utf-8"))()
+        file.seek(0)
+        marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="")
         held = ""  # a "\r" whose "\n" may be in the next block
-        more = True
-        while more:
-            data = file.read(_BLOCK_BYTES)
-            more = bool(data)
-            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
-            try:
-                text = held + decoder.decode(data, final=not more)
-            except UnicodeDecodeError as error:
-                byte = error.object[error.start]
-                place = position - begun + error.start
-                why = f"{error.encoding}: {error.reason}, 0x{byte:02x} in position {place}"
-                raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
-            position += len(data)
-            held = "\r" if more and text.endswith("\r") else ""
-            yield text[: len(text) - len(held)].replace("\r\n", "\n")
+        try:
+            for block in iter(partial(text.read, _BLOCK), ""):
+                whole = held + block
+                held = "\r" if whole.endswith("\r") else ""
+                yield whole.removesuffix(held).replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            start = error.start
+            before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
+            why = f"{error.encoding}: {error.reason}, 0x{error.object[start]:02x} after {before!r}"
+            raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
+        yield held
 
 
 def split_lines(blocks: Iterable[str]) -> Iterator[str]:

@@ -170,8 +170,8 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
             own = [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
             words = f"{name} {COLUMNS['strategy'](r)}".lstrip()
             layouts.append(Layout(name=", ".join([words, *own]), records=[r]))
-        work = layouts[0].records[0].work
-        differs = ", ".join(f"{key} {last_part(str(work.get(key)))[:12]}" for key in said)
+        first = group[0][1].work
+        differs = ", ".join(f"{key} {last_part(str(first.get(key)))[:12]}" for key in said)
         found.append(Comparison(layouts=layouts, work=differs, rows="run"))
     return found
 

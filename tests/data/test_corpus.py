@@ -112,7 +112,7 @@ LATIN = '{"text": "café"}'.encode("latin-1")
     [
         ({"a.png": b"x"}, ["no .txt or .md or"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
-        ({"a.jsonl": LATIN}, ["a.jsonl cannot be read", "utf-8", "0xe9 in position 13", "iconv"]),
+        ({"a.jsonl": LATIN}, ["a.jsonl cannot be read", "utf-8", "0xe9 after", "iconv"]),
         ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),
     ],
 )

@@ -26,19 +26,13 @@ ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text":
 @pytest.mark.parametrize("block", [1, 3, 2**20])
 @pytest.mark.parametrize(
     ("mark", "encoding"),
-    [
-        ("", "utf-8"),
-        ("\ufeff", "utf-8"),
-        ("\ufeff", "utf-16-le"),
-        ("\ufeff", "utf-16-be"),
-        ("\ufeff", "utf-32-le"),
-    ],
+    [("", "utf-8"), ("\ufeff", "utf-8"), ("\ufeff", "utf-16-le"), ("\ufeff", "utf-16-be")],
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_encodings_with_their_mark_and_windows_lines(
     newline, mark, encoding, block, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(files, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(files, "_BLOCK", block)
     text = mark + STORY.replace("\n", newline) + "\r"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     assert "".join(read_blocks(tmp_path / "a.txt")) == STORY + "\r"
@@ -48,10 +42,10 @@ def test_encodings_with_their_mark_and_windows_lines(
 def test_a_wrong_byte_is_named_by_its_position_with_a_command_that_mends_it(
     block, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(files, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(files, "_BLOCK", block)
     file = tmp_path / "my notes.txt"
     file.write_bytes("ein Café ä".encode("latin-1"))
-    with refused("my notes.txt cannot be read", "utf-8", "0xe9 in position 7") as caught:
+    with refused("my notes.txt cannot be read", "utf-8", "0xe9 after 'ein Caf'") as caught:
         "".join(read_blocks(file))
     command = str(caught.value).partition("if it is Latin-1: ")[2]
     subprocess.run(command, shell=True, check=True)
@@ -60,7 +54,7 @@ def test_a_wrong_byte_is_named_by_its_position_with_a_command_that_mends_it(
 
 def test_a_character_that_the_end_cuts_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes("ä".encode()[:1])
-    with refused("unexpected end of data", "0xc3 in position 0"):
+    with refused("unexpected end of data", "0xc3 after"):
         list(read_blocks(tmp_path / "a.txt"))
 
 
@@ -151,13 +145,6 @@ def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
     assert next(rows) == (f"{path} row 1", {"text": "0"})
     with refused("a.parquet "):
         list(rows)
-
-
-def test_a_compressed_table_counts_as_its_text(tmp_path):
-    path = tmp_path / "a.parquet"
-    write_rows(path, [{"text": "the same words " * 1000 + str(n)} for n in range(100)])
-    assert path.stat().st_size < 1_000_000
-    assert 1_000_000 < read_corpus(str(path)).train.num_bytes < 2_000_000
 
 
 DEEP = 100_000

@@ -72,7 +72,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
     text = "\n".join(printed(capsys, runs))
     assert text.count("\nmodel ") == 3
     assert "left out: 4 older runs of other work; --all shows them" in text
-    assert " loss-3.png," in text
+    assert "loss-3.png," in text
     text = "\n".join(printed(capsys, runs, "--all"))
     assert text.count("\nmodel ") == 5
     assert "left out" not in text
