@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.advise.cluster import parse_cluster
-from distributed_training.records.record import BEST, LAST
 from distributed_training.run.launch import CPU_PROCESSES, PLANNED, start, start_planned
 from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
@@ -243,10 +242,7 @@ def generate(argv: Sequence[str], program: Program) -> int:
     a = parser.parse_args(argv)
     if min(a.num_tokens, a.top_k) < 1 or a.temperature < 0:
         raise UserError("--num_tokens and --top_k are at least 1, --temperature at least 0")
-    return _load("tools.models").generate(
-        a.run, a.prompt, num_tokens=a.num_tokens, temperature=a.temperature, top_k=a.top_k,
-        seed=a.seed, kind=BEST if a.best else LAST,
-    )  # fmt: skip
+    return _load("tools.models").generate(a)
 
 
 def export(argv: Sequence[str], program: Program) -> int:

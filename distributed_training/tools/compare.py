@@ -11,18 +11,21 @@ soon as they are there: started again, only runs without one are done. No torch 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from tqdm import tqdm
@@ -36,7 +39,7 @@ from distributed_training.records.record import (
     RECORD_FILE,
     Record,
     free_path,
-    load_state,
+    load_record,
     plural,
     write_json,
 )
@@ -49,13 +52,12 @@ from distributed_training.records.tables import (
 from distributed_training.run.launch import requested_processes
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_json, shown, user_path
-from distributed_training.settings.strategies import list_strategies, strategy_options
+from distributed_training.settings.files import load_json, user_path
+from distributed_training.settings.strategies import strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 SIZE_OF_STEP = ("batch_size", "grad_accum_steps")  # work, though not marked as such
-ELSEWHERE = ("output_dir",)  # keys that may differ between equal runs
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
 PATIENCE_S = 30.0  # for a run that was told to stop
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
@@ -67,9 +69,21 @@ class Run:
     """One training that is wanted, and what came of it."""
 
     values: Values  # CONFIG keys over CONFIG, strategy and seed among them
+    num_processes: int
+    name: str = ""
     config: RunConfig | None = None  # None: refused before it was started
-    record: Record | None = None
-    why: str = ""  # there is no finished record
+    record: Record | None = None  # None: not started
+    why: str = ""  # it did not start, or end well
+    seconds: float = 0.0
+
+    @property
+    def finished(self) -> Record | None:
+        return None if self.why else self.record
+
+    @property
+    def left(self) -> bool:
+        """Neither finished nor failed."""
+        return self.record is None and not self.why
 
     @property
     def texts(self) -> list[str]:
@@ -81,6 +95,9 @@ class Run:
         return {key: value for key, value in self.values.items() if key != "seed"}
 
 
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
 @dataclass(kw_only=True, slots=True)
 class Wanted:
     """All runs of a comparison and where they go."""
@@ -88,19 +105,8 @@ class Wanted:
     runs: list[Run]
     out: Path
     num_processes: int
-    script: Path
-    options: list[str]  # of every run besides its values and how many processes
+    command: list[str]  # of every run, but for its values and how many processes
     git_commit: str | None
-    durations_s: list[float] = field(default_factory=list)
-
-    @property
-    def left(self) -> list[Run]:
-        """Neither finished nor failed."""
-        return [run for run in self.runs if run.record is None and not run.why]
-
-    @property
-    def num_finished(self) -> int:
-        return sum(run.record is not None for run in self.runs)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,26 +122,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
     wanted = plan_runs(arguments, build, script, QUIETLY)
+    runs = wanted.runs
     take_finished(wanted)
+    kept = sum(run.finished is not None for run in runs)
     processes = plural(wanted.num_processes, "process")
-    kept = f"; {wanted.num_finished} are there already" if wanted.num_finished else ""
-    runs = plural(len(wanted.runs), "run")
-    print(f"{runs} with {processes} each, in {short_path(wanted.out)}{kept}")
+    about = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(wanted.out)}"
+    print(f"{about}; {kept} are there already" if kept else about)
     if arguments.dry_run:
-        print("\n".join(f"  {' '.join(run.texts)}" for run in wanted.left))
+        print_commands(runs)
         return 0
-    wanted.out.mkdir(parents=True, exist_ok=True)
-    print(f"what they print goes to {short_path(wanted.out)}/log.txt", flush=True)
-    interrupted = False
+    code = 0
     try:
-        do_what_is_left(wanted)
+        train_each(wanted, runs, functools.partial(keep, wanted))
     except KeyboardInterrupt:
-        interrupted = True
-        print(f"interrupted with {len(wanted.left)} to go; the same command goes on with them")
+        code = 128 + signal.SIGINT
+        left = sum(run.left for run in runs)
+        print(f"interrupted with {left} to go; the same command goes on with them")
     write_page(wanted)
-    if interrupted:
-        return 128 + signal.SIGINT
-    return 0 if wanted.num_finished else 1
+    return code or int(not any(run.finished for run in runs))
+
+
+def print_commands(runs: Sequence[Run]) -> None:
+    """What is set in each run that is left, for a dry run."""
+    print("\n".join(f"  {' '.join(run.texts)}" for run in runs if run.left))
 
 
 def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always: Values) -> Wanted:
@@ -148,35 +157,41 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
         raise UserError(what, fix="type --strategies dp,fsdp or PLAN.json")
     if arguments.cluster is not None:
         raise UserError("--cluster only plans, and this trains", fix="leave it out")
-    typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
-    plan: dict[str, Any] = {}
     if arguments.plan is not None:
         plan = read_plan(user_path("the plan", arguments.plan))
         name = Path(arguments.plan).stem
-        common = always | by_name(plan.get("common", {}))
-        layouts = [common | by_name(run) | typed for run in plan["runs"]]
     else:
-        names = [known_strategy(word.strip()) for word in arguments.strategies.split(",")]
+        names = [word.strip() for word in arguments.strategies.split(",")]
+        plan = {"runs": [{"strategy": each} for each in names]}
         name = "-".join(names)
-        layouts = [always | known_to(name, typed, names) | {"strategy": name} for name in names]
+    common = always | by_name(plan.get("common", {}))
+    layouts = [common | by_name(run) for run in plan["runs"]]
+    typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
+    own = [set(strategy_options(each.get("strategy", AUTO)).model_fields) for each in layouts]
+    for layout, keys in zip(layouts, own, strict=True):
+        foreign = set().union(*own) - keys  # that only the engines of other strategies have
+        layout.update((key, value) for key, value in typed.items() if key not in foreign)
     asked = str(arguments.num_gpus or plan.get("num_gpus", "all"))
     count = requested_processes(asked, detect_machine(), {})
-    runs = [run for seed in range(arguments.seeds) for run in with_seed(layouts, seed, build)]
+    seeds = range(arguments.seeds)
+    runs = [with_seed(layout, more, build, count) for more in seeds for layout in layouts]
+    if len({run.values["seed"] for run in runs}) > 1:
+        for each in runs:
+            each.name += f", seed {each.values['seed']}"
     built = next((run.config for run in runs if run.config is not None), None)
     if built is None:
         raise UserError(runs[0].why if runs else "the plan has no runs")
-    options = []
+    command = [sys.executable, str(script)]
     if arguments.force:
-        options.append("--force")
+        command.append("--force")
     if arguments.preset is not None:
-        options.append(f"--preset={arguments.preset}")
+        command.append(f"--preset={arguments.preset}")
     out = Path(built.output_dir) / f"compare-{name}-x{count}"
     if arguments.out:
         out = user_path("--out", arguments.out)
     return Wanted(
-        runs=runs, out=out, num_processes=count, script=script, options=options,
-        git_commit=arguments.git_commit,
-    )  # fmt: skip
+        runs=runs, out=out, num_processes=count, command=command, git_commit=arguments.git_commit
+    )
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -189,54 +204,38 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def known_strategy(name: str) -> str:
-    """The name; raises UserError for one that is not a strategy."""
-    known = (*list_strategies(), AUTO)
-    if name not in known:
-        fix = did_you_mean(name, known, f"choose from {', '.join(known)}")
-        raise UserError(f"--strategies: {shown(name)} is not a strategy", fix=fix)
-    return name
-
-
-def known_to(strategy: str, typed: Values, names: Sequence[str]) -> dict[str, Any]:
-    """What is typed, without the keys that only the engines of other strategies have."""
-    own = {name: set(strategy_options(name).model_fields) for name in names}
-    foreign = set().union(*own.values()) - own[strategy]
-    return {key: value for key, value in typed.items() if key not in foreign}
-
-
 def by_name(values: Values) -> dict[str, Any]:
     """The values under their keys' own names."""
     names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
     return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
 
 
-def with_seed(layouts: Sequence[Values], more: int, build: Build) -> list[Run]:
-    """Runs of all layouts with the seed that CONFIG gives them and `more`."""
-    found = []
-    for layout in layouts:
-        try:
-            config = build([f"{key}={value}" for key, value in layout.items()])
-            if config.batch_size == AUTO:
-                what = "compare needs a batch_size: each strategy would choose its own"
-                raise UserError(what, fix="add --batch_size 8")
-            config = config.model_copy(update={"seed": config.seed + more})
-            values = {**layout, "strategy": config.strategy, "seed": config.seed}
-            found.append(Run(values=values, config=config))
-        except UserError as error:
-            values = {"strategy": "?", **layout, "seed": more}
-            found.append(Run(values=values, config=None, why=str(error)))
-    return found
+def with_seed(layout: Values, more: int, build: Build, num_processes: int) -> Run:
+    """A run of a layout with the seed that CONFIG gives it and `more`."""
+    values = {"strategy": "?", **layout, "seed": more}
+    run = Run(values=values, num_processes=num_processes, name=values["strategy"])
+    try:
+        config = build([f"{key}={value}" for key, value in layout.items()])
+        if config.batch_size == AUTO:
+            what = "compare needs a batch_size: each strategy would choose its own"
+            raise UserError(what, fix="add --batch_size 8")
+    except UserError as error:
+        run.why = str(error)
+        return run
+    run.config = config.model_copy(update={"seed": config.seed + more})
+    run.name = config.strategy
+    run.values = {**layout, "strategy": config.strategy, "seed": run.config.seed}
+    return run
 
 
 def take_finished(wanted: Wanted) -> None:
     """Give each run the finished record of the same CONFIG that lies in the folder."""
     known: dict[str, Record] = {}
     for path in sorted(wanted.out.glob("*.json")):
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(values, dict) and values.get("status") == "ok":
-            record = Record.model_validate(values)
-            known[_asked(record.config_requested, record.world_size)] = record
+        with contextlib.suppress(UserError):  # another file
+            record = load_record(path)
+            if record.status == "ok":
+                known[_asked(record.config_requested, record.world_size)] = record
     for run in wanted.runs:
         if run.config is not None:
             words = json.loads(to_json(run.config.to_user_words()))
@@ -244,88 +243,78 @@ def take_finished(wanted: Wanted) -> None:
 
 
 def _asked(words: Values, num_processes: int) -> str:
-    kept = {key: value for key, value in words.items() if key not in ELSEWHERE}
-    return json.dumps([num_processes, kept], sort_keys=True)
+    # Equal runs may have other output_dirs.
+    return json.dumps([num_processes, {**words, "output_dir": ""}], sort_keys=True)
 
 
-def do_what_is_left(wanted: Wanted) -> None:
-    """Train, one run after the other; a layout that failed with one seed is not tried with the
-    next."""
-    seeds = len({run.values["seed"] for run in wanted.runs}) > 1
-    for number, run in enumerate(wanted.runs, 1):
+def train_each(wanted: Wanted, runs: Sequence[AnyRun], conclude: Callable[[AnyRun], str]) -> None:
+    """Train what is left, one run after the other, and print what `conclude` says of each; a layout
+    that failed with one seed is not tried with the next."""
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    print(f"what they print goes to {short_path(wanted.out)}/log.txt", flush=True)
+    for number, run in enumerate(runs, 1):
         if run.record is not None:
             continue
-        place = f"{number:>3}/{len(wanted.runs)}  "
-        name = run.values["strategy"]
-        if seeds:
-            name += f", seed {run.values['seed']}"
-        began = time.monotonic()
+        place = f"{number:>3}/{len(runs)}  "
         if not run.why:
-            print(f"{place}{name} ...", flush=True)
-            train(wanted, run)
-            wanted.durations_s.append(time.monotonic() - began)
-        for other in wanted.left:
-            if run.why and other.layout == run.layout:
+            print(f"{place}{run.name} ...", flush=True)
+            began = time.monotonic()
+            launch(wanted, run)
+            run.seconds = time.monotonic() - began
+        for other in runs:
+            if run.why and other.left and other.layout == run.layout:
                 other.why = run.why
-        line = f"{place}{name}: {outcome(run)}{_left(wanted)}"
+        line = f"{place}{run.name}: {conclude(run)}"
+        left = sum(other.left for other in runs)
+        durations_s = [other.seconds for other in runs if other.seconds]
+        if left and durations_s:
+            seconds = left * statistics.mean(durations_s)
+            line += f"; {left} left, {tqdm.format_interval(round(seconds))}"
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(place)), flush=True)
 
 
-def outcome(run: Run) -> str:
-    """What came of a run, in a line."""
-    if run.record is None:
-        return run.why
-    parts = [f"peak {gib(measured_peak(run.record))}"]
-    if (speed := tokens_per_s(run.record)) is not None:
-        parts.insert(0, f"{speed:,.0f} tokens/s")
-    if (loss := validation_loss(run.record)) is not None:
-        parts.append(f"validation loss {loss:.4f}")
-    return ", ".join(parts)
-
-
-def _left(wanted: Wanted) -> str:
-    """How many runs there still are, and for how long if they take as long as those before."""
-    if not wanted.left or not wanted.durations_s:
-        return ""
-    seconds = len(wanted.left) * sum(wanted.durations_s) / len(wanted.durations_s)
-    return f"; {len(wanted.left)} left, {tqdm.format_interval(round(seconds))}"
-
-
-def train(wanted: Wanted, run: Run) -> None:
-    """Do one run and keep its record, or the reason why there is none."""
-    folder, run.why = launch(wanted, run.texts, wanted.num_processes)
-    if folder is None:
-        return
-    values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    values["git_commit"] = wanted.git_commit or values["git_commit"]
-    values["loss_seconds"] = training_seconds(folder / METRICS_FILE)
-    record = Record.model_validate(values)
-    if not run.why:
-        run.record = record
-        write_json(record_path(record, wanted.out), values)
-
-
-def launch(wanted: Wanted, settings: Sequence[str], num_processes: int) -> tuple[Path | None, str]:
-    """Train with `settings` (key=value texts). The run's folder, None where it did not start, and
-    why it did not end well, "" where it did."""
+def launch(wanted: Wanted, run: Run) -> None:
+    """Do a run: its record, unless it did not start, and why it did not end well."""
     folder = wanted.out / "runs"
     before = set(folder.glob(RECORDS))
-    own = ["--set", *settings, f"output_dir={folder}"]
-    options = [f"--num_gpus={num_processes}", *wanted.options]
-    command = [sys.executable, str(wanted.script), *options, *own]
-    with open(wanted.out / "log.txt", "a", encoding="utf-8") as log:
+    own = [f"--num_gpus={run.num_processes}", "--set", *run.texts, f"output_dir={folder}"]
+    command = [*wanted.command, *own]
+    with open(wanted.out / "log.txt", "a+", encoding="utf-8", errors="replace") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
         place = log.tell()
         code = wait_for(command, log)
-    said = _reason((wanted.out / "log.txt").read_bytes()[place:].decode(errors="replace"), code)
+        log.seek(place)
+        lines = [line.strip() for line in log if line.strip()]
+    # The line in which a run says why it did not start, else its last one.
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = (errors or lines or [f"exit code {code}"])[-1]
     new = set(folder.glob(RECORDS)) - before
     if not new:
-        return None, said
-    path = new.pop()
-    record = load_state(path)
-    failed = record.status != "ok"
-    return path.parent, f"{record.status}: {record.error or said}" if failed else ""
+        run.why = said
+        return
+    run.record = load_record(new.pop())
+    if run.record.status != "ok":
+        run.why = f"{run.record.status}: {run.record.error or said}"
+
+
+def keep(wanted: Wanted, run: Run) -> str:
+    """Keep the record of a run that finished. What came of it, in a line."""
+    record = run.finished
+    if record is None:
+        return run.why
+    folder = Path(record.run_dir)
+    values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    values["git_commit"] = wanted.git_commit or values["git_commit"]
+    values["loss_seconds"] = training_seconds(folder / METRICS_FILE)
+    run.record = Record.model_validate(values)
+    write_json(record_path(record, wanted.out), values)
+    parts = [f"peak {gib(measured_peak(record))}"]
+    if (speed := tokens_per_s(record)) is not None:
+        parts.insert(0, f"{speed:,.0f} tokens/s")
+    if (loss := validation_loss(record)) is not None:
+        parts.append(f"validation loss {loss:.4f}")
+    return ", ".join(parts)
 
 
 def wait_for(command: Sequence[str], log: Any) -> int:
@@ -348,17 +337,8 @@ def wait_for(command: Sequence[str], log: Any) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _reason(said: str, code: int) -> str:
-    """The line in which a run says why it did not start, else its last one."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or [f"exit code {code}"])[-1]
-
-
 def training_seconds(metrics: Path) -> list[float]:
     """Seconds of training until the end of each step, evaluation and saving left out."""
-    if not metrics.is_file():  # it failed before its first step
-        return []
     steps = [json.loads(line)["step_time_s"] for line in metrics.read_text().splitlines()]
     return [round(seconds, 4) for seconds in itertools.accumulate(steps)]
 
@@ -371,35 +351,31 @@ def record_path(record: Record, folder: Path) -> Path:
     return free_path(folder, name, ".json")
 
 
-def comparisons_of(wanted: Wanted) -> list[Comparison]:
+def comparisons_of(runs: Sequence[Run]) -> list[Comparison]:
     """The runs by what they were to do, then by layout."""
     work = [key for key in KEYS if KEYS[key].work or key in SIZE_OF_STEP]
     groups: dict[str, list[Run]] = {}
-    for run in wanted.runs:
+    for run in runs:
         words = [f"{key} {value}" for key, value in run.layout.items() if key in work]
         groups.setdefault(", ".join(words), []).append(run)
     found = []
-    for done, runs in groups.items():
-        if any(run.record for run in runs):
+    for done, members in groups.items():
+        if any(run.finished for run in members):
             done = ""  # the records say it
-        found.append(Comparison(work=done, layouts=layouts_of(runs)))
+        by_name: dict[str, list[Run]] = {}
+        for name, run in zip(names_of(members), members, strict=True):
+            by_name.setdefault(name, []).append(run)
+        layouts = [
+            Layout(
+                name=name,
+                records=[run.finished for run in alike if run.finished is not None],
+                num_runs=len(alike),
+                why=next((run.why for run in alike if run.why), ""),
+            )
+            for name, alike in by_name.items()
+        ]
+        found.append(Comparison(work=done, layouts=layouts))
     return found
-
-
-def layouts_of(runs: Sequence[Run]) -> list[Layout]:
-    """Runs by layout, each named by what tells it from the others."""
-    groups: dict[str, list[Run]] = {}
-    for name, run in zip(names_of(runs), runs, strict=True):
-        groups.setdefault(name, []).append(run)
-    return [
-        Layout(
-            name=name,
-            records=[run.record for run in members if run.record is not None],
-            num_runs=len(members),
-            why=next((run.why for run in members if run.why), ""),
-        )
-        for name, members in groups.items()
-    ]
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -414,12 +390,13 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def write_page(wanted: Wanted) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
-    comparisons = comparisons_of(wanted)
+    comparisons = comparisons_of(wanted.runs)
     sections = list(map(page.build_section, comparisons))
     plots = page.save_plots(sections, wanted.out)
+    finished = sum(run.finished is not None for run in wanted.runs)
     runs = plural(len(wanted.runs), "run")
-    if wanted.num_finished < len(wanted.runs):
-        runs = f"{wanted.num_finished} of {runs}"
+    if finished < len(wanted.runs):
+        runs = f"{finished} of {runs}"
     heading = f"{runs}, each in processes of its own, one after the other."
     title = "Strategies side by side"
     text = page.markdown(title, heading, sections, plots)

@@ -5,13 +5,12 @@ python real_model_example.py doctor
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
 import resource
-import runpy
 import shutil
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -45,8 +45,8 @@ import json, torch
 cuda = torch.cuda.is_available()
 print(json.dumps({
     "torch": torch.__version__, "cuda": torch.version.cuda, "available": cuda,
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-    "bf16": torch.cuda.is_bf16_supported() if cuda else None,
+    "nccl": cuda and ".".join(map(str, torch.cuda.nccl.version())),
+    "bf16": cuda and torch.cuda.is_bf16_supported(),
 }))
 """
 
@@ -93,28 +93,26 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
     used = [int(word) for word in (answer("nvidia-smi", *query) or "").split() if word.isdecimal()]
     busy = [str(index) for index, mebibytes in enumerate(used) if mebibytes > 1024]
-    if busy:
-        yield warn("in use", f"GPUs {', '.join(busy)} hold others' memory", "nvidia-smi")
-    elif used:
-        yield ok("in use", "by nobody else")
+    if used:
+        text = f"GPUs {', '.join(busy)} hold others' memory" if busy else "by nobody else"
+        yield check(not busy, "in use", text, "nvidia-smi")
     topology = answer("nvidia-smi", "topo", "-m") or ""
     if machine.num_gpus > 1 and topology:
         rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
         links = {row[i] for row in rows for i in range(1, 1 + machine.num_gpus) if i < len(row)}
         text = f"between GPUs: {', '.join(sorted(links - {'X'}))}"
-        if links & {"SYS", "NODE", "PHB"}:
-            yield warn("links", f"{text}: no NVLink, so prefer dp or pp to tp")
-        else:
-            yield ok("links", text)
+        slow = links & {"SYS", "NODE", "PHB"}
+        if slow:
+            text += ": no NVLink, so prefer dp or pp to tp"
+        yield check(not slow, "links", text, "")
 
 
 def torch_and_driver(machine: Machine) -> Iterator[Finding]:
     """torch against the driver, NCCL, bf16."""
-    spec = importlib.util.find_spec("torch")
-    if spec is not None and spec.origin and not machine.num_gpus:  # importing it takes seconds
-        built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-        yield ok("torch", f"{built['__version__']}, CUDA {built['cuda'] or 'none'}")
-        return
+    if not machine.num_gpus:  # importing it takes seconds
+        with contextlib.suppress(PackageNotFoundError):
+            yield ok("torch", version("torch"))
+            return
     said = answer(sys.executable, "-c", ASK_TORCH, seconds=60)
     if said is None:
         fix = "pip install -r requirements.txt"
@@ -122,16 +120,13 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
         return
     found = json.loads(said.splitlines()[-1])
     text = f"{found['torch']}, CUDA {found['cuda'] or 'none'}"
-    if machine.num_gpus and not found["available"]:
+    if not found["available"]:
         fix = "install the torch that the driver of nvidia-smi supports: pytorch.org/get-started"
         yield fail("torch", f"{text}: sees no GPU, though nvidia-smi does", fix)
         return
-    extra = f", NCCL {found['nccl']}" if found["nccl"] else ""
-    yield ok("torch", text + extra)
-    if found["bf16"] is False:
-        yield warn("bf16", "not supported by this GPU: precision is fp16")
-    elif found["bf16"]:
-        yield ok("bf16", "supported")
+    yield ok("torch", f"{text}, NCCL {found['nccl']}")
+    text = "supported" if found["bf16"] else "not supported by this GPU: precision is fp16"
+    yield check(found["bf16"], "bf16", text, "")
 
 
 def memory_and_files() -> Iterator[Finding]:
@@ -178,16 +173,15 @@ def _write_speed(folder: Path) -> float:
 def building(machine: Machine) -> Iterator[Finding]:
     """What DeepSpeed's extensions are built with."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    text = compiler or "none: offload and infinity cannot build"
-    yield check(compiler is not None, "compiler", text, "apt-get install g++")
-    there = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
-    text = "there" if there else "missing: extensions cannot be built"
-    yield check(bool(there), "ninja", text, "pip install ninja")
+    ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
+    for what, there, lack, package in (
+        ("compiler", compiler, "offload and infinity cannot build", "apt-get install g++"),
+        ("ninja", ninja, "extensions cannot be built", "pip install ninja"),
+        ("libaio", checks.has_libaio(), "infinity needs it", "apt-get install libaio-dev"),
+    ):  # fmt: skip
+        yield check(bool(there), what, "there" if there else f"missing: {lack}", package)
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         yield warn("toolkit", "no nvcc: infinity's extension needs the CUDA toolkit's headers")
-    there = checks.has_libaio()
-    text = "there" if there else "missing: infinity needs it"
-    yield check(there, "libaio", text, "apt-get install libaio-dev")
     for name in EXTENSIONS:
         try:
             checks.refuse_stale_lock(name)
@@ -216,8 +210,6 @@ def launching() -> Iterator[Finding]:
     if set_to := os.environ.get("NCCL_SOCKET_IFNAME"):
         text += f"; NCCL_SOCKET_IFNAME={set_to}"
     yield ok("network", text)
-    store = "torchrun's store, which runs what it is sent, on every interface"
-    yield ok("listening", f"--num_gpus: on loopback alone; several nodes: {store}")
 
 
 def hub() -> Iterator[Finding]:
@@ -233,17 +225,6 @@ def hub() -> Iterator[Finding]:
     except OSError as error:
         text = f"{HUB[0]} cannot be reached ({error}): random weights; {there}"
         yield warn("Hub", text, "HF_ENDPOINT=<a mirror>, or copy the cache of another machine")
-
-
-def examine(output_dir: Path) -> list[Finding]:
-    """All findings, in the order of the screen."""
-    machine = detect_machine()
-    looks: list[Iterator[Finding]] = [
-        gpus(machine), torch_and_driver(machine), memory_and_files(), disk(output_dir),
-        building(machine), launching(), hub(),
-    ]  # fmt: skip
-    with ThreadPoolExecutor() as pool:  # several of them wait
-        return list(itertools.chain(*pool.map(list, looks)))
 
 
 def show(findings: Sequence[Finding]) -> str:
@@ -262,9 +243,14 @@ def show(findings: Sequence[Finding]) -> str:
 
 def main(output_dir: Path) -> int:
     """Print the screen; 1 where something fails."""
-    findings = examine(output_dir)
+    machine = detect_machine()
+    looks: list[Iterator[Finding]] = [
+        gpus(machine), torch_and_driver(machine), memory_and_files(), disk(output_dir),
+        building(machine), launching(), hub(),
+    ]  # fmt: skip
+    with ThreadPoolExecutor() as pool:  # several of them wait
+        findings: list[Finding] = list(itertools.chain(*pool.map(list, looks)))
     print(show(findings))
-    failed = sum(finding.level == "fail" for finding in findings)
-    warned = sum(finding.level == "warn" for finding in findings)
-    print(f"\n{failed} failed, {warned} to look at, {len(findings) - failed - warned} ok")
-    return 1 if failed else 0
+    levels = collections.Counter(finding.level for finding in findings)
+    print(f"\n{levels['fail']} failed, {levels['warn']} to look at, {levels['ok']} ok")
+    return 1 if levels["fail"] else 0

@@ -34,8 +34,7 @@ from distributed_training.run.launch import requested_processes
 from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
-from distributed_training.tools.clock import BUDGET_S, Clock
-from distributed_training.tools.group import Group, open_group
+from distributed_training.tools.measuring import BUDGET_S, Clock, Group, open_group
 
 # Operation -> messages that follow each other in a ring of n processes.
 STEPS: dict[str, Callable[[int], int]] = {
@@ -50,18 +49,25 @@ LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 
 
 def time_group(
-    timer: Clock, group: Any, members: int, sizes: Iterable[int], kinds: Iterable[str]
+    clock: Clock,
+    group: Any,
+    sizes: Iterable[int],
+    kinds: Iterable[str],
+    ranks: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Seconds of each operation by the size of its whole tensor. Collective over `group`, and in
-    counting over all processes."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    """Seconds of each operation by the size of its whole tensor, those of the slowest process.
+    `ranks`: of `group`, unless only they take part, which but sends cannot. Collective over all
+    processes."""
+    ranks = ranks or dist.get_process_group_ranks(group or dist.group.WORLD)
     found = []
     for num_bytes in sizes:
-        calls = _calls(timer.device, group, ranks, num_bytes)
-        seconds = {kind: timer.seconds(calls[kind], together=True) for kind in kinds}
+        calls = _calls(clock.device, group, ranks, num_bytes)
+        own = {kind: clock.seconds(calls[kind], together=True) for kind in kinds}
+        every = gather(own)
+        seconds = {kind: max(each[kind] for each in every) for kind in own}
         if "send" in seconds:
             seconds["send"] /= 2  # there and back
-        found.append({"members": members, "bytes": num_bytes, "seconds": seconds})
+        found.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
     return found
 
 
@@ -78,11 +84,11 @@ def _calls(
         "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=group),
         "broadcast": partial(dist.broadcast, whole, ranks[0], group=group),
         "all_to_all": partial(dist.all_to_all_single, other, within, group=group),
-        "send": partial(there_and_back, whole, ranks, group),
+        "send": partial(_there_and_back, whole, ranks, group),
     }
 
 
-def there_and_back(tensor: torch.Tensor, ranks: Sequence[int], group: Any = None) -> None:
+def _there_and_back(tensor: torch.Tensor, ranks: Sequence[int], group: Any) -> None:
     """Between the first two of `ranks`; all others look on."""
     rank = dist.get_rank()
     if rank == ranks[0]:
@@ -94,8 +100,8 @@ def there_and_back(tensor: torch.Tensor, ranks: Sequence[int], group: Any = None
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """(latency, seconds a byte, root mean square of relative errors) of (bytes, seconds): least
-    squares of the relative errors, neither figure below 0."""
+    """(latency, bytes a second, root mean square of relative errors) of (bytes, seconds): least
+    squares of the relative errors, neither latency nor seconds a byte below 0."""
     sizes, seconds = np.array(points, dtype=float).T
     columns = np.stack([1 / seconds, sizes / seconds], axis=1)  # should add up to 1
     scale = np.linalg.norm(columns, axis=0)
@@ -105,48 +111,37 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
         found = np.zeros(2)
         found[only] = columns[:, only].sum() / scale[only] ** 2
     errors = columns @ found - 1
-    return float(found[0]), float(found[1]), math.sqrt(np.mean(errors**2))
+    latency, each = map(float, found)
+    return latency, 1 / each if each else math.inf, math.sqrt(np.mean(errors**2))
 
 
 def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Operation -> points with both bandwidths, fit, and the ring's law: what its messages would
+    """Operation -> fit and points, with both bandwidths and the ring's law: what its messages would
     take at the latency and bandwidth that one message between two processes was found to have."""
     members = entries[0]["members"]
-    found: dict[str, Any] = {}
-    for kind in entries[0]["seconds"]:
-        points = []
-        line = []
-        for entry in entries:
-            num_bytes = entry["bytes"]
-            seconds = entry["seconds"][kind]
-            sent = sent_bytes(kind, num_bytes, members)
-            line.append((sent, seconds))
-            points.append({
-                "bytes": num_bytes,
+    lines = {
+        kind: [(sent_bytes(kind, e["bytes"], members), e["seconds"][kind]) for e in entries]
+        for kind in STEPS
+    }
+    fits = {kind: fit_line(line) for kind, line in lines.items()}
+    message_s, message_rate, _ = fits["send"]
+    found = {}
+    for kind, (latency, rate, error) in fits.items():
+        points = [
+            {
+                "bytes": entry["bytes"],
                 "seconds": seconds,
-                "algorithm_bytes_per_s": num_bytes / seconds,
+                "fitted_s": latency + sent / rate,
+                "ring_s": STEPS[kind](members) * message_s + sent / message_rate,
+                "algorithm_bytes_per_s": entry["bytes"] / seconds,
                 "bus_bytes_per_s": sent / seconds,
-            })  # fmt: skip
-        latency, each, error = fit_line(line)
-        found[kind] = {
-            "points": points,
-            "latency_s": latency,
-            "bytes_per_s": 1 / each if each else None,
-            "fit_error": error,
-        }
-    message = found["send"]
-    for kind, row in found.items():
-        first = STEPS[kind](members) * message["latency_s"]
-        row["ring_s"] = [
-            first + _seconds(message, sent_bytes(kind, point["bytes"], members))
-            for point in row["points"]
+            }
+            for entry, (sent, seconds) in zip(entries, lines[kind], strict=True)
         ]
+        found[kind] = {
+            "points": points, "latency_s": latency, "bytes_per_s": rate, "fit_error": error,
+        }  # fmt: skip
     return found
-
-
-def _seconds(row: dict[str, Any], num_bytes: float) -> float:
-    """Of so many bytes at a row's rate, without latency."""
-    return num_bytes / row["bytes_per_s"] if row["bytes_per_s"] else 0.0
 
 
 def measure(group: Group, axes: dict[str, int], largest: int, budget_s: float) -> dict[str, Any]:
@@ -157,20 +152,15 @@ def measure(group: Group, axes: dict[str, int], largest: int, budget_s: float) -
         device_type=group.device.type, **axes,
     )  # fmt: skip
     mesh = topology.build_mesh()
-    groups: dict[str, tuple[Any, int]] = {
-        axis: (mesh.get_group(axis), size) for axis, size in axes.items() if size > 1
-    }
+    groups: dict[str, Any] = {axis: mesh.get_group(axis) for axis, size in axes.items() if size > 1}
     if len(groups) > 1:
-        groups["all"] = (None, process.world_size)
+        groups["all"] = None
     sizes = [4**power for power in range(5, 30) if 4**power <= largest]
-    timer = Clock(group.device, budget_s=budget_s)
+    clock = Clock(group.device, budget_s=budget_s)
     found = {}
-    for axis, (members_group, members) in groups.items():
-        mine = time_group(timer, members_group, members, sizes, STEPS)
-        ranks = gather([entry["seconds"] for entry in mine])
-        for place, entry in enumerate(mine):
-            entry["seconds"] = {kind: max(rank[place][kind] for rank in ranks) for kind in STEPS}
-        found[axis] = {"members": members, "operations": summarise(mine)}
+    for axis, members in groups.items():
+        entries = time_group(clock, members, sizes, STEPS)
+        found[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
     return found
 
 
@@ -183,7 +173,7 @@ def table(groups: dict[str, Any]) -> str:
         for kind, row in found["operations"].items():
             last = row["points"][-1]
             rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-            rate, algorithm, bus = ("-" if each is None else f"{each / 1e9:.2f}" for each in rates)
+            rate, algorithm, bus = (f"{each / 1e9:.2f}" for each in rates)
             fit = f"{100 * row['fit_error']:.0f}%"
             rows.append([kind, f"{1e6 * row['latency_s']:.0f}", rate, fit, algorithm, bus])
         lines += [f"{axis}, {found['members']} processes", ""]
@@ -197,18 +187,14 @@ def draw(groups: dict[str, Any], path: Path) -> None:
     panels: Any = figure.subplots(2, 3, sharex=True, sharey=True)
     for axes, kind in zip(panels.flat, STEPS, strict=True):
         for index, (axis, found) in enumerate(groups.items()):
-            row = found["operations"][kind]
-            members = found["members"]
-            sizes = [point["bytes"] for point in row["points"]]
-            seconds = [point["seconds"] for point in row["points"]]
-            fitted = [
-                row["latency_s"] + _seconds(row, sent_bytes(kind, size, members)) for size in sizes
-            ]
-            own: Any = {"color": f"C{index}", "linewidth": 1.2}
-            label = f"{axis}, {members} processes"
-            axes.loglog(sizes, seconds, "o", color=f"C{index}", markersize=4, label=label)
-            axes.loglog(sizes, fitted, "-", **own)
-            axes.loglog(sizes, row["ring_s"], ":", **own)
+            points = found["operations"][kind]["points"]
+            label = f"{axis}, {found['members']} processes"
+            for what, style in (("seconds", "o"), ("fitted_s", "-"), ("ring_s", ":")):
+                axes.loglog(
+                    [point["bytes"] for point in points], [point[what] for point in points],
+                    style, color=f"C{index}", markersize=4, linewidth=1.2,
+                    label=label if what == "seconds" else None,
+                )  # fmt: skip
         axes.set_title(kind.replace("_", "-"), fontsize=10)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
@@ -217,43 +203,38 @@ def draw(groups: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def work(options: argparse.Namespace) -> int:
+def work(options: argparse.Namespace, axes: dict[str, int]) -> None:
     """This process's part. Collective."""
     with open_group() as group:
         process = group.process
-        axes = mesh_of(options, process.world_size)
         largest = (options.largest or LARGEST_MIB[group.device.type]) * 2**20
         groups = measure(group, axes, largest, options.seconds)
-        if process.rank == 0:
-            on_gpu = group.device.type == "cuda"
-            backend = "nccl" if on_gpu else "gloo"
-            record = {
-                "what": "seconds of operations between processes, the slowest rank's",
-                **provenance("python real_model_example.py links"),
-                "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
-                "backend": backend,
-                "world_size": process.world_size,
-                "processes_a_node": process.local_world_size,
-                "mesh": axes,
-                "groups": groups,
-            }
-            folder: Path = options.out
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "links.json", record)
-            draw(groups, folder / "links.png")
-            print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB;"
-                  "\nfit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest"
-                  " tensor\n")  # fmt: skip
-            print(table(groups))
-            if process.world_size > process.local_world_size:
-                slowest = min(
-                    group["operations"]["all_gather"]["bytes_per_s"] or math.inf
-                    for group in groups.values()
-                )
-                each = slowest / process.local_world_size
-                print(f"between nodes, for plan: --network_gbit {8 * each / 1e9:.3g}")
-            print(f"record and picture in {short_path(folder)}")
-    return 0
+    if process.rank > 0:
+        return
+    backend = "nccl" if group.device.type == "cuda" else "gloo"
+    record = {
+        "what": "seconds of operations between processes, the slowest rank's",
+        **provenance("python real_model_example.py links"),
+        "device": group.device_name,
+        "backend": backend,
+        "world_size": process.world_size,
+        "processes_a_node": process.local_world_size,
+        "mesh": axes,
+        "groups": groups,
+    }
+    folder: Path = options.out
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "links.json", record)
+    draw(groups, folder / "links.png")
+    print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB;"
+          "\nfit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest"
+          " tensor\n")  # fmt: skip
+    print(table(groups))
+    if process.world_size > process.local_world_size:
+        slowest = min(group["operations"]["all_gather"]["bytes_per_s"] for group in groups.values())
+        each = slowest / process.local_world_size
+        print(f"between nodes, for plan: --network_gbit {8 * each / 1e9:.3g}")
+    print(f"record and picture in {short_path(folder)}")
 
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
@@ -280,8 +261,10 @@ def start(
     options = parser.parse_args(argv)
     if options.largest is not None and options.largest < 1:
         raise UserError("--largest is at least 1 (MiB)")
-    if current_process(os.environ) is not None:
-        return work(options)
+    process = current_process(os.environ)
+    if process is not None:
+        work(options, mesh_of(options, process.world_size))
+        return 0
     count = requested_processes(options.num_gpus, detect_machine(), {})
     mesh_of(options, count)  # refused here rather than by every process
     return run_ranks([str(script), "links", *argv], count).exit_code

@@ -8,6 +8,7 @@ python real_model_example.py push runs/latest user/name
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -43,9 +44,7 @@ def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
     folder = given_path(given).resolve()
     run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
     if not (run / PLAN_FILE).is_file():
-        if (folder / "config.json").is_file():
-            return find_model(str(folder)), folder
-        if (folder / peft.CONFIG_FILE).is_file():
+        if (folder / "config.json").is_file() or (folder / peft.CONFIG_FILE).is_file():
             return find_model(str(base_of(folder))), folder
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or its hf/"
@@ -60,7 +59,9 @@ def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the weights that the adapters in `folder` belong to."""
+    """`folder`, or that of the weights that the adapters in it belong to."""
+    if not (folder / peft.CONFIG_FILE).is_file():
+        return folder
     name = peft.read_config(folder).base_model_name_or_path
     if Path(name).is_dir():
         return Path(name)
@@ -77,9 +78,9 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
         model = spec.build(dropout=0.0, seed=0)
-        adapted = (folder / peft.CONFIG_FILE).is_file()
-        spec.load(model, base_of(folder) if adapted else folder)
-        if adapted:
+        base = base_of(folder)
+        spec.load(model, base)
+        if base != folder:
             peft.load_adapters(model, spec, folder)
         tokenizer = Tokenizer(folder)
         chat = is_chat(folder) or tokenizer.chat is not None
@@ -93,19 +94,10 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     return model, tokenizer, tokenizer.talks(record.data.get("form"))
 
 
-def generate(
-    given: str,
-    prompt: str | None,
-    *,
-    num_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    kind: str,
-) -> int:
-    """Print what the model of a run makes of `prompt`, or of each line of standard input."""
+def generate(asked: argparse.Namespace) -> int:
+    """Print what the model of a run makes of the prompt, or of each line of standard input."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer, chat = load_model(given, kind)
+    model, tokenizer, chat = load_model(asked.run, BEST if asked.best else LAST)
     model = model.eval().to(device)
     said = list[Message]()
 
@@ -113,11 +105,12 @@ def generate(
     def logits(ids: torch.Tensor) -> torch.Tensor:
         return model(ids.to(device))
 
-    for text in _lines(chat) if prompt is None else [prompt]:
+    for text in _lines(chat) if asked.prompt is None else [asked.prompt]:
         said.append({"role": "user", "content": text})
         ids = continuation(
-            logits, tokenizer.ask(said) if chat else tokenizer.begin(text), num_tokens=num_tokens,
-            context=model.size.num_positions, seed=seed, top_k=top_k, temperature=temperature,
+            logits, tokenizer.ask(said) if chat else tokenizer.begin(text),
+            num_tokens=asked.num_tokens, context=model.size.num_positions, seed=asked.seed,
+            top_k=asked.top_k, temperature=asked.temperature,
             eos_id=tokenizer.end_of_answer if chat else tokenizer.eos_id,
         )  # fmt: skip
         answer = ""

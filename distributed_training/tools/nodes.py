@@ -14,30 +14,26 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.machine import detect_machine
+from distributed_training.records.record import plural
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.process import current_process
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
-from distributed_training.tools.clock import Clock
-from distributed_training.tools.doctor import Finding, ok, show, warn
-from distributed_training.tools.group import open_group
-from distributed_training.tools.links import there_and_back
+from distributed_training.tools.links import time_group
+from distributed_training.tools.measuring import Clock, Group, open_group
 
 MOST_FOR_PAIRS = 8
 ROUNDS = 3  # of which the quickest counts: other programs only make it slower
 ROUND_S = 0.02
-SMALL_BYTES = 8
-LARGE_BYTES = {"cuda": 2**26, "cpu": 2**22}
+SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, for latency and for bandwidth
 # By how much a link is worse than the best of its kind before it is called slow.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
+FIX = "leave its host out, or see what else uses it: top, nvidia-smi, ethtool"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +49,6 @@ class Link:
     def kind(self) -> str:
         return "in a node" if self.hosts[0] == self.hosts[1] else "between nodes"
 
-    def describe(self) -> str:
-        ends = zip(self.ranks, self.hosts, strict=True)
-        both = " - ".join(f"{rank} ({host})" for rank, host in ends)
-        return f"rank {both}: {1e6 * self.latency_s:,.0f} us, {self.bytes_per_s / 1e9:.2f} GB/s"
-
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
     """The ranks whose link is measured."""
@@ -66,52 +57,52 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(range(world_size)))
 
 
-def measure_links(world_size: int, device: torch.device) -> list[Link]:
+def measure_links(group: Group) -> list[Link]:
     """All links, on every rank. Collective."""
     hosts = gather(platform.node())
-    timer = Clock(device, budget_s=ROUND_S)
-    small = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
-    large = torch.zeros(LARGE_BYTES[device.type], dtype=torch.uint8, device=device)
+    clock = Clock(group.device, budget_s=ROUND_S)
+    sizes = SIZES[group.device.type]
     found = []
-    for ranks in pairs(world_size):
-        mine = [
-            min(timer.seconds(call, together=True) for _ in range(ROUNDS)) / 2
-            for call in (partial(there_and_back, tensor, ranks) for tensor in (small, large))
-        ]
-        latency, seconds = gather(mine)[ranks[0]]  # the others looked on
-        found.append(
-            Link(
-                ranks=ranks,
-                hosts=(hosts[ranks[0]], hosts[ranks[1]]),
-                latency_s=latency,
-                bytes_per_s=large.numel() / seconds,
-            )
+    for ranks in pairs(group.process.world_size):
+        rounds = [time_group(clock, None, sizes, ("send",), ranks) for _ in range(ROUNDS)]
+        latency, seconds = (
+            min(entry["seconds"]["send"] for entry in entries)
+            for entries in zip(*rounds, strict=True)
         )
+        ends = (hosts[ranks[0]], hosts[ranks[1]])
+        rate = sizes[1] / seconds
+        found.append(Link(ranks=ranks, hosts=ends, latency_s=latency, bytes_per_s=rate))
     return found
 
 
-def judge(links: Sequence[Link]) -> list[Finding]:
-    """A line for each kind of link, and one for each that is slow among its kind."""
-    found: list[Finding] = []
-    slow: list[Link] = []
-    fix = "leave that process's host out, or see what else uses it: top, nvidia-smi, ethtool"
+def describe(links: Sequence[Link]) -> str:
+    """The links by kind, and what is slow among its kind."""
+    lines = []
+    slow = []
     for kind in dict.fromkeys(link.kind for link in links):
         alike = [link for link in links if link.kind == kind]
         latency = min(link.latency_s for link in alike)
         rate = max(link.bytes_per_s for link in alike)
-        text = f"{len(alike)} {kind}, at best {1e6 * latency:,.0f} us, {rate / 1e9:.2f} GB/s"
-        found.append(ok("links", text))
+        best = f"{1e6 * latency:,.0f} us, {rate / 1e9:.2f} GB/s"
+        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {best}")
         for link in alike:
+            ends = zip(link.ranks, link.hosts, strict=True)
+            both = " - ".join(f"{rank} ({host})" for rank, host in ends)
+            found = f"{1e6 * link.latency_s:,.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s"
             late = link.latency_s / latency
             thin = rate / link.bytes_per_s
-            if late > SLOW_LATENCY or thin > SLOW_RATE:
-                slow.append(link)
-                what = f"{thin:.1f} times slower" if thin > SLOW_RATE else f"{late:.1f} times later"
-                found.append(warn("slow", f"{link.describe()}, {what} than the best {kind}", fix))
-    if len(slow) > 1:
-        for rank in set.intersection(*(set(link.ranks) for link in slow)):
-            found.append(warn("rank", f"{rank} is at one end of all that are slow", fix))
-    return found
+            if thin > SLOW_RATE:
+                found += f", slow: {thin:.1f} times less than the best"
+            elif late > SLOW_LATENCY:
+                found += f", slow: {late:.1f} times later than the best"
+            if "slow" in found:
+                slow.append(set(link.ranks))
+            lines.append(f"  rank {both}: {found}")
+    common = set.intersection(*slow) if slow else ()
+    if common:
+        ranks = " and ".join(map(str, sorted(common)))
+        lines.append(f"all slow links end at rank {ranks}: {FIX}")
+    return "\n".join(lines)
 
 
 def run(num_gpus: str | None, script: Path) -> int:
@@ -124,8 +115,7 @@ def run(num_gpus: str | None, script: Path) -> int:
             raise UserError(what, fix="type --num_gpus 2, or start with torchrun on the nodes")
         return run_ranks([str(script), "doctor", "--nodes"], count).exit_code
     with open_group() as group:
-        links = measure_links(group.process.world_size, group.device)
+        links = measure_links(group)
     if process.rank == 0:
-        print("\n".join(link.describe() for link in links))
-        print(show(judge(links)))
+        print(describe(links))
     return 0

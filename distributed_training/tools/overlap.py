@@ -15,7 +15,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +32,7 @@ from distributed_training.settings.parser import Parser
 
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
+TRACES = TRACE_FILE.format("*")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # Without a GPU: what computes, and what waits inside of it.
 COMPUTES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
@@ -90,8 +91,8 @@ class Rank:
     steps: int
     window: tuple[float, float]
     computing: Spans
-    by_kind: dict[str, Spans] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)  # kernels or operations of each kind
+    by_kind: dict[str, Spans]
+    counts: dict[str, int]  # kernels or operations of each kind
 
     @property
     def communicating(self) -> Spans:
@@ -105,14 +106,13 @@ class Rank:
         """Seconds a step: of the step itself, of computing, of communication, of the part of it
         that is exposed, and of neither."""
         begin, end = self.window
-        either = union([*self.computing, *self.communicating])
         parts = {
             "step": end - begin,
             "computing": length(self.computing),
             "communicating": length(self.communicating),
             "exposed": length(self.exposed),
-            "neither": end - begin - length(either),
         }
+        parts["neither"] = parts["step"] - parts["computing"] - parts["exposed"]
         return {name: microseconds / 1e6 / self.steps for name, microseconds in parts.items()}
 
 
@@ -132,27 +132,29 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
     if not steps:
         raise UserError(f"the trace of rank {rank} has no steps", fix="train with --profile 3")
     on_gpu = [event for event in events if event.get("cat") in ON_GPU]
-    found = on_gpu or events
-    talks = "nccl" if on_gpu else "gloo:"
-    messages = [event for event in found if talks in event["name"].lower()]
     lasts = [event["span"] for event in on_gpu] or list(steps.values())
     window = (min(begin for begin, _ in lasts), max(end for _, end in lasts))
-    by_kind: dict[str, Spans] = {}
-    for event in messages:
-        by_kind.setdefault(kind_of(event["name"]), []).append(event["span"])
+    talks = "nccl" if on_gpu else "gloo:"
+    by_kind = defaultdict[str, Spans](list)
+    for event in on_gpu or events:
+        if talks in event["name"].lower():
+            by_kind[kind_of(event["name"])].append(event["span"])
+    computing = _computing_on_gpu(on_gpu) if on_gpu else _computing(events)
     return Rank(
         rank=rank,
         steps=len(steps),
         window=window,
-        computing=clip(_computing(found, bool(on_gpu)), window),
+        computing=clip(computing, window),
         by_kind={kind: clip(union(spans), window) for kind, spans in sorted(by_kind.items())},
         counts={kind: len(spans) for kind, spans in sorted(by_kind.items())},
     )
 
 
-def _computing(events: Sequence[dict[str, Any]], on_gpu: bool) -> Spans:
-    if on_gpu:
-        return union(event["span"] for event in events if "nccl" not in event["name"].lower())
+def _computing_on_gpu(events: Sequence[dict[str, Any]]) -> Spans:
+    return union(event["span"] for event in events if "nccl" not in event["name"].lower())
+
+
+def _computing(events: Sequence[dict[str, Any]]) -> Spans:
     threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))
     for event in events:
         computes, waits = threads[event["tid"]]
@@ -171,11 +173,9 @@ def kind_of(name: str) -> str:
 
 def read_run(folder: Path) -> list[Rank]:
     """The traces of a run, by rank. Raises UserError where there are none or they are broken."""
-    files = {
-        int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACE_FILE.format("*"))
-    }
+    files = {int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACES)}
     if not files:
-        what = f"{short_path(folder)} holds no {TRACE_FILE.format('*')}"
+        what = f"{short_path(folder)} holds no {TRACES}"
         raise UserError(what, fix="train with --profile 3")
     ranks = []
     for rank, file in sorted(files.items()):
@@ -191,12 +191,9 @@ def describe(ranks: Sequence[Rank]) -> str:
     """Milliseconds a step and shares of it, by rank, and by kind of operation."""
     rows = []
     for rank in ranks:
-        found = rank.seconds()
-        step = found["step"]
-        cells = [f"{1000 * step:.1f}"]
-        for name in ("computing", "communicating", "exposed", "neither"):
-            cells.append(f"{1000 * found[name]:.1f}  {100 * found[name] / step:3.0f}%")
-        rows.append([str(rank.rank), *cells])
+        step, *parts = rank.seconds().values()
+        shares = [f"{1000 * part:.1f}  {100 * part / step:3.0f}%" for part in parts]
+        rows.append([str(rank.rank), f"{1000 * step:.1f}", *shares])
     headers = ["rank", "ms a step", "computes", "communicates", "exposed", "neither"]
     by_rank = tabulate(rows, headers, disable_numparse=True, stralign="right")
     kinds = []
@@ -226,9 +223,8 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
         for low, height, spans, colour in lanes:
             bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, apart)]
             axes.broken_barh(bars, (place + low, height), color=colour, linewidth=0)
-    axes.set_yticks(
-        [place + 0.5 for place in range(len(ranks))], labels=[f"rank {r.rank}" for r in ranks]
-    )
+    places = [place + 0.5 for place in range(len(ranks))]
+    axes.set_yticks(places, labels=[f"rank {r.rank}" for r in ranks])
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, (end - start) / 1000)
     axes.set_xlabel(f"milliseconds; {plural(ranks[0].steps, 'step')}")

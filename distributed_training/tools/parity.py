@@ -18,7 +18,6 @@ import shlex
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from distributed_training.records import page
 from distributed_training.records.comparison import NOTHING, Table, differing
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.provenance import provenance
-from distributed_training.records.record import METRICS_FILE, load_record, plural, write_json
+from distributed_training.records.record import METRICS_FILE, plural, write_json
 from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
 from distributed_training.settings.config import AUTO, KEYS
 from distributed_training.settings.errors import UserError
@@ -52,19 +51,21 @@ PLAIN: compare.Values = {
 }  # fmt: skip
 
 
-Apart = dict[str, dict[str, float]]  # what of LIMITS -> where -> relative difference
+Figures = dict[str, dict[str, float | None]]  # what of LIMITS -> where -> number
+Apart = dict[str, dict[str, float]]  # the same, relative differences
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome(compare.Run):
     """A run and what it computed."""
 
-    name: str
-    num_processes: int
     verdict: str = ""
-    seconds: float = 0.0
-    folder: Path | None = None  # None: it did not start
     apart: Apart = field(default_factory=dict)  # from the reference
+
+    @property
+    def folder(self) -> Path:
+        assert self.record is not None
+        return Path(self.record.run_dir)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -85,37 +86,32 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         wanted.out = wanted.out.with_name(f"parity-x{wanted.num_processes}")
     outcomes = plan_outcomes(wanted)
     if arguments.dry_run:
-        print("\n".join(f"  {' '.join(outcome.texts)}" for outcome in outcomes))
+        compare.print_commands(outcomes)
         return 0
-    wanted.out.mkdir(parents=True, exist_ok=True)
-    print(f"what runs print goes to {short_path(wanted.out)}/log.txt", flush=True)
     reference, again, *_ = outcomes
+
+    def conclude(outcome: Outcome) -> str:
+        if outcome.why and outcome.verdict:
+            raise UserError("one process cannot train this", outcome.why)
+        if outcome is not reference:
+            judge(outcome, reference, again)
+            _remove_checkpoints(wanted.out, but=reference.folder)
+        return outcome.verdict
+
     try:
-        for number, outcome in enumerate(outcomes, 1):
-            place = f"{number:>3}/{len(outcomes)}  {outcome.name}"
-            print(f"{place} ...", flush=True)
-            began = time.monotonic()
-            if not outcome.why:
-                outcome.folder, outcome.why = compare.launch(
-                    wanted, outcome.texts, outcome.num_processes
-                )
-            outcome.seconds = time.monotonic() - began
-            outcome.record = load_record(outcome.folder) if outcome.folder else None
-            if outcome.why and outcome.verdict:
-                raise UserError("one process cannot train this", outcome.why)
-            if outcome is not reference:
-                judge(outcome, reference, again)
-                shutil.rmtree((outcome.folder or wanted.out) / CHECKPOINTS, ignore_errors=True)
-            print(f"{place}: {outcome.verdict}", flush=True)
-    except KeyboardInterrupt:
-        if outcomes[2].verdict:
-            write_page(wanted.out, [outcome for outcome in outcomes if outcome.verdict])
-        raise
+        compare.train_each(wanted, outcomes, conclude)
     finally:
-        for folder in wanted.out.glob(f"runs/*/{CHECKPOINTS}"):
-            shutil.rmtree(folder)
-    write_page(wanted.out, outcomes)
+        _remove_checkpoints(wanted.out)
+        done = [outcome for outcome in outcomes if outcome.verdict]
+        if len(done) > 2:
+            write_page(wanted.out, done)
     return exit_code([outcome.verdict for outcome in outcomes])
+
+
+def _remove_checkpoints(out: Path, but: Path | None = None) -> None:
+    for folder in out.glob(f"runs/*/{CHECKPOINTS}"):
+        if folder.parent != but:
+            shutil.rmtree(folder)
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
@@ -143,7 +139,7 @@ def plan_outcomes(wanted: compare.Wanted) -> list[Outcome]:
     for name, run in zip(compare.names_of(wanted.runs), wanted.runs, strict=True):
         values = {**run.values, **_decided(run)}
         found.append(
-            Outcome(name=name, num_processes=wanted.num_processes, values=values, why=run.why)
+            Outcome(name=name, num_processes=run.num_processes, values=values, why=run.why)
         )
     return found
 
@@ -159,10 +155,11 @@ def judge(outcome: Outcome, reference: Outcome, again: Outcome) -> None:
     if outcome.why:
         outcome.verdict = "failed" if outcome.record else "not run"
         return
-    outcome.apart = {
-        **_apart_in_figures(outcome, reference),
-        "weights": dict(_apart_in_state(outcome, reference)),
-    }
+    theirs = figures(reference)
+    for what, ours in figures(outcome).items():
+        both = ours | theirs[what]
+        outcome.apart[what] = {w: _apart(ours.get(w), theirs[what].get(w)) for w in both}
+    outcome.apart["weights"] = dict(_apart_in_state(outcome, reference))
     works = [run.record.work for run in (outcome, reference) if run.record]
     if other := differing(works):
         outcome.verdict = "other work"
@@ -186,36 +183,26 @@ def _beyond(what: str, outcome: Outcome, again: Outcome) -> str:
     return f"{worst} by {sizes[worst]:.1e}, where rounding is {limits[worst]:.1e} at most"
 
 
-def _apart_in_figures(run: Outcome, reference: Outcome) -> Apart:
-    """Of losses and gradient norms; None, not finite or skipped, is like None only."""
-    apart: Apart = {"loss": {}, "gradient norm": {}}
-    ours = _figures(run)
-    theirs = _figures(reference)
-    for what, where in ours | theirs:
-        one = ours.get((what, where))
-        other = theirs.get((what, where))
-        size = 0.0 if one == other else math.inf
-        if one is not None and other:
-            size = abs(one - other) / other
-        apart[what][f"{what} of {where}"] = size
-    return apart
-
-
-def _figures(run: Outcome) -> dict[tuple[str, str], float | None]:
-    """What the steps and evaluations of a run say: (what, where) -> number."""
-    assert run.folder is not None
+def figures(run: Outcome) -> Figures:
+    """What the steps and evaluations of a run say; None: not finite or skipped."""
     assert run.record is not None
-    found: dict[tuple[str, str], float | None] = {}
-    for line in (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        found["loss", f"step {row['step']}"] = row["loss"]
-        found["gradient norm", f"step {row['step']}"] = row["grad_norm"]
+    lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+    losses = {f"loss of step {row['step']}": row["loss"] for row in steps}
     for row in run.record.evaluations:
-        found["loss", f"the evaluation after step {row['step']}"] = row["loss"]
-    return found
+        losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
+    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in steps}
+    return {"loss": losses, "gradient norm": norms}
 
 
-def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[tuple[str, float]]:
+def _apart(one: float | None, other: float | None) -> float:
+    """Relative difference; what is not finite is like nothing else."""
+    if one is not None and other:
+        return abs(one - other) / other
+    return 0.0 if one == other else math.inf
+
+
+def _apart_in_state(outcome: Outcome, reference: Outcome) -> Iterator[tuple[str, float]]:
     """Of each tensor of the last checkpoints, whatever layout saved it, by the norm: the weights
     and, as Adam's steps hardly depend on a gradient's size, its means of gradients and squares."""
     import torch  # slow
@@ -223,15 +210,17 @@ def _apart_in_state(run: Outcome, reference: Outcome) -> Iterator[tuple[str, flo
     from distributed_training.parallel.tensor_files import TensorFiles
 
     files = []
-    for each in (run, reference):
-        assert each.folder is not None
-        (folder,) = list_checkpoints(each.folder)
+    for run in (outcome, reference):
+        (folder,) = list_checkpoints(run.folder)
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
-    names = [{name for name in each.stored if name.startswith(STATE)} for each in files]
-    for name in sorted(names[0] | names[1]):
+    ours, theirs = files
+    for name in sorted(ours.stored.keys() | theirs.stored.keys()):
+        if not name.startswith(STATE):
+            continue
         apart = math.inf  # only one of both has it
-        if all(name in each for each in names):
-            one, other = (each.whole(name) for each in files)
+        if name in ours.stored and name in theirs.stored:
+            one = ours.whole(name)
+            other = theirs.whole(name)
             size = max(float(torch.linalg.vector_norm(other)), TINY)
             apart = float(torch.linalg.vector_norm(one - other)) / size
         yield (name, apart)

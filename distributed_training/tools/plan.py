@@ -20,6 +20,7 @@ from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import find_room_on_gpu
 from distributed_training.predict.rates import calibration_file
+from distributed_training.records.display import WIDTH
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, replace
@@ -54,9 +55,10 @@ def run(
     """Rank and print; `build` gives CONFIG under a strategy, or as it is."""
     if arguments.budget is not None or arguments.target_loss is not None:
         return scaling.run(arguments, build)
-    if arguments.calibrate:
-        _calibrate(arguments, script)
     cluster = _cluster(arguments)
+    if arguments.calibrate:
+        _calibrate(arguments, cluster, script)
+        cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, [])
     if config.batch_size == AUTO:
         config = choose_spread(replace(config, strategy=AUTO), cluster, [])
@@ -70,10 +72,22 @@ def run(
     fitting = [choice for choice in choices if choice.prediction.fits]
     if not fitting:
         raise _fits_nowhere(choices, cluster)
-    typed = [word for text in arguments.overrides for word in _option(text)]
-    print(_title(config, cluster, choices))
+    batch = choices[0].plan.batch.global_batch_size
+    tokens = f"{batch} x {config.max_length} tokens a step"
+    print(f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n")
     print(table(choices if arguments.all else fitting[:SHOWN]))
-    print(_below(choices, fitting, cluster, arguments.all))
+    print()
+    if len(fitting) > SHOWN and not arguments.all:
+        hidden = len(fitting) - SHOWN
+        print(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
+    for text in (_legend(cluster), why_first(fitting[0], fitting[1:])):
+        print(textwrap.fill(text, WIDTH))
+    print()
+    typed = []
+    for text in arguments.overrides:
+        key, _, value = text.partition("=")
+        if key != "strategy":
+            typed += [f"--{key}", value]
     for choice in fitting[:BEST]:
         print(f"  {command(choice.plan, cluster, script.name, typed)}")
     if arguments.write:
@@ -83,76 +97,55 @@ def run(
     return 0
 
 
-def _calibrate(arguments: argparse.Namespace, script: Path) -> None:
+def _calibrate(arguments: argparse.Namespace, cluster: Cluster, script: Path) -> None:
     """Measure with all processes that are planned for, in a process of its own: it needs torch."""
     if arguments.cluster is not None:
         raise UserError("--calibrate measures this machine", fix="leave out --cluster")
-    cluster = _cluster(arguments)
     count = cluster.num_processes
-    machine = cluster.machine
-    file = calibration_file(machine.gpu_name or f"cpu-x{count}")
+    file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
     if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
         raise UserError("measuring this machine failed", fix="see what is printed above")
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    cluster = _machines(arguments)
-    if arguments.network_gbit is None or cluster.rates is None:
+    """That of --cluster, or this machine; its network as --network_gbit says."""
+    asked = arguments.num_gpus
+    gpu = arguments.gpu
+    if arguments.cluster is not None:
+        if asked is not None:
+            raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
+        cluster = parse_cluster(arguments.cluster, gpu)
+    else:
+        machine = detect_machine()
+        if gpu is not None and machine.num_gpus == 0:
+            fix = f"say how many: --cluster 1x8 --gpu {shlex.quote(gpu)}"
+            raise UserError("--gpu describes GPUs and this machine has none", fix=fix)
+        count = requested_processes("all" if asked is None else asked, machine, mesh={})
+        cluster = this_machine(machine, count, count, gpu)
+    gbit = arguments.network_gbit
+    if gbit is None or cluster.rates is None:
         return cluster
-    if arguments.network_gbit <= 0:
+    if gbit <= 0:
         raise UserError("--network_gbit is more than 0")
-    rates = dataclasses.replace(cluster.rates, network_bytes=arguments.network_gbit * 1e9 / 8)
+    rates = dataclasses.replace(cluster.rates, network_bytes=gbit * 1e9 / 8)
     return dataclasses.replace(cluster, rates=rates)
 
 
-def _machines(arguments: argparse.Namespace) -> Cluster:
-    if arguments.cluster is not None:
-        if arguments.num_gpus is not None:
-            raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
-        return parse_cluster(arguments.cluster, arguments.gpu)
-    machine = detect_machine()
-    if arguments.gpu is not None and machine.num_gpus == 0:
-        what = "--gpu describes GPUs and this machine has none"
-        raise UserError(what, fix=f"say how many: --cluster 1x8 --gpu {shlex.quote(arguments.gpu)}")
-    asked = "all" if arguments.num_gpus is None else arguments.num_gpus
-    count = requested_processes(asked, machine, mesh={})
-    return this_machine(machine, count, count, arguments.gpu)
-
-
-def _option(text: str) -> list[str]:
-    key, _, value = text.partition("=")
-    return [] if key == "strategy" else [f"--{key}", value]
-
-
-def _title(config: RunConfig, cluster: Cluster, choices: Sequence[Choice]) -> str:
-    batch = choices[0].plan.batch.global_batch_size
-    tokens = f"{batch} x {config.max_length} tokens a step"
-    return f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n"
-
-
-def _below(
-    choices: Sequence[Choice], fitting: Sequence[Choice], cluster: Cluster, everything: bool
-) -> str:
-    lines = []
-    hidden = len(fitting) - SHOWN
-    if hidden > 0 and not everything:
-        lines.append(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
-    speeds = ""
-    if cluster.rates is None:
+def _legend(cluster: Cluster) -> str:
+    rates = cluster.rates
+    if rates is None:
         speeds = "This GPU is not in the table: --gpu describes it."
-    elif cluster.rates.measured_at:
-        speeds = f"Times go by what was measured here on {cluster.rates.measured_at[:10]}."
+    elif rates.measured_at:
+        speeds = f"Times go by what was measured here on {rates.measured_at[:10]}."
     else:
         speeds = "Times are estimated from datasheets, the host's part guessed."
-    if cluster.nodes > 1 and cluster.rates is not None:
-        gbit = 8 * cluster.rates.network_bytes / 1e9
+    if cluster.nodes > 1 and rates is not None:
+        gbit = 8 * rates.network_bytes / 1e9
         speeds += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
-    lines.append(
+    return (
         "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
         "CUDA and NCCL); likely: how much quicker and slower such runs were. " + speeds
     )
-    lines.append(why_first(fitting[0], fitting[1:]))
-    return "\n" + "\n".join(textwrap.fill(line, 80) for line in lines) + "\n"
 
 
 def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:

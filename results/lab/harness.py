@@ -38,7 +38,7 @@ from distributed_training.run import assemble, worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
-from distributed_training.tools.group import Group, open_group
+from distributed_training.tools.measuring import Group, open_group
 
 __all__ = ["Group", "Kept", "Run", "each_run", "every_run", "open_group", "open_group_for"]
 

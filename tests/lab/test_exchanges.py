@@ -1,4 +1,5 @@
-"""Published losses of smaller and fewer exchanges: the table is the runs', bytes the formulas'."""
+"""Published losses and times of smaller and fewer exchanges: tables are the runs', bytes the
+formulas'."""
 
 from __future__ import annotations
 
@@ -11,23 +12,40 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import strategy_options
-from results.lab.exchanges import PLAN, summarise
+from results.lab import exchanges, slow_links
+from results.lab.exchanges import PLAN
 from tests.support import CPU_MACHINE
 
-RECORD = json.loads((ROOT / "results/records/cpu-exchanges/gpt2-tiny.json").read_text())
+LOSSES, TIMES = (
+    json.loads((ROOT / f"results/records/{name}/gpt2-tiny.json").read_text())
+    for name in ("cpu-exchanges", "cpu-slow-links")
+)
 
 
-def test_the_table_is_the_runs():
-    assert list(RECORD["runs"]) == list(PLAN["cases"])
-    assert all(set(seeds) == {"1", "2", "3"} for seeds in RECORD["runs"].values())
-    assert RECORD["after_training"] == summarise(RECORD["runs"])
-    assert (RECORD["cases"], RECORD["base"]) == (PLAN["cases"], PLAN["common"])
+def test_the_tables_are_the_runs():
+    assert LOSSES["after_training"] == exchanges.summarise(LOSSES["runs"])
+    assert LOSSES["cases"] == PLAN["cases"]
+    assert TIMES["seconds_a_step"] == slow_links.summarise(TIMES["rates"])
+    assert TIMES["cases"] == {name: PLAN["cases"][name] for name in slow_links.CASES}
+    assert LOSSES["base"] == TIMES["base"] == PLAN["common"]
 
 
 @pytest.mark.parametrize("name", PLAN["cases"])
 def test_bytes_are_the_formulas(name):
     config = build_config({**PLAN["common"], **PLAN["cases"][name]}, options=strategy_options)
     sent = sum(sent_by_axis(draft_plan(config, CPU_MACHINE, 2, 2)).values())
-    for found in RECORD["runs"][name].values():
-        assert found["sent_bytes_a_step"] == sent
-        assert len(found["losses"]) == PLAN["steps"] // 8
+    assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
+    if name in slow_links.CASES:
+        for cases in TIMES["rates"].values():  # the interface counts headers, too
+            assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07
+
+
+def test_only_steps_that_the_link_takes_most_of_are_told():
+    """8 Mbit/s are 1 MB/s."""
+    full = {"round_s": [1.5, 1.25, 3.0], "counted_bytes": 1_000_000}
+    busy = {"round_s": [1.5, 1.25, 3.0], "counted_bytes": 100_000}
+    rates = {rate: {"much": full, "little": busy} for rate in ("8", "0.8")}
+    rows = slow_links.summarise(rates)
+    assert (rows["much"]["s at 8 Mbit/s"], rows["much"]["link's share at 8"]) == (1.25, 0.8)
+    assert rows["little"]["s at 8 Mbit/s"] is rows["little"]["link's share at 8"] is None
+    assert rows["little"]["link's share at 0.8"] == pytest.approx(0.8)

@@ -57,28 +57,32 @@ def test_a_bubble_is_explained_by_its_formula_operations_messages_and_gaps():
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "peaks"),
+    ("before", "after", "left_over"),
     [
-        ([0, 0], [0, 0], [100, 130]),
-        ([10, 10], [10, 40], [90, 120]),  # what the run itself leaves is its own
-        ([10, 60], [0, 60], [100, 70]),  # and what went away meanwhile counts
+        ([0, 0], [0, 0], [0, 0]),
+        ([10, 10], [10, 40], [10, 10]),  # what the run itself leaves is its own
+        ([10, 60], [0, 60], [0, 60]),  # and what went away meanwhile counts
     ],
 )
-def test_peaks_are_without_what_earlier_runs_left(before, after, peaks):
+def test_peaks_are_without_what_earlier_runs_left(before, after, left_over):
+    allocated, reserved = (70, 80), (100, 130)
     ranks = [
-        {"rank": 0, "peak_allocated_bytes": 70, "peak_reserved_bytes": 100},
-        {"rank": 1, "peak_allocated_bytes": 80, "peak_reserved_bytes": 130},
+        {
+            "rank": rank,
+            "peak_allocated_bytes": allocated[rank],
+            "peak_reserved_bytes": reserved[rank],
+        }
+        for rank in (0, 1)
     ]
     memory = {"by_rank": ranks}
-    of_tensors = [[LeftOver(size // 2, size) for size in sizes] for sizes in (before, after)]
-    leave_out_left_over(memory, *of_tensors)
-    assert memory["peak_allocated_bytes"] == max(
-        70 - min(before[0], after[0]) // 2, 80 - min(before[1], after[1]) // 2
+    leave_out_left_over(
+        memory, *([LeftOver(size // 2, size) for size in sizes] for sizes in (before, after))
     )
-    found = [rank["peak_reserved_bytes"] - rank["left_over_bytes"] for rank in ranks]
-    assert found == peaks
+    assert [rank["left_over_bytes"] for rank in ranks] == left_over
+    peaks = [most - left for most, left in zip(reserved, left_over, strict=True)]
     assert memory["peak_reserved_bytes"] == max(peaks)
-    assert [rank["before_bytes"] for rank in ranks] == before
+    peaks = [most - left // 2 for most, left in zip(allocated, left_over, strict=True)]
+    assert memory["peak_allocated_bytes"] == max(peaks)
 
 
 def test_each_run_has_its_own_batch(tmp_path):

@@ -28,7 +28,7 @@ from distributed_training.settings.strategies import (
     strategy_defaults,
     strategy_options,
 )
-from results.lab import blind
+from results.lab.analysis import blind
 from results.lab.pages import validate
 from tests.plan.helpers import NAMES, plan_for
 from tests.support import GPU_MACHINE, refused

@@ -13,36 +13,19 @@ import torch
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.rates import cpu_rates, from_calibration, tiled
 from distributed_training.predict.speed import estimate_step
-from distributed_training.tools import calibrate
-from distributed_training.tools import clock as clock_module
-from distributed_training.tools.group import open_group
+from distributed_training.tools import calibrate, measuring
 from tests.conftest import heavy_pool
 from tests.plan.helpers import CPU_CALIBRATION, plan_for
 from tests.support import CPU_MACHINE
 
-# Next to no time for each figure.
-SMALL = (
-    (calibrate, {"TOKENS": (16,), "VALUES": {"cpu": 2**12}}),
-    (clock_module, {"BUDGET_S": 0.0, "LAUNCHES": 1, "CALLS": 2}),
-)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """On the CPU."""
-    for module, values in SMALL:
-        for name, value in values.items():
-            monkeypatch.setattr(module, name, value)
-    return calibrate.Clock(torch.device("cpu"))
-
 
 def of_all(_arguments):
-    """What one of several processes finds, in a process of its own."""
-    for module, values in SMALL:
-        for name, value in values.items():
-            setattr(module, name, value)
-    with open_group() as group:
-        return calibrate.calibrate(group.device, group.process.rank, group.process.world_size)
+    """What one of several processes finds, in next to no time for each figure."""
+    calibrate.TOKENS = {"cpu": 16}
+    calibrate.VALUES = {"cpu": 2**12}
+    measuring.CALLS = 2
+    with measuring.open_group() as group:
+        return calibrate.calibrate(group, budget_s=0.0)
 
 
 def test_two_processes_measure_at_once():
@@ -60,14 +43,14 @@ def test_two_processes_measure_at_once():
     assert (rates.host, rates.disk_bytes) == (guess.host, guess.disk_bytes)  # not measured
 
 
-def test_a_model_without_parallelism_takes_what_its_parts_took(clock, monkeypatch, tmp_path):
+def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
     """The laws turned around and back, where products do not take more than the whole."""
     seconds = iter((0.1, 0.03, 0.005))
-    monkeypatch.setattr(clock, "in_step", lambda call: next(seconds))
-    own = calibrate.of_training(clock, CPU_CALIBRATION, num_cpus=2)
-    assert own["seconds"] == {"model": 0.1, "block": 0.03, "update": 0.005, "head": 0.1 - 2 * 0.03}
-    document = {**CPU_CALIBRATION, "memory_bytes_per_s": own["memory_bytes_per_s"]}
-    rates = from_calibration(document, cpu_rates(2, 1))
+    monkeypatch.setattr(measuring.Clock, "in_step", lambda self, call: next(seconds))
+    clock = measuring.Clock(torch.device("cpu"))
+    own = calibrate.of_training(clock, CPU_CALIBRATION, CPU_MACHINE)
+    assert own["training_s"]["head"] == pytest.approx(0.1 - 2 * 0.03)
+    rates = from_calibration({**CPU_CALIBRATION, **own}, cpu_rates(CPU_MACHINE.num_cpus, 1))
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
     taken = estimate_step(plan, rates).seconds
     assert taken == pytest.approx(0.105 + rates.host.step, rel=1e-6)

@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from distributed_training.tools.overlap import clip, kind_of, length, main, minus, read_trace, union
+from distributed_training.tools.overlap import kind_of, length, main, read_trace
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings
 from tests.e2e.support import run_folders
 from tests.support import refused
@@ -29,19 +29,6 @@ def drawn(rng, most=9):
 
 def ticks(spans):
     return {tick for begin, end in spans for tick in range(begin, end)}
-
-
-def test_spans_are_sets_of_ticks():
-    rng = random.Random(1)
-    for _ in range(300):
-        a, b = drawn(rng), drawn(rng)
-        first, last = sorted(rng.sample(range(TICKS), 2))
-        assert ticks(union(a)) == ticks(a)
-        assert all(e < b for (_, e), (b, _) in zip(union(a), union(a)[1:], strict=False))
-        assert ticks(minus(union(a), union(b))) == ticks(a) - ticks(b)
-        assert ticks(clip(union(a), (first, last))) == ticks(a) & set(range(first, last))
-        assert length(union(a)) == len(ticks(a))
-    assert union([(0, 2), (3, 4), (6, 7)], apart=1) == [(0, 4), (6, 7)]
 
 
 def shares(rank):

@@ -27,7 +27,7 @@ from distributed_training.settings.config import KEYS, build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS, find_gpu
 from distributed_training.settings.strategies import strategy_options
-from results.lab import blind
+from results.lab.analysis import blind
 
 RECORDS = ROOT / "results" / "records"
 

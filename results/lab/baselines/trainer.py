@@ -1,6 +1,6 @@
 """Ours against transformers' Trainer, compiled and not, on one GPU or CPU: tokens per second.
 
-    python results/lab/trainer.py OUT.json [--tiny]
+    python -m results.lab.baselines.trainer OUT.json [--tiny]
 
 Both train the same model from the same random weights in bf16 with fused AdamW and clipping at 1.0.
 Each measurement has a process of its own, so that none inherits memory or compiled kernels of
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import checkout
 import torch
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
@@ -26,6 +25,7 @@ from distributed_training.models import find_model
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
 from distributed_training.settings.parser import Parser
+from results.lab import checkout
 from results.lab.harness import Run, each_run, open_group
 
 CASES = (  # model, sequences, tokens of each
@@ -124,7 +124,8 @@ def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict
 
 def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
     """In a process of its own."""
-    command = [sys.executable, __file__, "--one", json.dumps([way, *case])]
+    module = "results.lab.baselines.trainer"
+    command = [sys.executable, "-m", module, "--one", json.dumps([way, *case])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise SystemExit(f"{way}, {case}: {done.stderr[-2000:]}")
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {
         "what": "bf16, fused AdamW, one process: ours and transformers' Trainer",
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
-        **provenance("python results/lab/trainer.py OUT.json"),
+        **provenance("python -m results.lab.baselines.trainer OUT.json"),
         "cases": {},
     }
     for case in TINY if arguments.tiny else CASES:

@@ -1,6 +1,6 @@
 """Our GPT-2 against nanoGPT's, compiled, in one process on one GPU: tokens per second.
 
-    python results/lab/nanogpt.py path/to/nanoGPT/model.py OUT.json
+    python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json
 
 nanoGPT is not part of this repository; give a checkout's model.py. Both train in bf16 with fused
 AdamW and clipping at 1.0 on the same tokens, in several sizes and batches; the two are timed in
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import checkout
 import torch
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
@@ -27,6 +26,7 @@ from distributed_training.parallel.graphs import to_device
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
 from distributed_training.settings.parser import Parser
+from results.lab import checkout
 from results.lab.harness import Run, each_run, open_group
 
 CONFIG: dict[str, Any] = {
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {
         "what": "bf16, compiled, fused AdamW, one process",
         "gpu": torch.cuda.get_device_name(),
-        **provenance("python results/lab/nanogpt.py path/to/nanoGPT/model.py OUT.json"),
+        **provenance("python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json"),
         "shapes": {},
     }
     with open_group() as group:

@@ -1,6 +1,6 @@
 """Predictions held against runs that others published: errors by source.
 
-    python -m results.lab.blind [TABLE.json]
+    python -m results.lab.analysis.blind [TABLE.json]
 
 A row of the table says where it is from, on what (`--cluster`), the model (a name, or what differs
 from GPT-2 in Hugging Face's config.json), CONFIG, and what was measured: `tokens_per_s_per_gpu`,

@@ -1,0 +1,100 @@
+"""What measurements are made with: a process group that is no training's, and a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.parallel.agree import from_rank_0
+from distributed_training.plan.topology import process_group
+from distributed_training.run import launch, rendezvous, worker
+from distributed_training.run.process import Process, current_process, single_process
+from distributed_training.settings.config import RENDEZVOUS_S
+
+BUDGET_S = 0.15  # for one figure
+CALLS = 30  # of a part of a training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The processes that all runs share."""
+
+    process: Process
+    device: torch.device
+    folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+
+@contextlib.contextmanager
+def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
+    """Join the process group that the launcher describes (a group of one without a launcher), with
+    so many of NCCL's channels for messages, or as many as it likes."""
+    process = current_process(os.environ) or single_process()
+    launch.prepare_environment(process.local_world_size)
+    device = worker.prepare(torch.cuda.device_count(), process)
+    store = rendezvous.meet(process, RENDEZVOUS_S)
+    # Three minutes: another rank may have failed.
+    with process_group(device, store, minutes=3, p2p_channels=p2p_channels):
+        folder = Path(from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
+        try:
+            yield Group(process=process, device=device, folder=folder)
+        finally:
+            if process.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of a call on a device."""
+
+    device: torch.device
+    crowded: bool = False  # all processes make every call together, as they share the cores
+    budget_s: float = BUDGET_S  # for one figure
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], Any], *, together: bool = False) -> float:
+        """Of one call, the mean of as many as the budget allows. `together`: the same number on
+        all ranks, which take part in it."""
+        for _ in range(3):
+            call()
+        once = torch.tensor(self._time(call, 1), dtype=torch.float64)
+        if together or self.crowded:
+            dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        return self._time(call, max(3, min(200, int(self.budget_s / float(once)))))
+
+    def _time(self, call: Callable[[], Any], count: int) -> float:
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.wait()
+        return (time.perf_counter() - start) / count
+
+    def in_step(self, call: Callable[[], Any]) -> float:
+        """Median of CALLS that all processes begin and end together, as the steps of a training."""
+        found = []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            call()
+            if self.crowded:
+                dist.barrier()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
