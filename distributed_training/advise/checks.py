@@ -35,14 +35,12 @@ Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does
 def run_checks(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
     """Run every check, cheapest first."""
     check_packages(plan)
-    check_skipping(plan)
     check_gpus(plan)
-    check_swapping(plan)
+    check_settings(plan)
     check_memory(plan, memory, suggest)
     check_shared_memory(plan)
     check_disk(plan)
     check_extensions(plan)
-    check_hub(plan)
 
 
 def check_packages(plan: Plan) -> None:
@@ -60,22 +58,6 @@ def check_packages(plan: Plan) -> None:
             raise UserError(what, fix=f"pip install {source}")
 
 
-def check_hub(plan: Plan) -> None:
-    """What `push` will need at the end is there."""
-    if plan.config.push is not None:
-        if not plan.config.export:
-            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
-        check_push(plan.config.push)
-
-
-def check_skipping(plan: Plan) -> None:
-    """The engine can leave an update out once it knows the gradients."""
-    if plan.config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
-        what = f"on_nonfinite='skip' does not work with strategy={plan.strategy.name!r}"
-        why = "its engine updates before the norm of the gradients is known here"
-        raise UserError(what, why, "set on_nonfinite to rollback or stop")
-
-
 def check_gpus(plan: Plan) -> None:
     """No more processes on this machine than it has GPUs (any number on a machine without)."""
     gpus = plan.machine.num_gpus
@@ -84,6 +66,29 @@ def check_gpus(plan: Plan) -> None:
         what = f"{here} processes are asked for but this machine has {gpus} GPU"
         what += "s" if gpus > 1 else ""
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
+
+
+def check_settings(plan: Plan) -> None:
+    """Engine and machine do what CONFIG asks for, and what `push` needs at the end is there."""
+    config = plan.config
+    strategy = f"strategy={plan.strategy.name!r}"
+    if config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
+        what = f"on_nonfinite='skip' does not work with {strategy}"
+        why = "its engine updates before the norm of the gradients is known here"
+        raise UserError(what, why, "set on_nonfinite to rollback or stop")
+    # On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
+    # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
+    matrices = (rows * columns for rows, columns in plan.size.block_matrices)
+    largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
+    swaps = plan.strategy.offload_device("param") == "nvme"
+    if swaps and not plan.machine.num_gpus and largest >= MIB:
+        what = f"{strategy} with model={config.model!r} needs a GPU"
+        why = "without one DeepSpeed overwrites parameters that are in use"
+        raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
+    if config.push is not None:
+        if not config.export:
+            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
+        check_push(config.push)
 
 
 def check_memory(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
@@ -120,13 +125,9 @@ def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
     config = plan.config
     count = plan.size.num_learning(config.lora_rank, config.lora_targets)
-    output = 0
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
-    output += 12 * count * num_saved
-    if config.export:
-        output += 4 * count
-    if config.keep_best:
-        output += 4 * count
+    num_exported = [config.export, config.keep_best].count(True)
+    output = (12 * num_saved + 4 * num_exported) * count
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
         written["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
@@ -199,17 +200,3 @@ def refuse_stale_lock(name: str) -> None:
             what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
             fix = f"if no other machine is building either: rm {lock}"
             raise UserError(what + "that folder", "torch would wait for it forever", fix)
-
-
-def check_swapping(plan: Plan) -> None:
-    """On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
-    gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
-    """
-    swaps = plan.strategy.offload_device("param") == "nvme"
-    model = plan.config.model
-    matrices = (rows * columns for rows, columns in plan.size.block_matrices)
-    largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
-    if swaps and not plan.machine.num_gpus and largest >= 2**20:
-        what = f"strategy={plan.strategy.name!r} with model={model!r} needs a GPU"
-        why = "without one DeepSpeed overwrites parameters that are in use"
-        raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")

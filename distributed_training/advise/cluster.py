@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from distributed_training.plan.draft import lay_out
+from distributed_training.plan.choose import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import (
@@ -24,7 +24,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu, limited_to
 
-_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.*)", re.IGNORECASE)
+_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)(?:x|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
 
 
@@ -51,19 +51,14 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     assert found is not None  # every part is optional
     numbers = [int(part) for part in found.groups()[:2] if part]
     name = found[3]
-    if gpu is not None and name.isdecimal():
-        numbers.append(int(name))
-        name = ""
-    form = "write NODESxGPUSxKIND, such as 2x8xH100-80GB, or 8xH200"
-    if len(numbers) > 2 or 0 in numbers or (not name and gpu is None) or name.isdecimal():
-        raise UserError(f"--cluster {shown(text)} is not nodes x GPUs x kind", fix=form)
-    if gpu is not None and name:
-        raise UserError(f"--cluster {shown(text)} names a GPU and --gpu describes one", fix=form)
+    if 0 in numbers or name.isdecimal() or bool(name) == (gpu is not None):
+        what = f"--cluster {shown(text)} is not nodes x GPUs x kind, or with --gpu, nodes x GPUs"
+        raise UserError(what, fix="write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
     nodes, here = [1] * (2 - len(numbers)) + numbers
     if nodes * here > MOST_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
         raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,}")
-    return cluster_of(parse_gpu(gpu) if gpu is not None else known_gpu(name), nodes, here)
+    return cluster_of(known_gpu(name) if gpu is None else parse_gpu(gpu), nodes, here)
 
 
 def parse_gpu(text: str) -> Gpu:

@@ -12,9 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.advise.cluster import Cluster, lay_out_on
-from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.mesh import OPEN, all_meshes, show_settings, why_indivisible
+from distributed_training.plan.mesh import OPEN, all_meshes, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import estimate_memory
@@ -91,7 +90,7 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
     """
     strategy = load_strategy(config)
     config = choose_model(config, cluster.machine, [])
-    model = find_model(config.model)
+    cut_is_open = config.micro_batch_size == config.num_microbatches == AUTO
     asked = {axis: getattr(config, axis) for axis in MESH_AXES}
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(size not in (None, -1, mesh[axis]) for axis, size in asked.items()):
@@ -102,26 +101,16 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
         for schedule in schedules:
             own = with_values(config, pipeline_schedule=schedule)
-            name = strategy.schedule if schedule == AUTO else schedule
-            if any(why_indivisible(model, SCHEDULES[name], mesh)):
-                continue
             with contextlib.suppress(UserError):
                 first = lay_out_on(cluster, own, mesh=mesh)
                 yield first
-                for count in _other_counts(first):
+                if first.schedule.searched or not cut_is_open:  # each search takes a second or two
+                    continue
+                # Fewer would hold more than `batch_size` sequences do under dp.
+                for count in _more_microbatches(first)[:MOST_COUNTS]:
                     more = with_values(own, num_microbatches=count)
                     with contextlib.suppress(UserError):
                         yield lay_out_on(cluster, more, mesh=mesh)
-
-
-def _other_counts(first: Plan) -> list[int]:
-    """More micro-batches than "auto" takes; fewer would hold more than `batch_size` sequences do
-    under dp."""
-    asked = first.requested
-    is_open = asked.micro_batch_size == asked.num_microbatches == AUTO
-    if first.schedule.searched or not is_open:  # a search takes a second or two for each
-        return []
-    return _more_microbatches(first)[:MOST_COUNTS]
 
 
 def _more_microbatches(plan: Plan) -> list[int]:

@@ -1,8 +1,9 @@
 """Scaling laws: what a budget of compute is best spent on, and what a loss costs. No torch import.
 
 The loss of N parameters trained once over D tokens is E + A / N^alpha + B / D^beta nats a token
-(Hoffmann et al., 2203.15556, approach 3), and training costs 6 N D FLOPs. Both fits are of one
-corpus, vocabulary and recipe; of another they tell how things grow rather than the loss itself.
+(Hoffmann et al., 2203.15556, approach 3), and training costs 6 N D FLOPs. Both fits, scaling.json,
+are of one corpus, vocabulary and recipe; of another they tell how things grow rather than the loss
+itself.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tabulate import tabulate
 
 from distributed_training.advise.cluster import Cluster, parse_cluster
 from distributed_training.advise.rank import Choice, choose_spread, rank_layouts, with_progress
+from distributed_training.advise.show import count
 from distributed_training.settings.config import AUTO, RunConfig, replace
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import load_json, shown
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BUDGET = re.compile(r"(\S+)\s+(\d+\.?\d*|\.\d+)\s*([a-z]+)", re.IGNORECASE)
@@ -70,23 +73,8 @@ class Fit:
         return 6 * (one / (loss - self.irreducible)) ** (1 / power)
 
 
-FITS = (
-    Fit(
-        name="Chinchilla",
-        source="Hoffmann et al. 2022, 2203.15556, approach 3, equation 10, which rounds to 1.69, "
-        "406.4, 410.7, 0.34, 0.28; these are the digits of its TeX source, as 2404.10102 has them",
-        uncertainty="parameters grow with FLOPs to the power 0.46, its table 2 with 10th and 90th "
-        "percentile 0.454 and 0.455",
-        irreducible=1.6934, a=406.4, alpha=0.3392, b=410.7, beta=0.2849,
-    ),
-    Fit(
-        name="replication",
-        source="Besiroglu et al. 2024, 2404.10102, which refits 240 runs read off a figure of "
-        "Hoffmann's and finds that interval too narrow",
-        uncertainty="standard errors: E 0.03, A 124.58, B 1293.23, alpha 0.02, beta 0.02",
-        irreducible=1.8172, a=482.01, alpha=0.3478, b=2085.43, beta=0.3658,
-    ),
-)  # fmt: skip
+_FILE = Path(__file__).with_suffix(".json")
+FITS = tuple(Fit(**entry) for entry in load_json(_FILE, "the scaling laws"))
 
 
 def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
@@ -117,15 +105,24 @@ def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig])
         cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
     elif arguments.cluster is not None:
         cluster = parse_cluster(arguments.cluster, arguments.gpu)
-    if loss is not None:
-        for fit in FITS:
-            fit.flops_for(loss)  # refused before speeds are looked for
+    # What nothing reaches is refused before speeds are looked for.
+    needed = [] if loss is None else [(fit, fit.flops_for(loss)) for fit in FITS]
     batch_is_given = any(text.startswith("batch_size=") for text in arguments.overrides)
     found = [] if cluster is None else speeds(build, cluster, open_batch=not batch_is_given)
-    if loss is not None:
-        print(describe_target(loss, found, cluster))
-    elif cluster is not None:
-        print(describe_budget(found, cluster, seconds))
+    lines = []
+    if cluster is not None and loss is None:
+        lines = describe_budget(found, cluster, seconds)
+    elif loss is not None:
+        lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
+        lines.append(_optima(needed))
+        if cluster is not None:
+            for fit, flops in needed:
+                at = nearest(found, fit, lambda _, flops=flops: flops)  # type: ignore[misc]
+                said = f"by {fit.name} {duration(flops / flops_per_s(at))} on {cluster.name}"
+                lines.append(f"{said}, at {at.plan.config.model}'s predicted speed")
+    sources = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
+    sources.append("Losses are those of MassiveText by its own tokenizer, each text seen once.")
+    print("\n".join([*lines, "", *(textwrap.fill(line, 80) for line in sources)]))
     return 0
 
 
@@ -164,7 +161,7 @@ def nearest(found: Sequence[Choice], fit: Fit, flops: Callable[[Choice], float])
     return min(found, key=distance)
 
 
-def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -> str:
+def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -> list[str]:
     """What the time is best spent on, and what it means for each model that is there."""
     at = nearest(found, FITS[-1], lambda choice: flops_per_s(choice) * seconds)
     flops = flops_per_s(at) * seconds
@@ -177,16 +174,6 @@ def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -
         + f" that {config.model} is predicted to reach with {config.batch_size} x "
         f"{config.max_length} tokens on each"
     )
-    lines = [
-        textwrap.fill(said, 80),
-        "",
-        _optima([(fit, flops) for fit in FITS]),
-        "",
-        "each model in that time, and for how many tokens it would be the best size,\nby "
-        + " / ".join(fit.name for fit in FITS)
-        + ":",
-        "",
-    ]
     rows = []
     for choice in found:
         parameters = choice.plan.size.num_parameters
@@ -196,22 +183,16 @@ def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -
         loss = " / ".join(f"{fit.loss(parameters, tokens):.3f}" for fit in FITS)
         rows.append([choice.plan.config.model, count(tokens_per_s), count(tokens), best, loss])
     headers = ["model", "tokens/s", "sees", "is best at", "loss"]
-    lines += [tabulate(rows, headers, disable_numparse=True), "", sources()]
-    return "\n".join(lines)
-
-
-def describe_target(loss: float, found: Sequence[Choice], cluster: Cluster | None) -> str:
-    """The least that reaches a loss, and how long it would take."""
-    needed = [(fit, fit.flops_for(loss)) for fit in FITS]
-    lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
-    lines += [_optima(needed)]
-    if cluster is not None:
-        for fit, flops in needed:
-            at = nearest(found, fit, lambda _, flops=flops: flops)  # type: ignore[misc]
-            time = duration(flops / flops_per_s(at))
-            model = at.plan.config.model
-            lines.append(f"by {fit.name} {time} on {cluster.name}, at {model}'s predicted speed")
-    return "\n".join([*lines, "", sources()])
+    each = "each model in that time, and for how many tokens it would be the best size,\nby "
+    return [
+        textwrap.fill(said, 80),
+        "",
+        _optima([(fit, flops) for fit in FITS]),
+        "",
+        f"{each}{' / '.join(fit.name for fit in FITS)}:",
+        "",
+        tabulate(rows, headers, disable_numparse=True),
+    ]
 
 
 def _optima(needed: Sequence[tuple[Fit, float]]) -> str:
@@ -224,21 +205,6 @@ def _optima(needed: Sequence[tuple[Fit, float]]) -> str:
         ])  # fmt: skip
     headers = ["fit", "FLOPs", "parameters", "tokens", "tokens each", "loss"]
     return tabulate(rows, headers, disable_numparse=True)
-
-
-def sources() -> str:
-    """Where the constants come from, and how sure they are."""
-    lines = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
-    lines.append("Losses are those of MassiveText by its own tokenizer, each text seen once.")
-    return "\n".join(textwrap.fill(line, 80) for line in lines)
-
-
-def count(number: float) -> str:
-    """Three digits and a letter."""
-    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -62,12 +61,12 @@ def _row(choice: Choice, away: bool) -> list[str]:
     speed = ["-", "-", "-", "-", "-"]
     if step is not None and prediction.tokens_per_s is not None:
         mfu = "-" if prediction.mfu is None else f"{100 * prediction.mfu:.0f}%"
-        speed = [f"{step.seconds:.3f}", _number(prediction.tokens_per_s), mfu]
+        speed = [f"{step.seconds:.3f}", count(prediction.tokens_per_s), mfu]
         speed += [spread(prediction), step.bound_by]
     return [
         layout_name(choice.plan),
         prediction.room,
-        *(_number(size / GIB) for size in sizes),
+        *(count(size / GIB) for size in sizes),
         *speed,
     ]
 
@@ -80,11 +79,12 @@ def spread(prediction: Prediction) -> str:
     return f"{least:+.0f}/{most:+.0f}%"
 
 
-def _number(value: float) -> str:
-    """Three digits or all before the point."""
-    if value >= 1e4:
-        return f"{value / 1e3:,.0f}k" if value < 1e7 else f"{value / 1e6:,.1f}M"
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+def count(number: float) -> str:
+    """Three digits and a letter."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
 
 
 def command(plan: Plan, cluster: Cluster, script: str, typed: Sequence[str]) -> str:
@@ -113,12 +113,8 @@ def options(plan: Plan, typed: Sequence[str]) -> list[str]:
     return [*kept, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
 
 
-def as_json(choices: Sequence[Choice]) -> str:
-    """A list, the best first: `memory_bytes` is component -> bytes by rank."""
-    return json.dumps([_as_dict(choice) for choice in choices], indent=1)
-
-
-def _as_dict(choice: Choice) -> dict[str, Any]:
+def as_dict(choice: Choice) -> dict[str, Any]:
+    """A layout for programs: `memory_bytes` is component -> bytes by rank."""
     plan = choice.plan
     prediction = choice.prediction
     places = prediction.memory.by_place
@@ -146,18 +142,14 @@ def why_first(best: Choice, others: Sequence[Choice]) -> str:
     step = best.prediction.step
     if step is None:
         return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
-    reason = f"its step of {step.seconds:.3f} s is mostly {step.bound_by}"
-    rest = [
-        c for c in others if c.plan.strategy.name != best.plan.strategy.name and c.prediction.step
-    ]
-    if not rest:
-        return f"{name} is the quickest that fits: {reason}."
-    second = rest[0]
-    assert second.prediction.step is not None
-    times = second.prediction.step.seconds / step.seconds
-    more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
-    against = f"{layout_name(second.plan)} takes {more}"
-    return f"{name} is the quickest that fits: {reason}; {against}."
+    said = f"{name} is the quickest that fits: its step of {step.seconds:.3f} s is mostly "
+    said += step.bound_by
+    for other in others:
+        if other.plan.strategy.name != best.plan.strategy.name and other.prediction.step:
+            times = other.prediction.step.seconds / step.seconds
+            more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
+            return f"{said}; {layout_name(other.plan)} takes {more}."
+    return f"{said}."
 
 
 def batch_script(choice: Choice, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:

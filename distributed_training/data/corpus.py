@@ -18,7 +18,6 @@ from distributed_training.data.chat import ChatTemplate
 from distributed_training.data.files import RECORD_KINDS, TEXT_KINDS
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import user_path
 
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
@@ -116,7 +115,7 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
         return Corpus(name=WIKITEXT, **splits)
     if is_hub_name(dataset):
         return _read_from_hub(key, dataset)
-    path = user_path(key, dataset)
+    path = Path(dataset)
     return Corpus(name=str(path), train=_find_source(path, f"{key}={str(path)!r}"))
 
 
@@ -124,7 +123,7 @@ def is_hub_name(dataset: str) -> bool:
     """Whether this is user/name or user/name:config, and no path."""
     is_file = Path(dataset).suffix in (*TEXT_KINDS, *RECORD_KINDS)
     named = _HUB_NAME.fullmatch(dataset) is not None and not is_file
-    return named and not user_path("dataset", dataset).exists()
+    return named and not Path(dataset).exists()
 
 
 def ask_hub(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from distributed_training.data import hub
 from distributed_training.data.hub import INDEX
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_code, load_json, shown, user_path
+from distributed_training.settings.files import did_you_mean, load_code, load_json, shown
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +205,7 @@ def find_model(name: str) -> ModelSpec:
         family = known[published]
         size = _load(family).sizes()[published]
         return ModelSpec(label=published, family=family, size=size, hub_id=ids.get(published))
-    folder = user_path("model", name).resolve()
+    folder = Path(name).resolve()
     hub_id = None
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         folder = _fetch_config(name)
@@ -224,7 +224,7 @@ def find_model(name: str) -> ModelSpec:
             return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
         return ModelSpec(label=folder.name, family=family, size=size, weights_dir=folder)
     path, _, chosen = name.partition(":")
-    folder = user_path("model", path).resolve()
+    folder = Path(path).resolve()
     names = list(known)
     wanted = name
     if (folder / "__init__.py").is_file():

@@ -15,10 +15,8 @@ from distributed_training.settings.strategies import Strategy
 def fill_deepspeed_json(
     strategy: Strategy, config: RunConfig, batch: Batch, offload_dir: str
 ) -> dict[str, Any]:
-    """Return the strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says.
-
-    Raises UserError naming both sides where the JSON holds another value than CONFIG.
-    """
+    """The strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says; UserError where
+    it holds another value."""
     document = copy.deepcopy(dict(strategy.document))
     source = strategy.source
     decided = {

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from distributed_training.models import ModelSize
-from distributed_training.plan.schedules import Schedule
+from distributed_training.models import ModelSize, ModelSpec
+from distributed_training.plan.schedules import SCHEDULES, Schedule, find_schedule
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -40,33 +40,67 @@ class Layout:
         return tuple(range(end - count, end) for end, count in pairs)
 
 
-def build_layout(
-    config: RunConfig,
-    strategy: Strategy,
-    size: ModelSize,
-    schedule: Schedule,
-    mesh: Mapping[str, int],
-) -> Layout:
-    """Cut the model for a mesh that its heads and blocks can be divided over (`fill_mesh`).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """CONFIG under a strategy over one mesh, which is to be laid out or refused."""
 
-    Raises UserError where a setting of CONFIG does not go with the mesh.
-    """
-    pp = mesh["pp"]
-    _check_settings(config, strategy, schedule, mesh)
-    ranks = schedule.ranks(pp)
+    config: RunConfig
+    strategy: Strategy
+    model: ModelSpec
+    mesh: Mapping[str, int]
+
+    @property
+    def schedule(self) -> Schedule:
+        return find_schedule(self.strategy.schedule, self.mesh)
+
+
+def build_layout(candidate: Candidate) -> Layout:
+    """Cut the model for a mesh; raise UserError where it cannot be, or a setting of CONFIG does not
+    go with the mesh."""
+    what, why = why_indivisible(candidate)
+    if what:
+        raise UserError(what, why)
+    _check_settings(candidate)
+    config = candidate.config
+    size = candidate.model.size
+    pp = candidate.mesh["pp"]
+    tp = candidate.mesh["tp"]
+    ranks = candidate.schedule.ranks(pp)
     counts = _cut(config, size, ranks) if pp > 1 else [size.num_layers]
     held = [0] * pp
+    blocks = [0] * pp
     for stage, rank in enumerate(ranks):
         held[rank] += stage_parameters(size, counts, stage)
-    most = -(-max(held) // mesh["tp"])
+        blocks[rank] += counts[stage]
+    most = -(-max(held) // tp)
     learning = most
     if config.lora_rank:
-        blocks = max(sum(c for c, r in zip(counts, ranks, strict=True) if r == p) for p in ranks)
-        each, _ = size.count_adapters(config.lora_rank, config.lora_targets, mesh["tp"])
-        learning = blocks * each
+        each, _ = size.count_adapters(config.lora_rank, config.lora_targets, tp)
+        learning = max(blocks) * each
     return Layout(
         blocks_per_stage=tuple(counts), ranks=ranks, num_parameters=most, num_learning=learning
     )
+
+
+def why_indivisible(candidate: Candidate) -> tuple[str, str]:
+    """What of the model cannot be divided over the mesh, and why; empty where all can."""
+    size = candidate.model.size
+    label = candidate.model.label
+    pp = candidate.mesh["pp"]
+    tp = candidate.mesh["tp"]
+    if size.num_heads % tp:
+        what = f"tp={tp} does not divide num_heads={size.num_heads} of {label}"
+        return what, "attention is split by heads"
+    if (size.num_kv_heads or tp) % tp:
+        what = f"tp={tp} does not divide the {size.num_kv_heads} heads of k and v of {label}"
+        return what, "attention is split by them"
+    if (size.mlp_units or tp) % tp:
+        return f"tp={tp} does not divide the {size.mlp_units} parts of {label}'s MLP", ""
+    each = SCHEDULES[candidate.strategy.schedule].stages_per_rank
+    if pp > 1 and pp * each > size.num_layers:
+        what = f"pp={pp} needs {pp * each} stages but {label} has {size.num_layers} blocks"
+        return what, f"its pipeline schedule has {each} a process"
+    return "", ""
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
@@ -114,29 +148,30 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
     return count
 
 
-def _check_settings(
-    config: RunConfig, strategy: Strategy, schedule: Schedule, mesh: Mapping[str, int]
-) -> None:
+def _check_settings(candidate: Candidate) -> None:
+    config = candidate.config
+    strategy = candidate.strategy
+    name = config.pipeline_schedule
+    mode = config.activation_checkpointing
     known = strategy.traits.schedules
+    tp = candidate.mesh["tp"]
     if config.lora_rank and strategy.swaps_to_disk:
         what = f"lora_rank={config.lora_rank} does not go with strategy={strategy.name!r}"
         why = "frozen weights in files have not been tried"
         raise UserError(what, why, "set strategy to offload, zero3 or fsdp")
-    if config.lora_rank and config.lora_dropout and mesh["tp"] > 1 and not config.sequence_parallel:
-        what = f"lora_dropout={config.lora_dropout} with tp={mesh['tp']} and no sequence_parallel"
+    if config.lora_rank and config.lora_dropout and tp > 1 and not config.sequence_parallel:
+        what = f"lora_dropout={config.lora_dropout} with tp={tp} and no sequence_parallel"
         why = "processes would drop the same of their different columns"
         raise UserError(what, why, "set sequence_parallel to True, or lora_dropout to 0")
-    if mesh["pp"] == 1:
+    if candidate.mesh["pp"] == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
         return
-    name = config.pipeline_schedule
-    mode = config.activation_checkpointing
     if name not in (*known, AUTO):
         what = f"pipeline_schedule={name!r} cannot be set with strategy={strategy.name!r}"
         fix = f"set it to {known[0]}, or strategy to pp or 3d"
         raise UserError(what, f"its engine has {', '.join(known)}", fix)
-    if schedule.splits_backward and mode != "none":
+    if candidate.schedule.splits_backward and mode != "none":
         what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
         why = "the schedule keeps what would be recomputed for the second half of backward passes"
         raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
@@ -156,26 +191,30 @@ def _cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int
     return counts
 
 
-def cut_batch(config: RunConfig, schedule: Schedule, mesh: Mapping[str, int]) -> Batch:
+def cut_batch(candidate: Candidate) -> Batch:
     """The batch of one step, cut as CONFIG says or, where CONFIG says "auto", by one rule.
 
     The rule: the fewest micro-batches that the schedule takes, of which there are at least 2 x pp,
     and whose activations need no more memory than `batch_size` sequences do under dp. Where the
     batch does not allow both, memory counts first.
     """
+    config = candidate.config
+    schedule = candidate.schedule
+    mesh = candidate.mesh
     num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
     global_batch_size = int(config.batch_size) * config.grad_accum_steps * math.prod(mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
+    counts = schedule.counts(mesh["pp"], sequences)
     size = config.micro_batch_size
     count = config.num_microbatches
     if size == count == AUTO:
-        count = _choose_count(config, mesh, schedule, sequences)
+        count = _choose_count(candidate, counts, sequences)
     elif count == AUTO:
         count = sequences // int(size)
     if size == AUTO:
         size = sequences // int(count)
     if int(size) * int(count) != sequences or not schedule.takes(mesh["pp"], int(count)):
-        raise _refusal(config, schedule, mesh["pp"], sequences)
+        raise _refusal(config, mesh["pp"], counts, sequences)
     return Batch(
         global_batch_size=global_batch_size,
         micro_batch_size=int(size),
@@ -184,43 +223,39 @@ def cut_batch(config: RunConfig, schedule: Schedule, mesh: Mapping[str, int]) ->
     )
 
 
-def _choose_count(
-    config: RunConfig, mesh: Mapping[str, int], schedule: Schedule, sequences: int
-) -> int:
+def _choose_count(candidate: Candidate, counts: Sequence[int], sequences: int) -> int:
+    config = candidate.config
+    pp = candidate.mesh["pp"]
     # Of the 16 values that a block keeps (predict/memory.py), 4 lie between the split layers, where
     # only sequence parallelism divides them.
-    tp = mesh["tp"]
+    tp = candidate.mesh["tp"]
     share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
-        kept = size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share
+        kept = size * candidate.schedule.kept(pp, count) / pp * share
         # The loss is computed one micro-batch at a time, its logits divided over tp.
         return max(kept, size / tp) <= int(config.batch_size)
 
-    counts = schedule.counts(mesh["pp"], sequences)
     fitting = [count for count in counts if fits(count)] or counts[-1:]
-    enough = [count for count in fitting if mesh["pp"] == 1 or count >= 2 * mesh["pp"]]
+    enough = [count for count in fitting if pp == 1 or count >= 2 * pp]
     return enough[0] if enough else fitting[-1]
 
 
-def _refusal(config: RunConfig, schedule: Schedule, pp: int, sequences: int) -> UserError:
+def _refusal(config: RunConfig, pp: int, counts: Sequence[int], sequences: int) -> UserError:
     """What does not fit, and the nearest cuts that do: there always is one, into single ones."""
     keys = ("micro_batch_size", "num_microbatches")
     asked = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
     wanted = asked.get("num_microbatches") or sequences / asked["micro_batch_size"]
-    counts = schedule.counts(pp, sequences)
     nearest = sorted(counts, key=lambda count: abs(math.log(count / wanted)))[:3]
     cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
     why = "micro_batch_size x num_microbatches must be that number"
     if pp > 1:
         why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
-    processes = sequences // (int(config.batch_size) * config.grad_accum_steps)
-    its = "its 1 process" if processes == 1 else f"its {processes} processes"
     return UserError(
         f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
         f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "
-        f"grad_accum_steps {config.grad_accum_steps} x {its})",
+        f"grad_accum_steps {config.grad_accum_steps} x its processes)",
         why,
         f"set {'; or '.join(cuts)}; or both to auto",
     )

@@ -8,17 +8,17 @@ That is never rounded. What a refusal suggests has been tried on the rules that 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed_training.models import ModelSpec
-from distributed_training.plan.layouts import build_layout, cut_batch
-from distributed_training.plan.schedules import SCHEDULES, Schedule, divisors, find_schedule
+from distributed_training.plan.layouts import Candidate, build_layout, cut_batch, why_indivisible
+from distributed_training.plan.schedules import divisors
 from distributed_training.plan.topology import show_axes
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
@@ -29,20 +29,18 @@ HARMLESS: Settings = {
     "sequence_parallel": False,
     "activation_checkpointing": "none",
     "pipeline_cut": None,
-    "pipeline_schedule": AUTO,
     **OPEN_BATCH,
 }
 # With these fsdp takes any number of processes.
 OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
-def fill_mesh(
-    strategy: Strategy, world_size: int, config: RunConfig, model: ModelSpec
-) -> dict[str, int]:
+def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     """The strategy's mesh with the axis that is -1 filled in, for `world_size` processes.
 
     Raises UserError when the product is not `world_size`, or the model cannot be divided so.
     """
+    strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
@@ -55,52 +53,29 @@ def fill_mesh(
         number = f"a multiple of {fixed}" if open_axis else fixed
         why = f"that of {os.path.relpath(strategy.source)} needs {number}"
     else:
-        what, why = why_indivisible(model, SCHEDULES[strategy.schedule], axes)
+        what, why = why_indivisible(dataclasses.replace(candidate, mesh=axes))
     if not what:
         return axes
-    found = nearest_layouts(strategy, world_size, config, model)[:3]
+    found = nearest_layouts(candidate, world_size)[:3]
     fix = "set " + "; or ".join(map(show_settings, found))
     if not found:
-        given = show_settings(_changes(config, OPEN))
+        given = show_settings(_changes(candidate, OPEN))
         fix = "take fsdp" + (f" with {given}" if given else "")
     raise UserError(what, why, fix)
 
 
-def why_indivisible(
-    model: ModelSpec, schedule: Schedule, axes: Mapping[str, int]
-) -> tuple[str, str]:
-    """What of a model cannot be divided over the axes, and why; empty where all can."""
-    size = model.size
-    pp = axes["pp"]
-    tp = axes["tp"]
-    if size.num_heads % tp:
-        what = f"tp={tp} does not divide num_heads={size.num_heads} of {model.label}"
-        return what, "attention is split by heads"
-    if (size.num_kv_heads or tp) % tp:
-        what = f"tp={tp} does not divide the {size.num_kv_heads} heads of k and v of {model.label}"
-        return what, "attention is split by them"
-    if (size.mlp_units or tp) % tp:
-        return f"tp={tp} does not divide the {size.mlp_units} parts of {model.label}'s MLP", ""
-    each = schedule.stages_per_rank
-    if pp > 1 and pp * each > size.num_layers:
-        what = f"pp={pp} needs {pp * each} stages but {model.label} has {size.num_layers} blocks"
-        return what, f"its pipeline schedule has {each} a process"
-    return "", ""
-
-
-def nearest_layouts(
-    strategy: Strategy, world_size: int, config: RunConfig, model: ModelSpec
-) -> list[Settings]:
-    """Settings each of which makes a layout of `world_size` processes under `strategy`, those
+def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
+    """Settings each of which makes a layout of `world_size` processes under the strategy, those
     nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms.
     """
+    strategy = candidate.strategy
     fixed, open_axis = _split_mesh(strategy)
     asked = {**strategy.mesh, **({open_axis: max(1, world_size // fixed)} if open_axis else {})}
     # An open data-parallel axis takes what is left without being told.
     told = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
     found = []
     for axes in all_meshes(strategy, world_size):
-        needed = _needed_settings(strategy, config, model, axes)
+        needed = _needed_settings(dataclasses.replace(candidate, mesh=axes))
         if needed is not None:
             settings = {axis: axes[axis] for axis in told if axes[axis] != asked[axis]} | needed
             distance = sum(abs(math.log(axes[axis] / asked[axis])) for axis in told)
@@ -137,29 +112,21 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
             yield axes
 
 
-def _changes(config: RunConfig, wanted: Settings) -> Settings:
+def _changes(candidate: Candidate, wanted: Settings) -> Settings:
     """Those of `wanted` that CONFIG has otherwise."""
+    config = candidate.config
     return {key: value for key, value in wanted.items() if getattr(config, key) != value}
 
 
-def _needed_settings(
-    strategy: Strategy, config: RunConfig, model: ModelSpec, axes: Mapping[str, int]
-) -> Settings | None:
-    """Fewest settings besides the axes that this layout would be refused without; None where
-    the model cannot be divided so.
-    """
-    if any(why_indivisible(model, SCHEDULES[strategy.schedule], axes)):
-        return None
-    schedule = find_schedule(strategy.schedule, axes)
-    changes = _changes(config, HARMLESS)
-    if config.pipeline_schedule in strategy.traits.schedules:
-        changes.pop("pipeline_schedule", None)
-    for count in range(len(changes) + 1):
-        for keys in itertools.combinations(changes, count):
-            settings = {key: changes[key] for key in keys}
-            with contextlib.suppress(UserError):
-                tried = config.model_copy(update=settings)
-                build_layout(tried, strategy, model.size, schedule, axes)
-                cut_batch(tried, schedule, axes)
-                return settings
+def _needed_settings(candidate: Candidate) -> Settings | None:
+    """What of HARMLESS this layout needs besides its axes: nothing, one of them or all; None where
+    it is refused all the same."""
+    changes = _changes(candidate, HARMLESS)
+    for settings in ({}, *({key: value} for key, value in changes.items()), changes):
+        config = candidate.config.model_copy(update=settings)
+        tried = dataclasses.replace(candidate, config=config)
+        with contextlib.suppress(UserError):
+            build_layout(tried)
+            cut_batch(tried)
+            return settings
     return None

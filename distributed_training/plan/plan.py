@@ -21,7 +21,7 @@ from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
-from distributed_training.settings.strategies import Strategy, own_options
+from distributed_training.settings.strategies import Strategy, strategy_options
 
 PLAN_FILE = "plan.json"
 
@@ -74,7 +74,8 @@ class Plan:
     @property
     def options(self) -> Options:
         """What the strategy's own engine adds to CONFIG."""
-        return own_options(self.config)
+        given = self.config.engine_options
+        return strategy_options(self.strategy.name)(**given) if given else Options()
 
     @property
     def schedule(self) -> Schedule:

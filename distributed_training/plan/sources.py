@@ -20,7 +20,6 @@ from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.config import replace as with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import user_path
 
 
 def find_sources(plan: Plan) -> Plan:
@@ -79,7 +78,7 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
         return str(own), own
     if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
         return EMBEDDED, EMBEDDED_DIR
-    folder = user_path("tokenizer", asked)
+    folder = Path(asked)
     if asked not in (AUTO, "gpt2") and folder.is_dir():
         return str(folder), folder.resolve()
     repo_id = spec.hub_id if asked == AUTO else asked
@@ -111,7 +110,7 @@ def _choose_weights(
     if asked == "random":
         return "random", None
     if asked not in (AUTO, "pretrained"):
-        return asked, user_path("weights", asked).resolve()
+        return asked, Path(asked).resolve()
     if spec.weights_dir is not None and weight_files(spec.weights_dir):
         return str(spec.weights_dir), spec.weights_dir
     if hub_id is None or tokenizer == EMBEDDED:

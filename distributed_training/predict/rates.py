@@ -70,14 +70,14 @@ def rates_of(gpu: Gpu) -> Rates:
     needed_w = vars(FITTED.full_power)[f"{major}.{minor}"] * gpu.flops / 1e12
     gemm = shares.gemm * gpu.flops * min(1.0, math.sqrt(gpu.power_w / needed_w))
     memory = min(
-        shares.memory * gpu.memory_bytes_per_s, FITTED.multiprocessor_bytes_per_s * gpu.num_sms
+        shares.memory * gpu.memory_gb_s * 1e9, FITTED.multiprocessor_bytes_per_s * gpu.num_sms
     )
     return Rates(
         gemm_flops=gemm,
-        fp32_gemm_flops=shares.fp32_gemm * gpu.fp32_flops,
+        fp32_gemm_flops=shares.fp32_gemm * gpu.fp32_tflops * 1e12,
         memory_bytes=memory,
         attention_flops=shares.attention * gemm,
-        link_bytes=FITTED.link_share * gpu.link_bytes_per_s,
+        link_bytes=FITTED.link_share * gpu.link_gb_s * 1e9,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
         recorded=gpu.compute_capability == RECORDED,

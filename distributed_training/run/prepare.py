@@ -30,7 +30,6 @@ from distributed_training.run.saving.resume import (
 from distributed_training.settings import config as settings
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import user_path
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
@@ -139,7 +138,7 @@ def go_on(
     (`Plan.launchers`) has begun, with its global batch and from its last checkpoint; and a note.
     Unchanged where there is none. Raises UserError where they cannot share the batch evenly.
     """
-    run_dir = _find_begun(user_path("output_dir", config.output_dir), set(launchers))
+    run_dir = _find_begun(Path(config.output_dir), set(launchers))
     if run_dir is None:
         return config, []
     before = load_plan(run_dir)

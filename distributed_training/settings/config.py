@@ -13,12 +13,16 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, load_json, shown, user_path
+from distributed_training.settings.files import ROOT, expand_home, load_json, shown, user_path
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys, validate
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # until whoever has not come counts as missing
 PRESETS_DIR = ROOT / "configs" / "presets"
+PATHS = {
+    "model", "dataset", "validation_dataset", "tokenizer", "weights", "deepspeed_config",
+    "offload_dir", "output_dir", "resume",
+}  # fmt: skip
 # Keys stand by the need that one looks for them with.
 data = functools.partial(key, work=True, group="Model and text")
 learning = functools.partial(key, work=True, group="Batch and learning")
@@ -254,6 +258,9 @@ def build_config(
     own = {name: values.pop(name) for name in own_keys if name in values}
     values["engine_options"] = validate(own_model, own, keys).model_dump()
     values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
+    for name in PATHS.intersection(values):
+        if isinstance(values[name], str):
+            values[name] = expand_home(name, values[name])
     changed = [name for name, value in given.items() if value != keys[name].default]
     typed = [n for n in {**dict.fromkeys(changed), **over} if {**given, **over}[n] != AUTO]
     values |= {"typed": tuple(typed), "from_defaults": tuple(decided)}

@@ -31,8 +31,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def user_path(key: str, text: str) -> Path:
-    """The path that `key` names, `~` expanded, there or not; UserError where asking would fail: no
-    such user, a name that is too long, a folder that may not be entered."""
+    """The path that `key` names, `~` expanded, there or not; UserError where asking would fail."""
+    return Path(expand_home(key, text))
+
+
+def expand_home(key: str, text: str) -> str:
+    """Text that may be a path, `~` expanded; UserError where asking for it would fail: no such
+    user, a name that is too long, a folder that may not be entered."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -40,7 +45,7 @@ def user_path(key: str, text: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{key}={shown(text)} cannot be used as a path", why) from None
-    return path
+    return os.path.expanduser(text)  # "./a" is no name on the Hub, and a Path would make it "a"
 
 
 def given_path(text: str | Path) -> Path:

@@ -1,105 +1,59 @@
-"""What GPUs can do by their vendor's datasheets: the table that rates are estimated from.
+"""What GPUs can do by their vendor's datasheets, gpus.json: what rates are estimated from.
 
 Sources: NVIDIA's datasheets of each; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202
-(5090); of the A10G, AWS's variant, what CUDA reports. Dense, without sparsity.
+(5090); of the A10G, AWS's variant, what CUDA reports. Dense, without sparsity. Memory is what
+nvidia-smi reports. Links: NVLink 5 has 900 GB/s each way, 4 has 450, 3 has 300, 2 has 150, the
+H800's and A800's 200; PCIe 5 x16 about 63, 4 31.5, 3 15.75. Entries whose names contain others'
+come first, and of one model what is meant without its form comes before PCIe.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import nearest, parse_as, shown
+from distributed_training.settings.files import load_json, nearest, parse_as, shown
 
 GIB = 2**30
 Positive = Annotated[float, Field(gt=0)]
 _EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One kind of GPU."""
+class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
+    """One kind of GPU: an entry of the table, or what `--gpu '{"memory_gib": 48, ...}'` says."""
 
-    name: str
-    memory_bytes: int
-    flops: float  # of 16-bit matrix products with fp32 sums, a second
-    fp32_flops: float  # of fp32 ones, without TF32
-    memory_bytes_per_s: float
-    link_bytes_per_s: float  # to a neighbour in the node, each way
-    num_sms: int  # multiprocessors, each of which works on one tile of a matrix product
-    compute_capability: tuple[int, int]
-    power_w: float  # that it may draw, which is what limits long matrix products
-
-
-def _gpu(
-    name: str, memory_gib: float, tflops: float, fp32_tflops: float, memory_gb_s: float,
-    link_gb_s: float, num_sms: int, capability: tuple[int, int], power_w: float,
-) -> Gpu:  # fmt: skip
-    return Gpu(
-        name=name, memory_bytes=int(memory_gib * GIB), flops=tflops * 1e12,
-        fp32_flops=fp32_tflops * 1e12, memory_bytes_per_s=memory_gb_s * 1e9,
-        link_bytes_per_s=link_gb_s * 1e9, num_sms=num_sms, compute_capability=capability,
-        power_w=power_w,
-    )  # fmt: skip
-
-
-# Memory is what nvidia-smi reports. Links: NVLink 5 has 900 GB/s each way, 4 has 450, 3 has 300, 2
-# has 150, the H800's and A800's 200; PCIe 5 x16 about 63, 4 31.5, 3 15.75. Entries whose names
-# contain others' come first, and of one model what is meant without its form comes before PCIe.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("GB200", 185, 2500, 80, 8000, 900, 148, (10, 0), 1200),
-        _gpu("B200", 178, 2250, 75, 8000, 900, 148, (10, 0), 1000),
-        _gpu("GH200", 95, 989.5, 67, 4000, 450, 132, (9, 0), 700),
-        _gpu("H200", 140.4, 989.5, 67, 4800, 450, 132, (9, 0), 700),
-        _gpu("H100-PCIe", 79.6, 756, 51, 2000, 63, 114, (9, 0), 350),
-        _gpu("H100-NVL", 93.1, 835, 60, 3900, 300, 132, (9, 0), 400),
-        _gpu("H100-80GB", 79.6, 989.5, 67, 3350, 450, 132, (9, 0), 700),
-        _gpu("H800", 79.6, 989.5, 67, 3350, 200, 132, (9, 0), 700),
-        _gpu("H20", 95.6, 148, 44, 4000, 450, 78, (9, 0), 400),
-        _gpu("A100-80GB-PCIe", 79.2, 312, 19.5, 1935, 31.5, 108, (8, 0), 300),
-        _gpu("A100-40GB-PCIe", 39.4, 312, 19.5, 1555, 31.5, 108, (8, 0), 250),
-        _gpu("A100-80GB", 79.2, 312, 19.5, 2039, 300, 108, (8, 0), 400),
-        _gpu("A100-40GB", 39.4, 312, 19.5, 1555, 300, 108, (8, 0), 400),
-        _gpu("A800", 79.2, 312, 19.5, 2039, 200, 108, (8, 0), 400),
-        _gpu("A30", 23.5, 165, 10.3, 933, 31.5, 56, (8, 0), 165),
-        _gpu("A40", 44.4, 149.7, 37.4, 696, 31.5, 84, (8, 6), 300),
-        _gpu("RTX-A6000", 47.5, 154.8, 38.7, 768, 31.5, 84, (8, 6), 300),
-        _gpu("RTX-6000-Ada", 47.5, 364.2, 91.1, 960, 31.5, 142, (8, 9), 300),
-        _gpu("L40S", 44.4, 362, 91.6, 864, 31.5, 142, (8, 9), 350),
-        _gpu("L40", 44.4, 181, 90.5, 864, 31.5, 142, (8, 9), 300),
-        _gpu("L4", 22.2, 121, 30.3, 300, 31.5, 58, (8, 9), 72),
-        _gpu("A10G", 22.1, 70, 35, 600, 31.5, 80, (8, 6), 300),
-        _gpu("A10", 22.1, 125, 31.2, 600, 31.5, 72, (8, 6), 150),
-        _gpu("V100-32GB-PCIe", 31.7, 112, 14, 900, 15.75, 80, (7, 0), 250),
-        _gpu("V100-16GB-PCIe", 15.8, 112, 14, 900, 15.75, 80, (7, 0), 250),
-        _gpu("V100-32GB", 31.7, 125, 15.7, 900, 150, 80, (7, 0), 300),
-        _gpu("V100-16GB", 15.8, 125, 15.7, 900, 150, 80, (7, 0), 300),
-        _gpu("T4", 14.6, 65, 8.1, 320, 15.75, 40, (7, 5), 70),
-        _gpu("RTX-5090", 31.4, 209.5, 104.8, 1792, 63, 170, (12, 0), 575),
-        _gpu("RTX-4090", 23.5, 165.2, 82.6, 1008, 31.5, 128, (8, 9), 450),
-        _gpu("RTX-3090", 23.6, 71, 35.6, 936, 31.5, 82, (8, 6), 350),
-    )
-}
-
-
-class _Given(BaseModel, strict=True, extra="forbid"):
-    """A GPU that a user describes, `--gpu '{"memory_gib": 48, ...}'`."""
-
-    memory_gib: Positive
-    tflops: Positive
-    fp32_tflops: Positive | None = None
-    memory_gb_s: Positive
-    link_gb_s: Positive = 31.5
-    num_sms: Annotated[int, Field(ge=1)] = 100
-    power_w: Positive = 1000
     name: str = "own GPU"
+    memory_gib: Positive
+    tflops: Positive  # of 16-bit matrix products with fp32 sums
+    # Of fp32 ones, without TF32
+    fp32_tflops: Positive = Field(default_factory=lambda given: given.get("tflops", 0) / 4)
+    memory_gb_s: Positive
+    link_gb_s: Positive = 31.5  # to a neighbour in the node, each way
+    # Multiprocessors, each of which works on one tile of a matrix product
+    num_sms: Annotated[int, Field(ge=1)] = 100
+    compute_capability: Annotated[tuple[int, int], Field(strict=False)] = (8, 0)
+    power_w: Positive = 1000  # that it may draw, which is what limits long matrix products
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def flops(self) -> float:
+        return self.tflops * 1e12
+
+
+def described_gpu(document: Any) -> Gpu:
+    """The GPU that `--gpu` describes as JSON; UserError for a key that is wrong or missing."""
+    return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
+
+
+_FILE = Path(__file__).with_suffix(".json")
+GPUS = {entry["name"]: Gpu(**entry) for entry in load_json(_FILE, "the table of GPUs")}
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
@@ -142,11 +96,4 @@ def known_gpu(name: str) -> Gpu:
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:
     """The GPU where it may draw less than by its datasheet; None: it may draw that."""
-    return gpu if power_w is None else replace(gpu, power_w=min(power_w, gpu.power_w))
-
-
-def described_gpu(document: Mapping[str, Any]) -> Gpu:
-    """The GPU that `--gpu` describes as JSON; UserError for a key that is wrong or missing."""
-    given = parse_as(_Given, document, "--gpu", f"write {_EXAMPLE}").model_dump()
-    given["fp32_tflops"] = given["fp32_tflops"] or given["tflops"] / 4
-    return _gpu(**given, capability=(8, 0))
+    return gpu if power_w is None else gpu.model_copy(update={"power_w": min(power_w, gpu.power_w)})

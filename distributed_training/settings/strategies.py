@@ -25,10 +25,10 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     ROOT,
     did_you_mean,
+    given_path,
     load_code,
     load_json,
     parse_as,
-    user_path,
 )
 from distributed_training.settings.keys import Options
 
@@ -157,15 +157,17 @@ class Strategy:
 
 def list_strategies() -> dict[str, Path]:
     """Short name -> config.json of every folder under strategies/, in the folders' order."""
-    paths = sorted(STRATEGIES_DIR.glob("*/config.json"), key=_folder_number)
+
+    def number(path: Path) -> str:
+        return path.parent.name.partition("_")[0].zfill(20)
+
+    paths = sorted(STRATEGIES_DIR.glob("*/config.json"), key=number)
     return {_read_folder(path).name: path for path in paths}
 
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """What a strategy gives CONFIG's open keys."""
-    if name == AUTO:  # not known yet
-        return {}
-    return _find(name)[1].defaults
+    return {} if name == AUTO else _find(name)[1].defaults
 
 
 def strategy_options(name: str) -> type[Options]:
@@ -176,18 +178,9 @@ def strategy_options(name: str) -> type[Options]:
     return _find_traits(folder.engine, path.parent)[1]
 
 
-def own_options(config: RunConfig) -> Options:
-    """The values of those keys, and what follows from them."""
-    given = config.engine_options
-    return strategy_options(config.strategy)(**given) if given else Options()
-
-
 def load_strategy(config: RunConfig) -> Strategy:
-    """Find and read the strategy that `config` names, with CONFIG's sizes of axes put over its own.
-
-    Raises UserError for an unknown name, a JSON that does not parse, and a `deepspeed_config`
-    that is given to a strategy without DeepSpeed or has another ZeRO stage than the strategy.
-    """
+    """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
+    an unknown name and for a JSON that does not parse or means another strategy."""
     path, folder = _find(config.strategy)
     traits, _ = _find_traits(folder.engine, path.parent)
     engine = f"{path}: engine={folder.engine!r}"
@@ -196,18 +189,22 @@ def load_strategy(config: RunConfig) -> Strategy:
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
     source = path
     mesh = folder.mesh or {}
-    document: dict[str, Any] = {}
+    document = folder.deepspeed or {}
+    if isinstance(document, str):
+        beside = path.parent / document
+        source = beside if beside.is_file() else ROOT / document
+        document = load_json(source, "DeepSpeed JSON")
     if traits.takes_deepspeed_json:
-        source, document, mesh = _read_deepspeed(folder.deepspeed, path)
+        mesh = _deepspeed_mesh(document, source)
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
             why = f"its axes are {', '.join(traits.axes)}"
             fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
             raise UserError(f"{engine} has no axis {axis!r}", why, fix)
     known = traits.schedules or ("1f1b",)
-    own = Strategy(
+    strategy = Strategy(
         name=config.strategy,
-        source=source,
+        source=source.resolve(),
         document=document,
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
@@ -216,8 +213,8 @@ def load_strategy(config: RunConfig) -> Strategy:
         traits=traits,
     )
     if config.deepspeed_config is not None:
-        own = _with_deepspeed_config(own, config.deepspeed_config)
-    return _with_axes(own, config)
+        strategy = _with_deepspeed_config(strategy, config.deepspeed_config)
+    return _with_axes(strategy, config)
 
 
 def _find(name: str) -> tuple[Path, _Folder]:
@@ -230,29 +227,20 @@ def _find(name: str) -> tuple[Path, _Folder]:
 
 
 def _find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
-    """Traits of the engine that a strategy's folder names, and the options that it adds to CONFIG.
-
-    Raises UserError for an engine that is neither built in nor a file of the folder.
-    """
+    """The engine that a folder names: its traits, and the options that it adds to CONFIG."""
     if engine in ENGINES:
         return ENGINES[engine], Options
     file = folder / engine
     if not (engine.endswith(".py") and file.is_file()):
-        why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         what = f"{folder}: engine={engine!r} is not known"
-        fix = did_you_mean(engine, ENGINES)
-        raise UserError(what, why, fix)
+        why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
+        raise UserError(what, why, did_you_mean(engine, ENGINES))
     module = load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
     return replace(traits, build=f"{folder}/{build}"), getattr(module, "OPTIONS", Options)
-
-
-def _folder_number(path: Path) -> tuple[int, str]:
-    number, _, rest = path.parent.name.partition("_")
-    return (int(number), rest) if number.isdecimal() else (10**6, path.parent.name)
 
 
 @functools.cache
@@ -264,14 +252,8 @@ def _read_folder(path: Path) -> _Folder:
     return folder
 
 
-def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[str, int]]:
-    """(file, document, mesh) of the DeepSpeed JSON that config.json at `path` holds or names."""
-    source = path
-    document = given
-    if isinstance(given, str):
-        places = [path.parent / given, ROOT / given]
-        source = next((place for place in places if place.is_file()), places[-1])
-        document = load_json(source, "DeepSpeed JSON")
+def _deepspeed_mesh(document: Any, source: Path) -> dict[str, int]:
+    """The axes of a DeepSpeed JSON; UserError where it is none that this package understands."""
     parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
     stage = parsed.zero_optimization.stage
     stages = parsed.pipeline.stages
@@ -280,7 +262,7 @@ def _read_deepspeed(given: Any, path: Path) -> tuple[Path, dict[str, Any], dict[
         why = "a pipeline needs its gradients whole until its last micro-batch"
         raise UserError(what, why, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
     pp = {"pp": stages} if "pipeline" in document else {}
-    return source.resolve(), document, {"dp_shard": -1, **pp}
+    return {"dp_shard": -1, **pp}
 
 
 def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
@@ -288,11 +270,11 @@ def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
     if not own.traits.takes_deepspeed_json:
         what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    path = user_path("deepspeed_config", given)
-    source, document, mesh = _read_deepspeed(str(path), path)
-    theirs = replace(own, source=source, document=document, mesh={**own.mesh, "pp": 1, **mesh})
-    found = theirs.describe_sharding()
-    wanted = own.describe_sharding()
+    path = given_path(given).resolve()
+    document = load_json(path, "DeepSpeed JSON")
+    mesh = {**own.mesh, "pp": 1, **_deepspeed_mesh(document, path)}
+    theirs = replace(own, source=path, document=document, mesh=mesh)
+    found, wanted = (each.describe_sharding() for each in (theirs, own))
     if found != wanted:
         what = f"{path} means {found!r} but strategy={own.name!r} means {wanted!r}"
         raise UserError(what, fix="change one of them")
@@ -302,7 +284,7 @@ def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
 def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
     """The strategy with CONFIG's sizes of axes in place of its own."""
     can = strategy.traits.axes
-    why = f"it has the axes {', '.join(strategy.traits.axes)}"
+    why = f"it has the axes {', '.join(can)}"
     if strategy.traits.takes_deepspeed_json:
         can = ("pp",) if strategy.pipelined else ()
         why = "DeepSpeed divides over all processes"

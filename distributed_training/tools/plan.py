@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from distributed_training.advise import scaling
 from distributed_training.advise.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.advise.rank import Choice, choose_spread, rank_layouts
-from distributed_training.advise.show import as_json, batch_script, command, table, why_first
+from distributed_training.advise.show import as_dict, batch_script, command, table, why_first
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import find_room_on_gpu
@@ -67,7 +68,7 @@ def run(
     if not choices:
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
     if arguments.json:
-        print(as_json(choices))
+        print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
     fitting = [choice for choice in choices if choice.prediction.fits]
     if not fitting:

@@ -14,8 +14,8 @@ from distributed_training.advise.checks import (
     check_gpus,
     check_memory,
     check_packages,
+    check_settings,
     check_shared_memory,
-    check_swapping,
     run_checks,
 )
 from distributed_training.advise.cluster import this_machine
@@ -58,12 +58,12 @@ def with_gpus(**changes):
 
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
     for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
-        check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
-    check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
-    check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
-    check_swapping(draft(tmp_path, "infinity", num_processes=1024, model="gpt2"))
+        check_settings(draft(tmp_path, strategy, model="gpt2-xl"))
+    check_settings(draft(tmp_path, "infinity", model="gpt2-tiny"))
+    check_settings(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+    check_settings(draft(tmp_path, "infinity", num_processes=1024, model="gpt2"))
     with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
-        check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
+        check_settings(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
 def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):

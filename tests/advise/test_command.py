@@ -98,7 +98,7 @@ def test_a_batch_script_that_a_shell_can_read(monkeypatch, capsys, tmp_path):
         (["--cluster", "8xH200", "--num_gpus", "4"], ["leave out --num_gpus"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
         (["--cluster", "2x8", "--gpu", "{"], ["is not JSON"]),
-        (["--cluster", "8xH200", "--gpu", OWN], ["names a GPU and --gpu describes one"]),
+        (["--cluster", "8xH200", "--gpu", OWN], ["nodes x GPUs x kind, or with --gpu"]),
         (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
          ["no strategy runs"]),

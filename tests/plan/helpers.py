@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
-from distributed_training.plan.layouts import Layout, build_layout, cut_batch
+from distributed_training.plan.layouts import Candidate, Layout, build_layout, cut_batch
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES, Schedule
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
-from distributed_training.settings.config import RunConfig, build_config
-from distributed_training.settings.strategies import Strategy, load_strategy, strategy_defaults
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import load_strategy, strategy_defaults
 from tests.support import CPU_MACHINE
 
 UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
@@ -43,23 +44,24 @@ CPU_CALIBRATION: dict[str, Any] = {
 class LaidOut(NamedTuple):
     """What CONFIG's words make of so many processes, as a plan decides it."""
 
-    config: RunConfig
-    strategy: Strategy
-    mesh: dict[str, int]
+    mesh: Mapping[str, int]
     layout: Layout
-    schedule: Schedule
     batch: Batch
 
 
 def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
     """`words` are those of --set; raise UserError as a plan would."""
+    asked = candidate(*words, **config)
+    filled = dataclasses.replace(asked, mesh=fill_mesh(asked, world_size))
+    return LaidOut(filled.mesh, build_layout(filled), cut_batch(filled))
+
+
+def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
+    """CONFIG's words, and --set's, over the strategy's own mesh or another."""
     built = build_config({"model": "gpt2-medium", **config}, overrides=words)
     strategy = load_strategy(built)
     model = find_model(built.model)
-    mesh = fill_mesh(strategy, world_size, built, model)
-    schedule = SCHEDULES[strategy.schedule] if mesh["pp"] > 1 else NO_PIPELINE
-    layout = build_layout(built, strategy, model.size, schedule, mesh)
-    return LaidOut(built, strategy, mesh, layout, schedule, cut_batch(built, schedule, mesh))
+    return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
 
 
 def plan_for(

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.plan.layouts import cut_batch
-from distributed_training.plan.schedules import NO_PIPELINE, SCHEDULES
-from distributed_training.settings.config import build_config
+from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES
-from tests.plan.helpers import lay_out
+from tests.plan.helpers import candidate, lay_out
 
 SMALL = st.integers(1, 4)
 MESHES = st.tuples(SMALL, SMALL, SMALL, SMALL).map(lambda sizes: dict(zip(MESH_AXES, sizes)))  # noqa: B905
@@ -28,9 +27,8 @@ CONFIGS = st.fixed_dictionaries(
 
 def cut(mesh, name="1f1b", **config):
     """(Batch, the schedule it is cut for)"""
-    schedule = SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
-    built = build_config({"strategy": "3d", "pipeline_schedule": name, **config})
-    return cut_batch(built, schedule, mesh), schedule
+    asked = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
+    return cut_batch(asked), asked.schedule
 
 
 def sequences_at_once(count, sequences, mesh, schedule, config):

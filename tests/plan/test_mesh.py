@@ -9,13 +9,11 @@ import re
 
 import pytest
 
-from distributed_training.models import find_model
 from distributed_training.plan.mesh import nearest_layouts, show_settings
 from distributed_training.settings import strategies as strategy_module
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import MESH_AXES, load_strategy
-from tests.plan.helpers import lay_out
+from distributed_training.settings.strategies import MESH_AXES
+from tests.plan.helpers import candidate, lay_out
 
 MODELS = ("gpt2-tiny", "gpt2", "gpt2-medium", "gpt2-xl", "gpt2-xl-20-heads")
 AXES = (
@@ -36,7 +34,7 @@ OTHERS = (
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch):
     """Thousands of layouts, and the strategies' files stay as they are."""
-    for name in ("list_strategies", "_read_folder", "_read_deepspeed"):
+    for name in ("list_strategies", "_read_folder"):
         cached = functools.cache(getattr(strategy_module, name))
         monkeypatch.setattr(strategy_module, name, cached)
 
@@ -82,8 +80,7 @@ def test_every_suggestion_is_accepted(model, strategy, axes):
 @pytest.mark.parametrize(("model", "world_size"), [("gpt2-tiny", 8), ("gpt2-xl", 20)])
 def test_all_layouts_are_found_and_the_nearest_first(strategy, given, model, world_size):
     asked = [f"model={model}", f"strategy={strategy}", "max_length=500"]
-    config = build_config({}, overrides=[*asked, *given])
-    all_found = nearest_layouts(load_strategy(config), world_size, config, find_model(model))
+    all_found = nearest_layouts(candidate(*asked, *given), world_size)
     found = [
         tuple(lay_out(world_size, *asked, *given, *show_settings(settings).split()).mesh.values())
         for settings in all_found
@@ -109,6 +106,6 @@ def test_all_layouts_are_found_and_the_nearest_first(strategy, given, model, wor
      ("fsdp", {"dp_replicate"}), ("hybrid", {"pp"}), ("3d", {"pp", "tp", "dp_replicate"})],
 )  # fmt: skip
 def test_a_strategy_has_its_own_axes_and_data_parallel_ones(strategy, axes):
-    config = build_config({"strategy": strategy, "model": "gpt2", "sequence_parallel": False})
-    found = nearest_layouts(load_strategy(config), 12, config, find_model("gpt2"))
+    asked = candidate(strategy=strategy, model="gpt2", sequence_parallel=False)
+    found = nearest_layouts(asked, 12)
     assert {axis for settings in found for axis in settings} == axes

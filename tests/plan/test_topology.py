@@ -3,21 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.models import find_model
 from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.topology import Topology
-from distributed_training.settings.config import build_config
-from tests.support import named_strategy, refused
+from tests.plan.helpers import candidate
+from tests.support import refused
 
 WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
 
 
 def filled(axes, world_size):
     """The mesh that a strategy with these axes gets."""
-    strategy = dataclasses.replace(
-        named_strategy("3d"), mesh={**WHOLE, **axes}, source=Path("x.json")
-    )
-    return fill_mesh(strategy, world_size, build_config({"strategy": "3d"}), find_model("gpt2"))
+    asked = candidate(strategy="3d", model="gpt2")
+    strategy = dataclasses.replace(asked.strategy, mesh={**WHOLE, **axes}, source=Path("x.json"))
+    return fill_mesh(dataclasses.replace(asked, strategy=strategy), world_size)
 
 
 def place(rank, world_size, **mesh):

@@ -22,7 +22,7 @@ from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.records.record import RECORD_FILE, RunState, load_state, write_json
 from distributed_training.run.saving import claims
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, parse_json, shown, user_path
+from distributed_training.settings.files import crc32, parse_json, shown
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
@@ -185,7 +185,7 @@ def find_resume(plan: Plan) -> tuple[Path, Path] | None:
 
 def named_checkpoint(resume: str) -> Path:
     """The checkpoint that the key's value names; UserError where there is none."""
-    checkpoint = newest_checkpoint(user_path("resume", resume).resolve())
+    checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
         fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
         raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
