@@ -283,13 +283,13 @@ def _write_whole(path: Path, record: Mapping[str, Any]) -> None:
 
 def _write_trace(path: str, run: MeasuredRun, chosen: MeasuredRun) -> None:
     timeline = None
-    if can_predict(chosen.schedule, run.schedule):
-        timeline = predict(run.schedule, calibrate(chosen.events, chosen.schedule))
+    if can_predict(chosen.case.schedule, run.case.schedule):
+        timeline = predict(run.case.schedule, calibrate(chosen.events, chosen.case.schedule))
     trace = trace_document(
         predicted=timeline,
         measured=run.events,
-        policy=run.policy,
-        batch_size=run.num_microbatches,
+        policy=run.case.policy,
+        batch_size=run.case.num_microbatches,
         unit_s=1e-9,
     )
     Path(path).write_text(json.dumps(trace))
@@ -300,7 +300,7 @@ def _save_weights(path: str, outcome: Outcome) -> None:
     import torch
 
     saved = {
-        (run.name, run.num_microbatches): weights
+        (run.case.name, run.case.num_microbatches): weights
         for run, weights in zip(outcome.runs, outcome.weights, strict=True)
     }
     torch.save(saved, path)

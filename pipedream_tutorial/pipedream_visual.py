@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
-from pipedream.draw.data import Standing, forwards_only, idle_curves, same_orders, standings
 from pipedream.errors import UserError, errors_in_one_line, main_with_errors
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, measure
-from pipedream.simulate.simulator import Timeline, simulate
 
 with errors_in_one_line():  # matplotlib may be missing
     from matplotlib.figure import Figure
@@ -52,8 +50,8 @@ class Work:
     config: Mapping[str, Any]
 
     @cached_property
-    def standings(self) -> tuple[list[Standing], list[Refused]]:
-        return standings(self.case)
+    def standings(self) -> tuple[list[charts.Standing], list[Refused]]:
+        return charts.standings(self.case)
 
     def row(self, name: str) -> Row:
         return measure(name, self.case)
@@ -68,12 +66,8 @@ def microbatch_forward(work: Work, path: Path) -> Figure:
     whole = replace(
         work.case, num_microbatches=1, forward=work.case.forward * work.case.num_microbatches
     )
-    uncut = _forwards(measure("gpipe", whole).batch)
-    return grids.draw_picture(grids.microbatch_forward(uncut, _forwards(cut)), path)
-
-
-def _forwards(timeline: Timeline) -> Timeline:
-    return simulate(forwards_only(timeline.schedule), timeline.costs)
+    batches = map(grids.forwards_only, (measure("gpipe", whole).batch, cut))
+    return grids.draw_picture(grids.microbatch_forward(*batches), path)
 
 
 def microbatch_backward(work: Work, path: Path) -> Figure:
@@ -95,15 +89,14 @@ def utilization_comparison(work: Work, path: Path) -> Figure:
 
 def all_schedules(work: Work, path: Path) -> Figure:
     found, refused = work.standings
-    groups = same_orders([one.row for one in found])
-    return grids.draw_picture(grids.all_schedules(groups, refused), path)
+    return grids.draw_picture(grids.all_schedules([one.row for one in found], refused), path)
 
 
 def bubble_vs_microbatches(work: Work, path: Path) -> Figure:
     p = work.case.num_stages
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     many = sorted({*range(1, 2 * p), *(p * k for k in range(1, 17)), *counts})
-    return charts.draw_bubble(idle_curves(AGAINST_M, work.case, counts, many), p, path)
+    return charts.draw_bubble(charts.idle_curves(AGAINST_M, work.case, counts, many), p, path)
 
 
 def memory_vs_bubble(work: Work, path: Path) -> Figure:

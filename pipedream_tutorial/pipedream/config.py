@@ -10,7 +10,7 @@ import argparse
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,13 +28,13 @@ _WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
     ("false", "no", "off", "0"), False
 )
 _KINDS = {
-    int: "a whole number",
-    float: "a number",
-    Fraction: "a number",
-    bool: "True or False",
-    str: "text",
+    int: ("a whole number", "1,2"),
+    float: ("a number", "2,0.5"),
+    Fraction: ("a number", "2,0.5,1/3"),
+    bool: ("True or False", ""),
+    str: ("text", "a,b"),
 }
-_EXAMPLES: dict[type, str] = {int: "1,2", float: "2,0.5", Fraction: "2,0.5,1/3", str: "a,b"}
+"""What each kind is called, and a list of such values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,98 +67,71 @@ class Rule:
             return self._check_one(key, value)
         parts: object = value
         if isinstance(value, str):
-            inner = value.strip().removeprefix("[").removesuffix("]")
-            parts = [part.strip() for part in inner.split(",")]
+            parts = value.strip().removeprefix("[").removesuffix("]").split(",")
         if not isinstance(parts, (list, tuple)) or not parts:
             raise self._error(key, value)
         return [self._check_one(key, part) for part in parts]
 
     def _check_one(self, key: str, value: object) -> Any:
-        found = _CONVERT[self.kind](value)
-        if isinstance(found, str):  # 1F1B is 1f1b
+        found = _convert(self.kind, value)
+        if isinstance(found, str):
+            # 1F1B is 1f1b
             found = {choice.lower(): choice for choice in self.choices}.get(found.lower(), found)
-        if self.or_file and isinstance(found, str) and found.lower().endswith(self.or_file):
-            return found
-        if found is None or (self.choices and found not in self.choices):
-            raise self._error(key, value)
-        if not isinstance(found, str) and not (
-            self.low <= found <= self.high and found > self.above
-        ):
+            is_file = bool(self.or_file) and found.lower().endswith(self.or_file)
+            accepted = is_file or not self.choices or found in self.choices
+        else:
+            within = found is not None and self.low <= found <= self.high
+            accepted = within and found > self.above
+        if not accepted:
             raise self._error(key, value)
         return found
 
     def describe(self) -> str:
         """What is accepted, in words."""
-        text = "one of " + ", ".join(self.choices) if self.choices else _KINDS[self.kind]
-        text += f", or a file *{self.or_file}" * bool(self.or_file)
+        text, example = _KINDS[self.kind]
+        if self.choices:
+            text = "one of " + ", ".join(self.choices)
+        if self.or_file:
+            text += f", or a file *{self.or_file}"
         if math.isfinite(self.above):
             text += f" above {self.above:.9g}"
         if math.isfinite(self.low):
             text += f" from {self.low:.9g}"
         if math.isfinite(self.high):
-            text += (
-                f" to {self.high:.9g}" if math.isfinite(self.low) else f", {self.high:.9g} at most"
-            )
+            high = f"{self.high:.9g}"
+            text += f" to {high}" if math.isfinite(self.low) else f", {high} at most"
         if self.many:
-            text = f"a list such as {_EXAMPLES[self.kind]}, each {text}"
+            text = f"a list such as {example}, each {text}"
         elif self.kind is Fraction:
             text += ", such as 2, 0.5 or 1/3"
-        return text + ", or None" * self.none
+        return f"{text}, or None" if self.none else text
 
     def _error(self, key: str, value: object) -> UserError:
-        hint = ""
-        if self.choices and isinstance(value, str):
-            hint = nearest(value, self.choices)
-        return UserError(
-            f"{key}={_shown(value)} is not accepted",
-            hint if hint.startswith("did") else f"{key} is {self.describe()}",
-        )
+        hint = nearest(value, self.choices) if self.choices and isinstance(value, str) else ""
+        if not hint.startswith("did"):
+            hint = f"{key} is {self.describe()}"
+        return UserError(f"{key}={_shown(value)} is not accepted", hint)
 
 
-def _to_number(value: object) -> Fraction | None:
-    """An exact number from a number or from text; None for what is none."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, (int, float)):
-        value = repr(value) if abs(value) < 1e15 else ""
-    if isinstance(value, Fraction):
-        return value
-    if not isinstance(value, str):
-        return None
-    text = value.strip()
+def _convert(kind: type, value: object) -> Any:
+    """A value, typed or from CONFIG, as `kind`; None where it is none."""
+    text = str(value).strip()
+    if kind is bool:
+        return _WORDS.get(text.lower())
+    if kind is str:
+        # Surrogates, bytes of the command line that are no text, cannot be printed.
+        return text if isinstance(value, str) and text and text.isprintable() else None
     quotient = _QUOTIENT.fullmatch(text)
     if quotient and int(quotient[2]):
-        return Fraction(int(quotient[1]), int(quotient[2]))
-    return Fraction(text) if _NUMBER.fullmatch(text) else None
+        number = Fraction(int(quotient[1]), int(quotient[2]))
+    elif _NUMBER.fullmatch(text):
+        number = Fraction(text)
+    else:
+        return None
+    if kind is int:
+        return int(number) if number.denominator == 1 else None
+    return kind(number)
 
-
-def _to_int(value: object) -> int | None:
-    number = _to_number(value)
-    return int(number) if number is not None and number.denominator == 1 else None
-
-
-def _to_float(value: object) -> float | None:
-    number = _to_number(value)
-    return None if number is None else float(number)
-
-
-def _to_bool(value: object) -> bool | None:
-    return _WORDS.get(str(value).strip().lower())
-
-
-def _to_str(value: object) -> str | None:
-    # Surrogates: bytes of the command line that are no text.
-    usable = isinstance(value, str) and value.strip() and value.isprintable()
-    return value.strip() if isinstance(value, str) and usable else None
-
-
-_CONVERT: dict[type, Callable[[object], Any]] = {
-    int: _to_int,
-    float: _to_float,
-    Fraction: _to_number,
-    bool: _to_bool,
-    str: _to_str,
-}
 
 # Keys that more than one script has.
 SHARED_RULES: dict[str, Rule] = {
@@ -228,34 +201,12 @@ def parse_arguments(
     value that its rule does not accept; --help prints all keys and exits with 0.
     """
     extra = extra or {}
-    _check_keys(config, rules)
-    parser = _build_parser(config, rules, description, extra)
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UserError(
-            f"unknown argument {_shown(name)}",
-            RENAMED.get(name.removeprefix("--"))
-            or nearest(name, [f"--{name}" for name in ["set", *extra, *config]]),
-        )
-    merged = dict(config)
-    for change in given.changes:
-        key, equals, value = change.partition("=")
-        if not equals:
-            raise UserError(f"--set {_shown(change)} has no equals sign", "type --set key=value")
-        if key.strip() not in config:
-            raise UserError(
-                f"CONFIG has no key {_shown(key.strip())}",
-                RENAMED.get(key.strip()) or nearest(key.strip(), config),
-            )
-        merged[key.strip()] = value
-    values = {key: rules[key].check(key, value) for key, value in merged.items()}
-    return {**values, **{name: getattr(given, name) for name in extra}}
-
-
-def _build_parser(
-    config: Mapping[str, Any], rules: Mapping[str, Rule], description: str, extra: Mapping[str, str]
-) -> _Parser:
+    for key in config:
+        if key not in rules:
+            raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
+    for key in rules:
+        if key not in config:
+            raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
     parser = _Parser(
         description=description,
         allow_abbrev=False,
@@ -273,16 +224,24 @@ def _build_parser(
             f"--{key}", action="append", dest="changes", help=argparse.SUPPRESS,
             type=(key + "={}").format,
         )  # fmt: skip
-    return parser
-
-
-def _check_keys(config: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    for key in config:
-        if key not in rules:
-            raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
-    for key in rules:
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        known = [f"--{name}" for name in ["set", *extra, *config]]
+        hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
+        raise UserError(f"unknown argument {_shown(name)}", hint)
+    merged = dict(config)
+    for change in given.changes:
+        key, equals, value = change.partition("=")
+        key = key.strip()
+        if not equals:
+            raise UserError(f"--set {_shown(change)} has no equals sign", "type --set key=value")
         if key not in config:
-            raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
+            hint = RENAMED.get(key) or nearest(key, config)
+            raise UserError(f"CONFIG has no key {_shown(key)}", hint)
+        merged[key] = value
+    values = {key: rules[key].check(key, value) for key, value in merged.items()}
+    return values | {name: getattr(given, name) for name in extra}
 
 
 class _Parser(argparse.ArgumentParser):

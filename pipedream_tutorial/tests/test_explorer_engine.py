@@ -28,7 +28,7 @@ from pipedream.simulate.search import (
     lower_bound,
     pattern,
 )
-from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
+from pipedream.simulate.simulator import DeadlockError, Needs, build_costs, simulate
 
 HERE = Path(__file__).resolve().parent
 NODE = shutil.which("node")
@@ -103,7 +103,7 @@ def in_python(name, c):
         "cells": [",".join(map(str, order)) for order in schedule.orders],
         "starts": [[*line] for line in timeline.starts],
         "ends": [[*line] for line in timeline.ends],
-        "bounds": [[b and str(Op._make(b)) for b in line] for line in timeline.bounds],
+        "bounds": [[b and str(Op._make(b)) for b in line] for line in bounds(timeline)],
         "makespan": str(timeline.makespan),
         "idle": [*map(str, found.makespan)],
         "span": [*map(str, found.span)],
@@ -114,6 +114,25 @@ def in_python(name, c):
         "mixed": any(u.backward != u.forward for u in in_order),
         "forward": {stage: [[*pair] for pair in u.forward.items()] for stage, u in use.items()},
     }
+
+
+def bounds(timeline):
+    """The operation whose end (and sending) fixed each start; None at time 0."""
+    wanted, ranks, c = (
+        Needs(timeline.schedule),
+        timeline.schedule.ranks(),
+        timeline.costs.communication,
+    )
+    ends = {op: event.end for event in timeline.all_events() for op in event.item.parts}
+
+    def bound(before, event):
+        if before is not None and before.end == event.start:
+            return before.item.parts[-1]
+        needed = (need for op in event.item.parts for need in wanted.of(op))
+        arrivals = ((need, ends[need] + (c if ranks[need] != event.rank else 0)) for need in needed)
+        return next((need for need, at in arrivals if at == event.start > 0), None)
+
+    return [[*map(bound, (None, *line), line)] for line in timeline.events]
 
 
 def python_or_error(name, c):

@@ -18,13 +18,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from pipedream.draw.data import forwards_only, idle_curves, standings
-from pipedream.draw.grids import kind_colours
+from pipedream.draw.charts import idle_curves, standings
+from pipedream.draw.grids import forwards_only, kind_colours
 from pipedream.draw.page import LEAST
 from pipedream.errors import main_with_errors
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle
-from pipedream.simulate.simulator import Timeline, simulate
+from pipedream.simulate.simulator import Timeline
 
 from results.lab.tutorial.figures import PICTURES as STEPS
 from results.lab.tutorial.figures import draw_picture
@@ -121,7 +121,7 @@ def timelines_of(name: str, case: Case) -> list[Timeline]:
     if name == "microbatch_forward":
         uncut = case_of(num_microbatches=1, forward=case.num_microbatches * case.forward)
         batches = (measure("gpipe", uncut).batch, rows["gpipe"].batch)
-        return [simulate(forwards_only(batch.schedule), batch.costs) for batch in batches]
+        return [forwards_only(batch) for batch in batches]
     orders: list[Row] = []
     for row in compare(case):
         if isinstance(row, Row) and all(

@@ -5,12 +5,12 @@ hold that (TEST_RESULTS.md), and no test does.
 """
 
 import json
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from measured import with_messages
 from pipedream.runtime.prediction import (
+    Case,
     MeasuredRun,
     calibrate,
     communication_ns,
@@ -51,11 +51,9 @@ def pretend_measured(schedule, costs):
 
 def as_run(name, schedule, events, m, *, policy="flush"):
     return MeasuredRun(
-        name=name,
-        schedule=schedule,
-        policy=POLICIES[policy],
-        num_microbatches=m,
-        num_batches=1,
+        case=Case(
+            name=name, num_microbatches=m, num_batches=1, schedule=schedule, policy=POLICIES[policy]
+        ),
         events=events,
         repeat_makespans_ns=(makespan_ns(events),),
         peak_versions=(1,) * schedule.num_ranks,
@@ -92,7 +90,7 @@ def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
     events, _ = pretend_measured(schedule, build_costs([10] * 3, [20] * 3, communication=1))
     assert received_before_sent(events) == []
     early = [
-        replace(e, start_ns=e.start_ns - 5 * MS, end_ns=e.end_ns - 5 * MS) if e.rank == 2 else e
+        e._replace(start_ns=e.start_ns - 5 * MS, end_ns=e.end_ns - 5 * MS) if e.rank == 2 else e
         for e in events
     ]
     # Stage 2 is 5 ms early: what it receives was sent later. What it sends is not noticed.
@@ -140,7 +138,7 @@ def test_record_holds_measured_and_predicted_of_every_run():
 def test_a_prediction_outside_its_goal_is_named(gpus, goal, off):
     first, second = build_schedule("gpipe", 4, 4), build_schedule("gpipe", 4, 8)
     slow = [
-        replace(e, start_ns=e.start_ns * 3 // 2, end_ns=e.start_ns * 3 // 2 + e.end_ns - e.start_ns)
+        e._replace(start_ns=e.start_ns * 3 // 2, end_ns=e.start_ns * 3 // 2 + e.end_ns - e.start_ns)
         for e in pretend_measured(second, UNEVEN)[0]
     ]
     quick = as_run("gpipe", first, pretend_measured(first, UNEVEN)[0], 4)

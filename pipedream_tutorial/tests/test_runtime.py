@@ -251,7 +251,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
     monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
     peer = Peer(rank=1, incoming=None, outgoing=None, device=torch.device("cpu"))
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
-    inbox = Inbox(peer, sent, ((2,), torch.float64), depth)
+    inbox = Inbox(peer, sent, torch.zeros(2, dtype=torch.float64), depth)
     assert len(log) == min(depth, 4)
     for microbatch in (0, 3, 1, 2):  # another order than the sender's
         op = Op("F", 1, microbatch)

@@ -14,9 +14,9 @@ from pipedream.schedules.ops import Item, Op, Schedule
 from pipedream.simulate.simulator import (
     Costs,
     DeadlockError,
+    Needs,
     Timeline,
     build_costs,
-    needs,
     simulate,
 )
 
@@ -124,7 +124,7 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
         order = broken.orders[ranks[following]]
         at = next(n for n, item in enumerate(order) if result.cycle[following] in item.parts)
         to_come = {op for item in order[at:] for op in item.parts}
-        assert to_come & set(needs(stuck, broken))
+        assert to_come & set(Needs(broken).of(stuck))
         assert f"rank {ranks[k]} is at {stuck}, which needs" in str(result)
 
 

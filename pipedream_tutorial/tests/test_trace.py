@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +12,7 @@ from measured import with_messages
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, repeat
 from pipedream.schedules.policies import POLICIES
-from pipedream.simulate.simulator import Timeline, build_costs, needs, simulate
+from pipedream.simulate.simulator import Needs, Timeline, build_costs, simulate
 from pipedream.simulate.trace import trace_document, transfers
 
 P, M = 4, 8
@@ -111,12 +110,13 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
     names, ranks = slice_names(timeline), timeline.schedule.ranks()
+    wanted = Needs(timeline.schedule)
     check_arrows(
         events,
         {
             (names[need], names[op])
             for op in timeline.schedule.ops()
-            for need in needs(op, timeline.schedule)
+            for need in wanted.of(op)
             if ranks[need] != ranks[op]
         },
     )
@@ -172,7 +172,7 @@ def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
     measured = with_messages(timeline_of("1f1b", "1"), 10**9)
     zero = min(e.start_ns for e in measured)
     moved = [
-        replace(e, start_ns=zero, end_ns=zero + 10)
+        e._replace(start_ns=zero, end_ns=zero + 10)
         if (e.kind, e.stage, e.microbatch, e.thread) == ("F", 1, 0, "compute")
         else e
         for e in measured

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -16,9 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from pipedream.draw.data import IdleCurve, Standing
-from pipedream.draw.grids import durations_text, panel_title, rank_axis, refusals
-from pipedream.draw.labels import place_labels
+from pipedream.draw.grids import durations_text, rank_axis, refusals
 from pipedream.draw.page import (
     DPI,
     EDGE,
@@ -29,11 +28,16 @@ from pipedream.draw.page import (
     darker,
     new_figure,
     number,
+    panel_title,
     percent,
+    place_labels,
     save,
 )
+from pipedream.errors import UserError
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.policies import weight_use
-from pipedream.simulate.comparison import Refused
+from pipedream.simulate.comparison import Case, Refused, Row, closed_form, compare, measure
 from pipedream.simulate.measures import held_activations, live_versions, times_of
 
 STEADY = "Batch after batch: each rank starts its next batch once its own work on the last is done"
@@ -51,6 +55,82 @@ LANE, FLOOR = 0.8, 0.4
 Points = dict[tuple[Fraction, Fraction], list[str]]
 
 
+class Standing(NamedTuple):
+    """One schedule, and its idle share when batch follows batch for ever."""
+
+    row: Row
+    steady_idle: Fraction
+    """Share of all ranks' time that is idle in one period, 0 to 1."""
+
+
+def standings(case: Case) -> tuple[list[Standing], list[Refused]]:
+    """All schedules at one size, and those that this size does not allow.
+
+    The rows' streams have 2 batches. The period is half of what two further batches add; orders
+    repeat from batch to batch, so that fill and drain drop out of the difference.
+    """
+    found, refused = [], []
+    for row in compare(replace(case, num_batches=2)):
+        if isinstance(row, Refused):
+            refused.append(row)
+            continue
+        longer = measure(row.name, replace(case, num_batches=4))
+        period = (longer.stream_makespan - row.stream_makespan) / 2
+        busy = (1 - row.batch_idle.makespan_fraction) * row.batch.makespan
+        found.append(Standing(row, 1 - busy / period))
+    return found, refused
+
+
+class IdleShares(NamedTuple):
+    """Idle shares of one batch, 0 to 1."""
+
+    microbatches: int
+    makespan: Fraction
+    span: Fraction
+
+
+class IdleCurve(NamedTuple):
+    """Idle shares of one schedule, or of several that have the same, against m."""
+
+    titles: tuple[str, ...]
+    simulated: tuple[IdleShares, ...]
+    """For each number of microbatches that is allowed."""
+    closed: tuple[IdleShares, ...]
+    """The same by the closed forms, at more values of m, where they hold."""
+
+
+def idle_curves(
+    names: Sequence[str], case: Case, counts: Sequence[int], closed_counts: Sequence[int]
+) -> list[IdleCurve]:
+    """Idle shares simulated at `counts` and by closed form at `closed_counts`.
+
+    Closed forms are for even stages without communication or overlap; for other cases there are
+    none. Schedules that agree everywhere share a curve.
+    """
+    titles: dict[tuple[tuple[IdleShares, ...], tuple[IdleShares, ...]], list[str]] = {}
+    for name in names:
+        simulated, closed = [], []
+        for m in sorted({*counts, *closed_counts}):
+            sized = replace(case, num_microbatches=m, num_batches=1)
+            try:
+                build_schedule(name, case.num_stages, m, case.chunks)
+            except UserError:
+                continue
+            if m in counts:
+                idle = measure(name, sized).batch_idle
+                simulated.append(IdleShares(m, idle.makespan_fraction, idle.span_fraction))
+            known = closed_form(name, sized)
+            if m in closed_counts and known is not None and known[0].idle_holds(known[1]):
+                form, sizes = known
+                spans = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
+                idles = form.makespan_idle(sizes), Fraction(spans) / sizes.p
+                closed.append(IdleShares(m, *(idle_fraction(idle, sizes) for idle in idles)))
+        if simulated:
+            key = tuple(simulated), tuple(closed)
+            titles.setdefault(key, []).append(SCHEDULES[name].title)
+    return [IdleCurve(tuple(found), *curve) for curve, found in titles.items()]
+
+
 def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path: Path) -> Figure:
     """Busy share of every schedule by three definitions, the least busy one on top.
 
@@ -64,11 +144,11 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
         f"{percent(busy[0])} to {percent(busy[-1])} of one batch's makespan; {steady} of "
         f"{len(found)} schedules never idle when batch follows batch"
     )
-    bars = (
-        ("makespan: of one batch", LINE_COLOURS[1]),
-        ("span: each rank's own in one batch", LINE_COLOURS[6]),
-    )
-    legend: list[Artist] = [Patch(facecolor=colour, label=text) for text, colour in bars]
+    colours = LINE_COLOURS[1], LINE_COLOURS[6]
+    texts = "makespan: of one batch", "span: each rank's own in one batch"
+    legend: list[Artist] = [
+        Patch(facecolor=colour, label=text) for text, colour in zip(texts, colours, strict=True)
+    ]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
     legend.append(Line2D([], [], label="steady: batch after batch", **diamond))
     rows = _utilization_rows(found)
@@ -81,8 +161,8 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
     }  # fmt: skip
     for place, (_, shares) in enumerate(rows):
         # The span's share is never the smaller one: of its bar the end shows.
-        for share, (_, colour) in reversed(list(zip(shares, bars, strict=False))):
-            ax.barh(place, float(share), height=0.62, color=colour)
+        ax.barh(place, float(shares[1]), height=0.62, color=colours[1])
+        ax.barh(place, float(shares[0]), height=0.62, color=colours[0])
         ax.plot([float(shares[2])], [place], markersize=7, clip_on=False, **diamond)
         for column, share in enumerate(shares):
             ax.text(1.1 + 0.16 * column, place, percent(share), **beside)

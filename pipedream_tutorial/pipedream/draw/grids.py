@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pipedream.draw.data import wrong_backwards
 from pipedream.draw.page import (
     DPI,
     EDGE,
@@ -29,14 +29,23 @@ from pipedream.draw.page import (
     new_figure,
     number,
     paler,
+    panel_title,
     percent,
     save,
 )
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Op,
+    Schedule,
+    as_orders,
+)
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.comparison import Refused, Row
 from pipedream.simulate.measures import Idle, idle, peak_activations
-from pipedream.simulate.simulator import Event, Timeline
+from pipedream.simulate.simulator import Event, Timeline, simulate
 
 KINDS = {
     FORWARD: ("#56B4E9", "F  forward"),
@@ -62,19 +71,14 @@ def kind_colours(schedule: Schedule) -> Colouring:
 
     Of two copies of the model, the second one's stages are the paler ones on all ranks.
     """
-    position, own = schedule.position(), stages_by_rank(schedule)
+    position = schedule.position()
     copy = {stage: number for number, chain in enumerate(schedule.chains) for stage in chain}
     pale = {
         stage: place / max(2, len(stages))
-        for stages in own
+        for stages in schedule.stages()
         for place, stage in enumerate(sorted(stages, key=lambda s: (copy[s], position[s])))
     }
     return lambda op: paler(KINDS[op.kind][0], pale[op.stage])
-
-
-def stages_by_rank(schedule: Schedule) -> list[set[int]]:
-    """The stages whose operations each rank runs."""
-    return [{op.stage for item in order for op in item.parts} for order in schedule.orders]
 
 
 def microbatch_number(op: Op) -> str:
@@ -86,7 +90,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Swatches for the kinds that occur, and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Colour, str]] = [own for kind, own in KINDS.items() if kind in used]
-    if any(len(own) > 1 for t in timelines for own in stages_by_rank(t.schedule)):
+    if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
         copies = max(len(t.schedule.chains) for t in timelines)
         text = "paler: 2nd stage or copy" if copies > 1 else "paler: a rank's second stage"
         entries.append((paler(KINDS[FORWARD][0], 1 / 2), text))
@@ -268,10 +272,6 @@ def cost_text(timeline: Timeline) -> str:
     return f"ends at {ends}, idle {share}; microbatches held at most by rank {held}"
 
 
-def panel_title(ax: Axes, text: str) -> None:
-    ax.set_title(text, fontsize=TEXT, loc="left", pad=5)
-
-
 def time_label(ax: Axes, timeline: Timeline, text: str | None = None) -> None:
     """Names the time axis and its unit: the durations, if not something else."""
     ax.set_xlabel(text or f"time in units: {durations_text(timeline)}", fontsize=TEXT)
@@ -293,6 +293,25 @@ def durations_text(timeline: Timeline) -> str:
 def refusals(refused: Sequence[Refused]) -> list[str]:
     """Notes on which schedules this size does not allow, and why."""
     return [f"Not possible here: {one.reason.partition(';')[0]}" for one in refused]
+
+
+def wrong_backwards(use: dict[int, WeightUse]) -> set[tuple[int, int]]:
+    """(stage, microbatch) whose backward pass sees other weights than its forward pass did."""
+    return {
+        (stage, i)
+        for stage, one in use.items()
+        for i, version in one.backward.items()
+        if version != one.forward[i]
+    }
+
+
+def forwards_only(timeline: Timeline) -> Timeline:
+    """The same orders without backward passes."""
+    lines = [
+        [op for item in order for op in item.parts if op.kind == FORWARD]
+        for order in timeline.schedule.orders
+    ]
+    return simulate(replace(timeline.schedule, orders=as_orders(lines)), timeline.costs)
 
 
 def naive(timeline: Timeline) -> Picture:
@@ -334,16 +353,20 @@ def microbatch_forward(whole: Timeline, cut: Timeline) -> Picture:
     return Picture(title, panels, tall=1.4)
 
 
-def all_schedules(groups: Sequence[Sequence[Row]], refused: Sequence[Refused]) -> Picture:
-    """One batch under every order, on one time axis. `groups` are rows with equal orders."""
-    rows = [group[0] for group in groups]
+def all_schedules(everyone: Sequence[Row], refused: Sequence[Refused]) -> Picture:
+    """One batch under every order, on one time axis; rows with equal orders share a panel:
+    PipeDream's policies have 1F1B's."""
+    groups: dict[object, list[Row]] = {}
+    for row in everyone:
+        groups.setdefault(row.batch.schedule.orders, []).append(row)
+    rows = [group[0] for group in groups.values()]
     schedule = rows[0].batch.schedule
     # Naive takes so much longer than the others that on its scale they would all look alike.
     spans = sorted(row.batch.makespan for row in rows)
     until = spans[-2] if len(spans) > 1 and spans[-1] > 2 * spans[-2] else spans[-1]
-    ordered = sorted(rows, key=lambda row: idle(row.batch).makespan_fraction)
+    ordered = sorted(rows, key=lambda row: row.batch_idle.makespan_fraction)
     worst, best = (
-        f"{percent(idle(row.batch).makespan_fraction)}{text} ({row.title})"
+        f"{percent(row.batch_idle.makespan_fraction)}{text} ({row.title})"
         for row, text in ((ordered[-1], " idle"), (ordered[0], ""))
     )
     title = (
@@ -351,9 +374,8 @@ def all_schedules(groups: Sequence[Sequence[Row]], refused: Sequence[Refused]) -
         f"from {worst} to {best}"
     )
     panels = []
-    for group in groups:
-        timeline = group[0].batch
-        shares = idle_text(idle(timeline))
+    for group in groups.values():
+        timeline, shares = group[0].batch, idle_text(group[0].batch_idle)
         text = f"{_names(group)}: ends at {number(timeline.makespan)}, idle {shares}"
         cut = f"; cut off at {number(until)}" if timeline.makespan > until else ""
         panels.append(Panel(text + cut, timeline))
@@ -408,8 +430,7 @@ def _versions_panel(
     timeline: Timeline, text: str, use: dict[int, WeightUse], shades: Sequence[Colour]
 ) -> Panel:
     def version(op: Op) -> int:
-        versions = use[op.stage].forward if op.kind == FORWARD else use[op.stage].backward
-        return versions[op.microbatch]
+        return use[op.stage].version(op)
 
     def told(op: Op) -> str:
         own, first = version(op), use[op.stage].forward[op.microbatch]

@@ -48,10 +48,6 @@ class Peer:
         return f"stage {self.rank}"
 
 
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a message."""
-
-
 def connect(
     rank: int,
     pairs: Iterable[tuple[int, int]],
@@ -106,10 +102,10 @@ def _nccl_options(timeout: datetime.timedelta, max_ctas: int | None) -> Any:
 class Inbox:
     """What one peer sends, received in the order in which it sends."""
 
-    def __init__(self, peer: Peer, arriving: Sequence[Op], form: Form, depth: int) -> None:
-        """`arriving`: the peer's operations whose results come here, all of one form. `depth`
-        receives are posted before they are asked for; with 0 each is posted when it is."""
-        self.peer, self.form, self.depth = peer, form, depth
+    def __init__(self, peer: Peer, arriving: Sequence[Op], like: torch.Tensor, depth: int) -> None:
+        """`arriving`: the peer's operations whose results come here, all of one shape and dtype.
+        `depth` receives are posted before they are asked for; with 0 each is posted when it is."""
+        self.peer, self.like, self.depth = peer, like, depth
         self.to_post = deque(arriving)
         self.posted: deque[tuple[Op, torch.Tensor, Any]] = deque()
         self.arrived: dict[Op, torch.Tensor] = {}
@@ -119,8 +115,7 @@ class Inbox:
         peer = self.peer
         while self.to_post and len(self.posted) < depth:
             op = self.to_post.popleft()
-            shape, dtype = self.form
-            buffer = torch.empty(shape, dtype=dtype, device=peer.device)
+            buffer = torch.empty_like(self.like, device=peer.device)
             with connection_to(peer.name):
                 work = dist.irecv(buffer, peer.rank, group=peer.incoming)
             self.posted.append((op, buffer, work))

@@ -18,17 +18,27 @@ from pipedream.simulate.trace import MeasuredEvent, transfers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredRun:
-    """One schedule, run for real. Of several repeats: the one whose makespan is the median."""
+class Case:
+    """One schedule at one number of microbatches."""
 
     name: str
-    """Key of SCHEDULES."""
-    schedule: Schedule
-    """Orders over all batches."""
-    policy: Policy
+    """Key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search."""
     num_microbatches: int
     """In a batch."""
     num_batches: int
+    schedule: Schedule
+    """Orders over all batches."""
+    policy: Policy
+    memory: int | None = None
+    """Of an order that is still to be found: microbatches that a rank may hold. Until then
+    `schedule` is 1F1B, which has the same stages and neighbours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """A case, run for real. Of several repeats: the one whose makespan is the median."""
+
+    case: Case
     events: tuple[MeasuredEvent, ...]
     repeat_makespans_ns: tuple[int, ...]
     peak_versions: tuple[int, ...]

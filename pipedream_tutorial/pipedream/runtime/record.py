@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from pipedream.runtime.prediction import (
+    Case,
     MeasuredRun,
     calibrate,
     can_predict,
@@ -19,7 +20,7 @@ from pipedream.runtime.prediction import (
     utilisation,
 )
 from pipedream.schedules.catalogue import FOUND
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs
@@ -49,30 +50,35 @@ def build_record(
     predicted: makespan_ms, utilisation, bubble, peak_versions; null where durations of the
     calibration say nothing about the schedule (see can_predict).
     """
-    costs = calibrate(calibrated_on.events, calibrated_on.schedule)
+    first = calibrated_on.case
+    costs = calibrate(calibrated_on.events, first.schedule)
     backward = [a + b for a, b in zip(costs.input_gradient, costs.weight_gradient, strict=True)]
     cases = []
     for run in runs:
+        name, m, schedule = run.case.name, run.case.num_microbatches, run.case.schedule
         case = {
-            "schedule": run.name,
-            "num_microbatches": run.num_microbatches,
-            "num_batches": run.num_batches,
+            "schedule": name,
+            "num_microbatches": m,
+            "num_batches": run.case.num_batches,
             "calibrated_on": run is calibrated_on,
         }
-        if run.name.startswith(FOUND):
-            case["found"] = _letters(run)
+        if name.startswith(FOUND):
+            case["found"] = [
+                "".join(op.kind for item in order[: 3 * m] for op in item.parts)
+                for order in schedule.orders
+            ]
         case["measured"] = _measured(run)
         case["predicted"] = None
-        if can_predict(calibrated_on.schedule, run.schedule):
-            case["predicted"] = _predicted(run, costs)
+        if can_predict(first.schedule, schedule):
+            case["predicted"] = _predicted(run.case, costs)
         cases.append(case)
     return {
         "format": RECORD_FORMAT,
         **about,
-        "num_stages": calibrated_on.schedule.num_ranks,
+        "num_stages": first.schedule.num_ranks,
         "calibration": {
-            "schedule": calibrated_on.name,
-            "num_microbatches": calibrated_on.num_microbatches,
+            "schedule": first.name,
+            "num_microbatches": first.num_microbatches,
             "forward_ms": [_ms(t) for t in costs.forward],
             "backward_ms": [_ms(t) for t in backward],
             "communication_ms": _ms(costs.communication),
@@ -81,17 +87,9 @@ def build_record(
     }
 
 
-def _letters(run: MeasuredRun) -> list[str]:
-    m = run.num_microbatches
-    return [
-        "".join(op.kind for op in order[: 3 * m] if isinstance(op, Op))
-        for order in run.schedule.orders
-    ]
-
-
 def _measured(run: MeasuredRun) -> dict[str, Any]:
-    stages = range(len(run.schedule.chains[0]))
-    used = utilisation(run.events, run.schedule.num_ranks)
+    stages = range(len(run.case.schedule.chains[0]))
+    used = utilisation(run.events, run.case.schedule.num_ranks)
     medians = {key: median(ns) for key, ns in durations_ns(run.events).items()}
 
     def per_stage(*kinds: str) -> list[float]:
@@ -114,10 +112,10 @@ def _measured(run: MeasuredRun) -> dict[str, Any]:
     }
 
 
-def _predicted(run: MeasuredRun, costs: Costs) -> dict[str, Any]:
-    timeline = predict(run.schedule, costs)
+def _predicted(case: Case, costs: Costs) -> dict[str, Any]:
+    timeline = predict(case.schedule, costs)
     bubble = float(idle(timeline).makespan_fraction)
-    uses = weight_use(run.schedule, run.policy, run.num_microbatches)
+    uses = weight_use(case.schedule, case.policy, case.num_microbatches)
     return {
         "makespan_ms": _ms(timeline.makespan),
         "utilisation": round(1 - bubble, 5),

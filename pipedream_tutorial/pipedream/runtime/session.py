@@ -6,9 +6,8 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from pipedream.errors import UserError
 from pipedream.runtime.channels import Peer, connect, connection_to, exchange, gather_weights
 from pipedream.runtime.launch import Process, meet
-from pipedream.runtime.prediction import MeasuredRun, calibrate, makespan_ns, recut
+from pipedream.runtime.prediction import Case, MeasuredRun, calibrate, makespan_ns, recut
 from pipedream.runtime.stage import (
     RankRun,
     Station,
@@ -44,20 +43,6 @@ from pipedream.train.oracle import batch_losses
 from pipedream.train.trainer import Weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One schedule at one number of microbatches."""
-
-    name: str
-    num_microbatches: int
-    schedule: Schedule
-    """Orders over all batches."""
-    policy: Policy
-    memory: int | None = None
-    """Of an order that is still to be found: microbatches that a rank may hold. Until then
-    `schedule` is 1F1B, which has the same stages and neighbours."""
-
-
 def build_cases(config: Config) -> list[Case]:
     """Every schedule at every number of microbatches, and a search for every limit on memory.
 
@@ -72,6 +57,7 @@ def build_cases(config: Config) -> list[Case]:
                 case = Case(
                     name=f"{FOUND}{limit}" if limit else name,
                     num_microbatches=m,
+                    num_batches=config["num_batches"],
                     schedule=schedule,
                     policy=policy,
                     memory=limit,
@@ -79,9 +65,7 @@ def build_cases(config: Config) -> list[Case]:
                 cases.append(case)
     first = cases[0]
     if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
-        what = f"{config['schedule'][0]} does not cut its backward passes"
-        if first.memory:
-            what = "nothing runs"
+        what = "nothing runs" if first.memory else f"{first.name} does not cut its backward passes"
         raise UserError(
             f"schedule=search takes measured times of F, I and W, and {what} before it",
             "set schedule=zb-h1,search",
@@ -110,15 +94,15 @@ def _found_case(config: Config, case: Case, runs: Sequence[MeasuredRun]) -> Case
         chosen = calibration(runs, config)
         assert chosen is not None
         assert case.memory is not None
-        costs = recut(calibrate(chosen.events, chosen.schedule), config["num_stages"])
+        costs = recut(calibrate(chosen.events, chosen.case.schedule), config["num_stages"])
         words = search(costs, case.num_microbatches, case.memory).words
     schedule = as_schedule(exchange(words)[0], case.name)
-    return replace(case, schedule=repeat(schedule, config["num_batches"]))
+    return replace(case, schedule=repeat(schedule, case.num_batches))
 
 
 def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | None:
     """The run that durations are from, once it has been run."""
-    return next((run for run in runs if run.num_microbatches == config["calibrate_on"]), None)
+    return next((run for run in runs if run.case.num_microbatches == config["calibrate_on"]), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +111,7 @@ class Outcome:
 
     runs: list[MeasuredRun]
     weights: list[list[Weights]]
-    """By run, then by stage; empty unless they were asked for."""
+    """By run, then by stage; empty lists unless they were asked for."""
 
 
 def run_session(
@@ -156,28 +140,26 @@ def run_session(
         pairs |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(case.schedule)}
     max_ctas = config["nccl_max_ctas"]
     peers = connect(process.rank, pairs, device=device, timeout=timeout, max_ctas=max_ctas)
-    stations = {
-        stages: _build_station(config, process, device, stages, peers)
-        for stages in dict.fromkeys(_placement(case.schedule, process.rank) for case in cases)
-    }
-    for station in stations.values():
-        warm_up_compute(station)
+    stations: dict[tuple[int, ...], Station] = {}
     runs: list[MeasuredRun] = []
     weights: list[list[Weights]] = []
     wanted = keep_weights or config["check_weights"]
+    for case in cases:
+        stages = tuple(case.schedule.stages()[process.rank])
+        if stages not in stations:
+            stations[stages] = _build_station(config, process, device, stages, peers)
+            warm_up_compute(stations[stages], case)
     for place, case in enumerate(cases):
         begin(case.name)
         if case.memory is not None:
             case = cases[place] = _found_case(config, case, runs)
-        station = stations[_placement(case.schedule, process.rank)]
+        station = stations[tuple(case.schedule.stages()[process.rank])]
         repeats = _run_case(config, station, case, keep_weights=wanted)
         weights.append(gather_weights(repeats[-1].weights))
-        by_rank = exchange([asdict(replace(own, weights={})) for own in repeats])
+        by_rank = exchange([own._replace(weights={}) for own in repeats])
         if process.rank != 0:
             continue
-        runs.append(
-            _measured_run(config, case, [[_unpacked(own) for own in rank] for rank in by_rank])
-        )
+        runs.append(_measured_run(case, [[RankRun(*own) for own in rank] for rank in by_rank]))
         say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(runs[-1].events) / 1e9:.3f} s")
         keep(runs)
     with connection_to("the other stages"):
@@ -188,11 +170,10 @@ def run_session(
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
         say("  training in one process, to compare the weights")
         for place, (case, ours) in enumerate(zip(cases, weights, strict=True)):
-            m = case.num_microbatches
-            alone = train_alone(config, case.schedule, case.policy, m, device)
-            runs[place] = replace(runs[place], weights_equal=equal_bits(ours, alone))
+            equal = equal_bits(ours, train_alone(config, case, device))
+            runs[place] = replace(runs[place], weights_equal=equal)
         keep(runs)
-    return Outcome(runs=runs, weights=weights if keep_weights else [])
+    return Outcome(runs=runs, weights=weights)
 
 
 def _take_device(config: Config, process: Process) -> torch.device:
@@ -208,23 +189,15 @@ def _take_device(config: Config, process: Process) -> torch.device:
     return device
 
 
-Placement = tuple[int, ...]
-"""The stages of one rank; where a rank holds v, the model is cut into v stages for each rank."""
-
-
-def _placement(schedule: Schedule, rank: int) -> Placement:
-    return tuple(sorted({op.stage for item in schedule.orders[rank] for op in item.parts}))
-
-
 def _build_station(
     config: Config,
     process: Process,
     device: torch.device,
-    stages: Placement,
+    stages: Sequence[int],
     peers: dict[int, Peer],
 ) -> Station:
     """For the schedules under which this rank holds these stages; of a workload's stages only they
-    are kept."""
+    are kept. Where a rank holds v, the model is cut into v stages for each rank."""
     workload = build_workload(config, device, chunks=len(stages))
     return Station(
         rank=process.rank,
@@ -243,55 +216,33 @@ def _build_station(
 def _run_case(config: Config, station: Station, case: Case, *, keep_weights: bool) -> list[RankRun]:
     """The repeats, the last one with its weights if they are wanted. Warm-up runs come first;
     nothing is slept in them."""
-    sizes = {"num_microbatches": case.num_microbatches, "num_batches": config["num_batches"]}
     for _ in range(config["warmups"]):
-        run_rank(station, case.schedule, case.policy, pace=pace_from_ms(0, 0), **sizes)
+        run_rank(station, case, pace_from_ms(0, 0))
     pace = pace_from_ms(*emulated_ms(config, station.device), case.schedule.stages_per_rank)
     last = config["repeats"] - 1
     return [
-        run_rank(
-            station,
-            case.schedule,
-            case.policy,
-            pace=pace,
-            keep_weights=keep_weights and number == last,
-            **sizes,
-        )
+        run_rank(station, case, pace, keep_weights=keep_weights and number == last)
         for number in range(config["repeats"])
     ]
 
 
-def _unpacked(given: dict[str, Any]) -> RankRun:
-    """From JSON, whose keys are text."""
-    by_number = {
-        key: {int(number): value for number, value in given[key].items()}
-        for key in ("peak_versions", "losses")
-    }
-    events = [MeasuredEvent(**event) for event in given["events"]]
-    return RankRun(**given | by_number | {"events": events})
-
-
-def _measured_run(config: Config, case: Case, by_rank: Sequence[list[RankRun]]) -> MeasuredRun:
+def _measured_run(case: Case, by_rank: Sequence[list[RankRun]]) -> MeasuredRun:
     """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
     repeats = list(zip(*by_rank, strict=True))
-    events = [tuple(e for rank in repeat for e in rank.events) for repeat in repeats]
-    spans = [makespan_ns(of_repeat) for of_repeat in events]
+    events = [[MeasuredEvent(*e) for rank in repeat for e in rank.events] for repeat in repeats]
+    spans = list(map(makespan_ns, events))
     median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
     chosen = repeats[median]
-    versions = sorted(kept for rank in chosen for kept in rank.peak_versions.items())
-    losses = next(rank.losses for rank in chosen if rank.losses)
+    versions = sorted(kept for rank in chosen for kept in rank.peak_versions)
+    losses = dict(loss for rank in chosen for loss in rank.losses)
     memory = [rank.peak_memory_bytes for rank in chosen if rank.peak_memory_bytes is not None]
     waited = [rank.waited_for_host for rank in chosen if rank.waited_for_host is not None]
     return MeasuredRun(
-        name=case.name,
-        schedule=case.schedule,
-        policy=case.policy,
-        num_microbatches=case.num_microbatches,
-        num_batches=config["num_batches"],
-        events=events[median],
+        case=case,
+        events=tuple(events[median]),
         repeat_makespans_ns=tuple(spans),
         peak_versions=tuple(count for _, count in versions),
         peak_memory_bytes=tuple(memory) or None,
         waited_for_host=tuple(waited) or None,
-        losses=tuple(batch_losses(losses, case.num_microbatches, config["num_batches"])),
+        losses=tuple(batch_losses(losses, case.num_microbatches, case.num_batches)),
     )

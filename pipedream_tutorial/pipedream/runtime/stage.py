@@ -10,18 +10,18 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipedream.runtime.channels import Form, Inbox, Outbox, Peer, connection_to
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
-from pipedream.schedules.policies import POLICIES, Policy
+from pipedream.runtime.channels import Inbox, Outbox, Peer, connection_to
+from pipedream.runtime.prediction import Case
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
+from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.trace import MeasuredEvent, handed_on
 from pipedream.train.models import Task
 from pipedream.train.trainer import Loss, StageTrainer, Weights
@@ -120,22 +120,33 @@ class Station:
     learning_rate: float
     device: torch.device
 
-    @property
-    def form(self) -> Form:
-        """Of every stage's input, and so of all that is sent."""
-        example, _ = self.task.microbatch(0)
-        return tuple(example.shape), example.dtype
+    def trainers(self, case: Case, *, cut: bool) -> dict[int, StageTrainer]:
+        """By stage, with copies of the initial weights."""
+        last, m = self.num_stages - 1, case.num_microbatches
+        return {
+            stage: StageTrainer(
+                copy.deepcopy(module).to(self.device),
+                case.policy,
+                stage=stage,
+                num_stages=self.num_stages,
+                batch_size=m,
+                num_microbatches=m * case.num_batches,
+                learning_rate=self.learning_rate,
+                loss=self.loss if stage == last else None,
+                cut=cut,
+            )
+            for stage, module in self.modules.items()
+        }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRun:
-    """What one rank brings home from a run: plain data, which rank 0 gathers."""
+class RankRun(NamedTuple):
+    """What one rank brings home from a run: plain data, which rank 0 gathers as JSON."""
 
     events: list[MeasuredEvent]
-    peak_versions: dict[int, int]
-    """By stage."""
-    losses: dict[int, float]
-    """microbatch -> mean loss, on the rank with the last stage."""
+    peak_versions: list[tuple[int, int]]
+    """(stage, versions)"""
+    losses: list[tuple[int, float]]
+    """(microbatch, mean loss), on the rank with the last stage."""
     peak_memory_bytes: int | None
     waited_for_host: float | None
     """Share of the operations that the GPU had done within AT_ONCE_NS of their being handed over, 0
@@ -150,94 +161,66 @@ Pace = Mapping[str, float]
 """kind of operation -> seconds that are slept in it, to stand in for a device's work."""
 
 
-def pace_from_ms(
-    forward_ms: float | Fraction, backward_ms: float | Fraction, stages_per_rank: int = 1
-) -> Pace:
+def pace_from_ms(forward_ms: float, backward_ms: float, stages_per_rank: int = 1) -> Pace:
     """Durations to sleep, of one stage; I and W take half of a whole backward pass each."""
-    forward, half = (float(ms) / 1000 / stages_per_rank for ms in (forward_ms, backward_ms / 2))
+    forward, half = (ms / 1000 / stages_per_rank for ms in (forward_ms, backward_ms / 2))
     return {FORWARD: forward, BACKWARD: 2 * half, INPUT_GRADIENT: half, WEIGHT_GRADIENT: half}
 
 
-def _build_trainer(
-    station: Station, stage: int, policy: Policy, m: int, num_batches: int, *, cut: bool
-) -> StageTrainer:
-    return StageTrainer(
-        copy.deepcopy(station.modules[stage]).to(station.device),
-        policy,
-        stage=stage,
-        num_stages=station.num_stages,
-        batch_size=m,
-        num_microbatches=m * num_batches,
-        learning_rate=station.learning_rate,
-        loss=station.loss if stage == station.num_stages - 1 else None,
-        cut=cut,
-    )
-
-
-def warm_up_compute(station: Station) -> None:
+def warm_up_compute(station: Station, case: Case) -> None:
     """Run every kind of operation once by itself, with nothing sent.
 
     The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU loads
     each kernel on first use, which can wait for ever while a receive is pending.
     """
-    inputs, target = station.task.microbatch(0)
-    for stage, policy, cut in product(station.modules, ("flush", "in-place"), (False, True)):
-        is_last = stage == station.num_stages - 1
-        trainer = _build_trainer(station, stage, POLICIES[policy], 2, 1, cut=cut)
-        for i in range(2):
-            x = inputs if stage == 0 else torch.zeros_like(inputs)
-            out = trainer.forward(i, x, target if is_last else None)
-            trainer.backward(i, None if is_last else torch.zeros_like(out))
+    inputs, _ = station.task.microbatch(0)
+    for policy, cut in product(("flush", "in-place"), (False, True)):
+        small = replace(case, policy=POLICIES[policy], num_microbatches=2, num_batches=1)
+        for stage, trainer in station.trainers(small, cut=cut).items():
+            for i in range(2):
+                x = torch.zeros_like(inputs) if stage else None
+                out = trainer.run(Op(FORWARD, stage, i), x, station.task)
+                gradient = None if trainer.loss else torch.zeros_like(inputs)
+                assert out is not None
+                trainer.run(Op(BACKWARD, stage, i), gradient, station.task)
 
 
-def run_rank(
-    station: Station,
-    schedule: Schedule,
-    policy: Policy,
-    *,
-    num_microbatches: int,
-    num_batches: int,
-    pace: Pace,
-    keep_weights: bool = False,
-) -> RankRun:
+def run_rank(station: Station, case: Case, pace: Pace, *, keep_weights: bool = False) -> RankRun:
     """Train a copy of the initial weights under a schedule. All ranks have to call this together.
 
     Raises StageLostError when a peer is gone.
     """
-    cut = schedule.cuts_backward
-    trainers = {
-        stage: _build_trainer(station, stage, policy, num_microbatches, num_batches, cut=cut)
-        for stage in station.modules
-    }
-    clock, device = station.clock, station.device
-    on_gpu = device.type == "cuda"
-    route = _Route(schedule, station)
+    trainers = station.trainers(case, cut=case.schedule.cuts_backward)
+    clock, device, memory = station.clock, station.device, None
     gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
     try:
         clock.start()
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with connection_to("the other stages"):
             dist.barrier()
-        spans = _run_order(station, route, trainers, pace)
+        spans = _run_order(station, case, trainers, pace)
         clock.finish()
     finally:
         gc.enable()
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device)
     lags = [clock.lag(end) for thread, _, _, end in spans if thread == "compute"]
     at_once = [lag < AT_ONCE_NS for lag in lags if lag is not None]
-    weights = {}
-    if keep_weights:
-        weights = {
+    return RankRun(
+        events=[
+            MeasuredEvent(station.rank, *op, clock.read(start), clock.read(end), thread)
+            for thread, op, start, end in spans
+        ],
+        peak_versions=[(stage, trainer.peak_versions) for stage, trainer in trainers.items()],
+        losses=[(i, float(x)) for trainer in trainers.values() for i, x in trainer.losses.items()],
+        peak_memory_bytes=memory,
+        waited_for_host=sum(at_once) / len(at_once) if at_once else None,
+        weights={
             stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
             for stage, trainer in trainers.items()
-        }
-    return RankRun(
-        events=[_event(station, *span) for span in spans],
-        peak_versions={stage: trainer.peak_versions for stage, trainer in trainers.items()},
-        losses={i: float(x) for trainer in trainers.values() for i, x in trainer.losses.items()},
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        waited_for_host=sum(at_once) / len(at_once) if at_once else None,
-        weights=weights,
+            if keep_weights
+        },
     )
 
 
@@ -245,70 +228,40 @@ _Span = tuple[str, Op, Any, Any]
 """Thread, operation, and marks at its start and end."""
 
 
-def _event(station: Station, thread: str, op: Op, start: Any, end: Any) -> MeasuredEvent:
-    return MeasuredEvent(
-        rank=station.rank,
-        kind=op.kind,
-        stage=op.stage,
-        microbatch=op.microbatch,
-        start_ns=station.clock.read(start),
-        end_ns=station.clock.read(end),
-        thread=thread,
-    )
-
-
-class _Route:
-    """A rank's operations, and where what they take in comes from and what they give goes."""
-
-    def __init__(self, schedule: Schedule, station: Station) -> None:
-        ranks, own = schedule.ranks(), station.rank
-        takes = dict(handed_on(schedule))
-        self.ops = _ops_of(schedule, own)
-        self.source = {b: (a, ranks[a]) for a, b in takes.items() if ranks[b] == own}
-        """operation -> (the one whose result it takes in, the rank of that one)"""
-        self.target = {a: ranks[b] for a, b in takes.items() if ranks[a] == own}
-        """operation -> the rank that takes its result in"""
-        self.arriving = {
-            peer: [op for op in _ops_of(schedule, peer) if op in takes and ranks[takes[op]] == own]
-            for peer in station.peers
-        }
-        """peer -> the operations whose results it sends here, in its order"""
-
-
-def _ops_of(schedule: Schedule, rank: int) -> list[Op]:
-    return [op for item in schedule.orders[rank] for op in item.parts]
-
-
 def _run_order(
-    station: Station, route: _Route, trainers: Mapping[int, StageTrainer], pace: Pace
+    station: Station, case: Case, trainers: Mapping[int, StageTrainer], pace: Pace
 ) -> list[_Span]:
     """Run the rank's operations, until all that they send is through."""
+    ranks, own, orders = case.schedule.ranks(), station.rank, case.schedule.orders
+    source = {taker: giver for giver, taker in handed_on(case.schedule)}
+    target = {giver: taker for taker, giver in source.items()}
+    example, _ = station.task.microbatch(0)
+    inboxes, outboxes = {}, {}
+    for rank, peer in station.peers.items():
+        sent = [op for item in orders[rank] for op in item.parts if op in target]
+        arriving = [op for op in sent if ranks[target[op]] == own]
+        inboxes[rank] = Inbox(peer, arriving, example, station.receive_depth)
+        outboxes[rank] = Outbox(peer)
     spans: list[_Span] = []
-    mark = station.clock.mark
-    inboxes = {
-        rank: Inbox(peer, route.arriving[rank], station.form, station.receive_depth)
-        for rank, peer in station.peers.items()
-    }
-    outboxes = {rank: Outbox(peer) for rank, peer in station.peers.items()}
     kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
-    for op in route.ops:
-        received = None
-        giver, rank = route.source.get(op, (op, station.rank))
-        if rank != station.rank:
-            begun = mark()
-            received = inboxes[rank].take(giver)
-            spans.append(("receive", giver, begun, mark()))
-        elif giver != op:
+    mark = station.clock.mark
+    for op in (op for item in orders[own] for op in item.parts):
+        received, giver = None, source.get(op)
+        if giver in kept:
             received = kept.pop(giver)
+        elif giver is not None:
+            begun = mark()
+            received = inboxes[ranks[giver]].take(giver)
+            spans.append(("receive", giver, begun, mark()))
         begun = mark()
-        result = _compute(op, station, trainers[op.stage], received)
+        result = trainers[op.stage].run(op, received, station.task)
         if pace[op.kind] > 0:
             time.sleep(pace[op.kind])
         spans.append(("compute", op, begun, mark()))
-        to = route.target.get(op)
-        if result is None or to is None:
+        if result is None or op not in target:
             continue
-        if to == station.rank:
+        to = ranks[target[op]]
+        if to == own:
             kept[op] = result
         else:
             begun = mark()
@@ -317,17 +270,3 @@ def _run_order(
     for outbox in outboxes.values():
         outbox.drain()
     return spans
-
-
-def _compute(
-    op: Op, station: Station, trainer: StageTrainer, received: torch.Tensor | None
-) -> torch.Tensor | None:
-    if op.kind == FORWARD:
-        inputs, target = station.task.microbatch(op.microbatch)
-        x = inputs if received is None else received
-        return trainer.forward(op.microbatch, x, None if trainer.loss is None else target)
-    if op.kind == WEIGHT_GRADIENT:
-        trainer.weight_gradient(op.microbatch)
-        return None
-    step = trainer.backward if op.kind == BACKWARD else trainer.input_gradient
-    return step(op.microbatch, received)

@@ -13,9 +13,8 @@ from torch import nn
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import device_name
+from pipedream.runtime.prediction import Case
 from pipedream.schedules.catalogue import layers_of_a_stage
-from pipedream.schedules.ops import Schedule
-from pipedream.schedules.policies import Policy
 from pipedream.train.models import GPT2_SIZES, GPT2Size, Task, build_stages, build_task, gpt2_layers
 from pipedream.train.oracle import build_trainers, run_schedule
 from pipedream.train.trainer import Loss, Weights
@@ -95,21 +94,19 @@ def _block_task(size: GPT2Size, batch: int, seed: int, dtype: torch.dtype) -> Ta
     )
 
 
-def train_alone(
-    config: Config, schedule: Schedule, policy: Policy, m: int, device: torch.device
-) -> list[Weights]:
-    """The final weights of every stage, from one process. `m`: microbatches in a batch."""
-    workload = build_workload(config, device, schedule.stages_per_rank)
+def train_alone(config: Config, case: Case, device: torch.device) -> list[Weights]:
+    """The final weights of every stage, from one process."""
+    workload = build_workload(config, device, case.schedule.stages_per_rank)
     trainers = build_trainers(
         workload.modules,
-        policy,
-        batch_size=m,
-        num_microbatches=m * config["num_batches"],
+        case.policy,
+        batch_size=case.num_microbatches,
+        num_microbatches=case.num_microbatches * case.num_batches,
         learning_rate=config["learning_rate"],
         loss=workload.loss,
-        cut=schedule.cuts_backward,
+        cut=case.schedule.cuts_backward,
     )
-    run_schedule(schedule, trainers, workload.task)
+    run_schedule(case.schedule, trainers, workload.task)
     return [trainer.weights for trainer in trainers]
 
 

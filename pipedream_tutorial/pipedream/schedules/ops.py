@@ -92,6 +92,10 @@ class Schedule:
                 else:
                     yield from item
 
+    def stages(self) -> list[list[int]]:
+        """By rank: the stages that it holds, sorted."""
+        return [sorted({op.stage for item in order for op in item.parts}) for order in self.orders]
+
     def position(self) -> dict[int, int]:
         """stage -> its place in the model, 0 for the one that holds the first layers."""
         return {stage: place for chain in self.chains for place, stage in enumerate(chain)}

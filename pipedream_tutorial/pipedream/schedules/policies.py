@@ -71,6 +71,10 @@ class WeightUse:
     live: tuple[tuple[Op, int], ...]
     """After each operation of the stage: how many versions are kept."""
 
+    def version(self, op: Op) -> int:
+        """That a forward or backward pass of the stage ran with."""
+        return (self.forward if op.kind == FORWARD else self.backward)[op.microbatch]
+
     @property
     def peak_versions(self) -> int:
         return max(count for _, count in self.live)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Op, Schedule
-from pipedream.simulate.simulator import DeadlockError, needs
+from pipedream.simulate.simulator import DeadlockError, Needs
 
 RUN, SEND, RECV = "RUN", "SEND", "RECV"
 
@@ -46,15 +46,13 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
         raise UserError(
             f"{schedule.name} has several stages a rank", "choose one with a single stage, as 1f1b"
         )
-    ranks = schedule.ranks()
+    ranks, wanted = schedule.ranks(), Needs(schedule)
     programs: list[list[Step]] = []
     for rank, order in enumerate(schedule.orders):
         steps: list[Step] = []
         for op in (op for item in order for op in item.parts):
             steps += [
-                (Action(RECV, need, ranks[need]),)
-                for need in needs(op, schedule)
-                if ranks[need] != rank
+                (Action(RECV, need, ranks[need]),) for need in wanted.of(op) if ranks[need] != rank
             ]
             steps.append((Action(RUN, op, rank),))
             peer = rank + 1 if op.kind == FORWARD else rank - 1

@@ -12,8 +12,8 @@ from pipedream.errors import UserError
 from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
-from pipedream.schedules.ops import RECOMPUTE, Op, Schedule, recomputed, repeat
-from pipedream.schedules.policies import POLICIES, Policy, weight_use
+from pipedream.schedules.ops import RECOMPUTE, Schedule, recomputed, repeat
+from pipedream.schedules.policies import POLICIES, Policy, WeightUse, weight_use
 from pipedream.simulate.measures import Idle, idle, idle_in_a_row, peak_activations
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import (
@@ -55,7 +55,8 @@ REORDERED = ("v-half", "v-min")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One schedule: a batch on its own, and batches one after the other (the stream)."""
+    """One schedule: a batch on its own, and batches one after the other (the stream). What it comes
+    to is computed when it is first asked for."""
 
     name: str
     title: str
@@ -63,33 +64,86 @@ class Row:
     num_batches: int
     batch: Timeline
     """One batch from an empty pipeline to an empty pipeline."""
-    stream_makespan: Fraction
-    """Of `num_batches` batches. Without a pause where the policy needs no flush; otherwise each
-    rank starts its next batch once its own work on the last one is done."""
-    batch_idle: Idle
-    stream_idle: Idle
-    peak_activations: tuple[Fraction, ...]
-    """By rank, in microbatches of a rank's share of the layers; over the stream."""
-    peak_versions: tuple[int, ...]
-    """By stage, in the model's order; of a second copy after the first."""
-    staleness: tuple[int, ...]
-    """By stage likewise: most updates between a microbatch's weights and its own update."""
-    weight_copies: tuple[int | Fraction, ...]
-    """By rank: parameters kept, in units of a rank's share of the model. Two copies of the model
-    (Chimera, DualPipe) count as two."""
-    mixed: bool
-    """Whether a backward pass sees other weights than its forward pass saw."""
     bound: Fraction | None = None
     """Of an order from search: no other one with as much memory is shorter."""
 
+    @property
+    def flushes(self) -> bool:
+        return self.policy is POLICIES["flush"]
+
     @cached_property
     def stream(self) -> Timeline:
-        """The stream, operation by operation."""
-        if self.policy is POLICIES["flush"]:
-            schedule = repeat(self.batch.schedule, self.num_batches)
-        else:
-            schedule = _without_flush(self.batch.schedule, self.name, self.num_batches)
+        """`num_batches` batches. Without a pause where the policy needs no flush; otherwise each
+        rank starts its next batch once its own work on the last one is done."""
+        batch = self.batch.schedule
+        if self.flushes:
+            return simulate(repeat(batch, self.num_batches), self.batch.costs)
+        schedule = build_schedule(
+            self.name, batch.num_ranks, batch.num_microbatches * self.num_batches
+        )
+        if any(op.kind == RECOMPUTE for op in batch.ops()):
+            schedule = recomputed(schedule, batch.kept)
         return simulate(schedule, self.batch.costs)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """When each rank ends the stream, in ticks; with flushes from one batch alone."""
+        if self.flushes:
+            return ends_in_a_row(self.batch, self.num_batches)
+        return [ends[-1] for ends in self.stream.ends]
+
+    @property
+    def stream_makespan(self) -> Fraction:
+        return max(self._ends) * self.batch.tick
+
+    @cached_property
+    def batch_idle(self) -> Idle:
+        return idle(self.batch)
+
+    @cached_property
+    def stream_idle(self) -> Idle:
+        return idle_in_a_row(self.batch, self._ends, self.num_batches)
+
+    @property
+    def _fullest(self) -> Schedule:
+        """Where most is held: a batch that ends in a flush is as the one before it."""
+        return self.batch.schedule if self.flushes else self.stream.schedule
+
+    @cached_property
+    def peak_activations(self) -> tuple[Fraction, ...]:
+        """By rank, in microbatches of a rank's share of the layers; over the stream."""
+        return peak_activations(self._fullest)
+
+    @cached_property
+    def _use(self) -> dict[int, WeightUse]:
+        """By stage, in the model's order; of a second copy after the first."""
+        use = weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
+        return {stage: use[stage] for chain in self._fullest.chains for stage in chain}
+
+    @cached_property
+    def peak_versions(self) -> tuple[int, ...]:
+        """By stage, likewise."""
+        return tuple(use.peak_versions for use in self._use.values())
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """By stage, likewise: most updates between a microbatch's weights and its own update."""
+        return tuple(max(use.staleness.values()) for use in self._use.values())
+
+    @property
+    def weight_copies(self) -> tuple[Fraction, ...]:
+        """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
+        model (Chimera, DualPipe) count as two."""
+        schedule, kept = self._fullest, dict(zip(self._use, self.peak_versions, strict=True))
+        return tuple(
+            Fraction(sum(kept[stage] for stage in stages), schedule.stages_per_rank)
+            for stages in schedule.stages()
+        )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a backward pass sees other weights than its forward pass saw."""
+        return any(use.backward != use.forward for use in self._use.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,33 +164,27 @@ def compare(case: Case) -> Iterator[Row | Refused]:
 def _rows(case: Case) -> Iterator[Row | Refused]:
     before: Row | None = None
     for name, entry in SCHEDULES.items():
+        if before is not None and SCHEDULES[before.name].build is entry.build:
+            # PipeDream's ways of keeping weights differ in these alone.
+            row = replace(before, name=name, title=entry.title, policy=POLICIES[entry.policy])
+            vars(row)["stream"] = before.stream
+            yield row
+            continue
         try:
-            before = measure(name, case, before)
+            before = measure(name, case)
             yield before
         except UserError as error:
             yield Refused(name=name, title=entry.title, reason=str(error))
 
 
-def measure(name: str, case: Case, before: Row | None = None) -> Row:
-    """The row of one schedule; UserError where it does not allow these sizes.
-
-    Timelines of the row `before` are taken over where it has the same orders.
-    """
-    entry = SCHEDULES[name]
-    if before is not None and SCHEDULES[before.name].build is entry.build:
-        batch = before.batch
+def measure(name: str, case: Case) -> Row:
+    """The row of one schedule; UserError where it does not allow these sizes."""
+    entry, p, m = SCHEDULES[name], case.num_stages, case.num_microbatches
+    if name in REORDERED and not case.reorder:
+        schedule = entry.build(p, m, reorder=False)
     else:
-        if name in REORDERED and not case.reorder:
-            schedule = entry.build(case.num_stages, case.num_microbatches, reorder=False)
-        else:
-            schedule = build_schedule(name, case.num_stages, case.num_microbatches, case.chunks)
-        if case.recompute is not None:
-            schedule = recomputed(schedule, case.recompute)
-        batch = simulate(schedule, _costs(schedule, case))
-    stream = None
-    if entry.policy != "flush" and before is not None and before.batch is batch:
-        stream = before.__dict__.get("stream")
-    return _row(name, entry.title, POLICIES[entry.policy], batch, case, stream)
+        schedule = build_schedule(name, p, m, case.chunks)
+    return _row(name, entry.title, schedule, case, policy=entry.policy)
 
 
 def measure_csv(path: Path, case: Case) -> Row:
@@ -144,91 +192,43 @@ def measure_csv(path: Path, case: Case) -> Row:
 
     Raises UserError for orders that are incomplete or that wait for each other.
     """
-    schedule = load_order(path)
-    if case.recompute is not None:
-        schedule = recomputed(schedule, case.recompute)
-    batch = simulate(schedule, _costs(schedule, case))
-    return _row(path.name, path.name, POLICIES["flush"], batch, case)
+    return _row(path.name, path.name, load_order(path), case)
 
 
 def measure_search(memory: int, prove: float, case: Case) -> Row:
     """The row of the best order found that holds `memory` microbatches on a rank at most."""
-    _check_scale(case, case.num_stages)
     if case.recompute is not None:
         raise UserError("search has no recomputation", "set recompute=none")
     costs = _costs(build_schedule("1f1b", case.num_stages, case.num_microbatches), case)
     found = search(costs, case.num_microbatches, memory, prove=prove)
-    batch = simulate(found.schedule, costs)
-    row = _row("search", f"Search, {memory} in memory", POLICIES["flush"], batch, case)
+    row = _row("search", f"Search, {memory} in memory", found.schedule, case)
     return replace(row, bound=found.lower_bound)
 
 
-def _without_flush(batch: Schedule, name: str, num_batches: int) -> Schedule:
-    stream = build_schedule(name, batch.num_ranks, batch.num_microbatches * num_batches)
-    again = any(op.kind == RECOMPUTE for op in batch.orders[0] if isinstance(op, Op))
-    return recomputed(stream, batch.kept) if again else stream
-
-
-def _row(
-    name: str,
-    title: str,
-    policy: Policy,
-    batch: Timeline,
-    case: Case,
-    stream: Timeline | None = None,
-) -> Row:
-    num_batches, schedule = case.num_batches, batch.schedule
-    batch_idle = stream_idle = idle(batch)
-    if policy is POLICIES["flush"]:
-        # A batch begins and ends with one version, and with no activations.
-        ends = ends_in_a_row(batch, num_batches)
-        stream_idle = idle_in_a_row(batch, ends, num_batches)
-        makespan = max(ends) * batch.tick
-    else:
-        if stream is None:
-            whole = _without_flush(schedule, name, num_batches)
-            stream = simulate(whole, batch.costs)
-        schedule, stream_idle, makespan = stream.schedule, idle(stream), stream.makespan
-    stages = [stage for chain in schedule.chains for stage in chain]
-    versions, staleness, mixed = dict.fromkeys(stages, 1), dict.fromkeys(stages, 0), False
-    if policy is not POLICIES["flush"]:
-        use = weight_use(schedule, policy, batch.schedule.num_microbatches)
-        versions = {stage: use[stage].peak_versions for stage in stages}
-        staleness = {stage: max(use[stage].staleness.values()) for stage in stages}
-        mixed = any(u.backward != u.forward for u in use.values())
-    copies = [Fraction(0)] * schedule.num_ranks
-    for rank, order in enumerate(schedule.orders):
-        for stage in {op.stage for item in order for op in item.parts}:
-            copies[rank] += Fraction(versions[stage], schedule.stages_per_rank)
-    row = Row(
+def _row(name: str, title: str, schedule: Schedule, case: Case, *, policy: str = "flush") -> Row:
+    if case.recompute is not None:
+        schedule = recomputed(schedule, case.recompute)
+    return Row(
         name=name,
         title=title,
-        policy=policy,
-        num_batches=num_batches,
-        batch=batch,
-        stream_makespan=makespan,
-        batch_idle=batch_idle,
-        stream_idle=stream_idle,
-        peak_activations=peak_activations(schedule),
-        peak_versions=tuple(versions.values()),
-        staleness=tuple(staleness.values()),
-        weight_copies=tuple(copies),
-        mixed=mixed,
+        policy=POLICIES[policy],
+        num_batches=case.num_batches,
+        batch=simulate(schedule, _costs(schedule, case)),
     )
-    if stream is not None:
-        row.__dict__["stream"] = stream
-    return row
 
 
 def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] | None:
     """What is known of one batch without simulating it, and the sizes to put in; None for what has
     no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
     form, scale = CLOSED_FORMS.get(name), case.stage_scale or [Fraction(1)]
-    overlap = case.overlap_saving and name.startswith("dualpipe")
-    only_repeated = name in REORDERED and not case.reorder
-    if form is None or len(set(scale)) > 1 or case.communication or overlap:
-        return None
-    if case.recompute is not None or only_repeated:
+    other = (
+        len(set(scale)) > 1
+        or case.communication
+        or case.recompute is not None
+        or (case.overlap_saving and name.startswith("dualpipe"))
+        or (name in REORDERED and not case.reorder)
+    )
+    if form is None or other:
         return None
     return form, closed_forms.Case(
         p=case.num_stages,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.train.models import Task, build_stages, build_task
@@ -75,22 +75,14 @@ def run_schedule(
     `watch` is called after each. Which of the orders that ranks' orders and data allow it is cannot
     matter: a stage sees its own operations in its rank's order, whatever the others do meanwhile.
     """
-    outputs: dict[tuple[int, int], torch.Tensor] = {}  # (stage, microbatch) -> what F gave
-    gradients: dict[tuple[int, int], torch.Tensor | None] = {}  # what B or I gave
-    last = len(trainers) - 1
+    given: dict[Op, torch.Tensor | None] = {}  # operation -> what it gave; B stands for I, too
     timeline = simulate(schedule, build_costs(schedule))
     for op in (op for event in timeline.all_events() for op in event.item.parts):
         kind, stage, i = op
-        trainer = trainers[stage]
-        inputs, target = task.microbatch(i)
-        if kind == FORWARD:
-            x = inputs if stage == 0 else outputs.pop((stage - 1, i))
-            outputs[stage, i] = trainer.forward(i, x, target if stage == last else None)
-        elif kind in (BACKWARD, INPUT_GRADIENT):
-            step = trainer.backward if kind == BACKWARD else trainer.input_gradient
-            gradients[stage, i] = step(i, None if stage == last else gradients.pop((stage + 1, i)))
-        else:
-            trainer.weight_gradient(i)
+        source = Op(FORWARD, stage - 1, i) if kind == FORWARD else Op(BACKWARD, stage + 1, i)
+        result = trainers[stage].run(op, given.pop(source, None), task)
+        if kind != WEIGHT_GRADIENT:
+            given[op._replace(kind=FORWARD if kind == FORWARD else BACKWARD)] = result
         if watch is not None:
             watch(op, trainers)
 

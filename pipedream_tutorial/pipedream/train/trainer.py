@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import Policy
 from pipedream.train.cut import CutLinears, LinearCall
+from pipedream.train.models import Task
 
 Weights = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -79,6 +81,18 @@ class StageTrainer:
     def weights(self) -> Weights:
         """The newest version."""
         return self.versions[self.updates]
+
+    def run(self, op: Op, received: torch.Tensor | None, task: Task) -> torch.Tensor | None:
+        """One operation of this stage. `received`: what the stage before gave to F, the one after
+        to B and I; None where there is none. What it gives to the next, if anything."""
+        if op.kind == WEIGHT_GRADIENT:
+            self.weight_gradient(op.microbatch)
+            return None
+        if op.kind == FORWARD:
+            inputs, target = task.microbatch(op.microbatch)
+            return self.forward(op.microbatch, inputs if received is None else received, target)
+        step = self.backward if op.kind == BACKWARD else self.input_gradient
+        return step(op.microbatch, received)
 
     def forward(
         self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None = None

@@ -42,58 +42,45 @@ def copy_into_data(module: nn.Module, gradients: list[torch.Tensor]) -> None:
         parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
-WAYS: dict[str, Update] = {
-    "p.data = new": replace_data,
-    "optimizer.step()": step_optimizer,
-    "p.data.copy_(new)": copy_into_data,
-}
-
-
-def linear_stage() -> nn.Module:
-    """Linear layers only, fp64."""
+def stage(*, norm: bool) -> nn.Module:
+    """Linear layers, or these with a LayerNorm in between; fp64."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).double()
+    between = [nn.LayerNorm(32)] if norm else []
+    layers = [nn.Linear(16, 32), nn.Tanh(), *between, nn.Linear(32, 16)]
+    return nn.Sequential(*layers).double()
 
 
-def normed_stage() -> nn.Module:
-    """The same with a LayerNorm in between, fp64."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 16)).double()
-
-
-def run_trap(build: Callable[[], nn.Module], update: Update) -> float | str:
+def run_trap(module: nn.Module, update: Update) -> float | str:
     """Forward pass, `update` of the weights by another microbatch's gradient, backward pass: the
     gradient's error relative to the one without the update between, or autograd's refusal.
 
     Exactly 0: the backward pass used the old weights.
     """
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss, list(module.parameters())))
+
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
-    module = build()
-    exact = _gradients(module, _loss(module, first))
-    update_by = _gradients(module, _loss(module, second))
-    in_flight = _loss(module, first)
-    update(module, update_by)
+    exact = gradients(module(first).square().mean())
+    in_flight = module(first).square().mean()
+    update(module, gradients(module(second).square().mean()))
     try:
-        return relative_difference(_gradients(module, in_flight), exact)
+        return relative_difference(gradients(in_flight), exact)
     except RuntimeError as error:
         return str(error)
-
-
-def _loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module(x).square().mean()
-
-
-def _gradients(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(loss, list(module.parameters())))
 
 
 def main() -> None:
     """Print what each way of updating does to the gradient of the microbatch in flight."""
     print("Forward pass, update of the weights, backward pass. The gradient's error:")
-    for text, update in WAYS.items():
-        for kind, build in (("Linear", linear_stage), ("Linear and LayerNorm", normed_stage)):
-            print(f"  {text:18} {kind:21} {_describe(run_trap(build, update))}")
+    for text, update in (
+        ("p.data = new", replace_data),
+        ("optimizer.step()", step_optimizer),
+        ("p.data.copy_(new)", copy_into_data),
+    ):
+        for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
+            print(f"  {text:18} {kind:21} {_describe(run_trap(stage(norm=norm), update))}")
     print("Only p.data.copy_(new) is training without stashing, whatever the layers.")
 
 

@@ -23,8 +23,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.config import FOLDER
 from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axes
-from pipedream.draw.grids import Panel, Picture, idle_text, kind_legend, lay_out, panel_title
-from pipedream.draw.labels import place_labels
+from pipedream.draw.grids import Panel, Picture, idle_text, kind_legend, lay_out
 from pipedream.draw.page import (
     GREY,
     LINE_COLOURS,
@@ -33,7 +32,9 @@ from pipedream.draw.page import (
     darker,
     new_figure,
     number,
+    panel_title,
     percent,
+    place_labels,
     save,
 )
 from pipedream.plan.planner import Plan, plan_pipeline
@@ -42,8 +43,9 @@ from pipedream.plan.replicated import simulate_plan
 from pipedream.runtime.record import GPU_GOAL_POINTS
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
-from pipedream.simulate.measures import idle
+from pipedream.simulate.measures import idle, times_of
 from pipedream.simulate.simulator import Timeline
+from pipedream.simulate.trace import transfers
 
 from results.lab.tutorial.tables import Record, title_of
 
@@ -163,16 +165,19 @@ class Message(NamedTuple):
 
 def awaited(timeline: Timeline) -> list[Message]:
     """The messages on whose arrival an idle rank starts."""
-    ranks, cost = timeline.schedule.ranks(), timeline.costs.communication
+    ranks, times = timeline.schedule.ranks(), times_of(timeline)
+    free = {
+        op: before.end
+        for line in timeline.events
+        for before, event in pairwise(line)
+        for op in event.item.parts
+    }
     found = []
-    for events in timeline.events:
-        free = Fraction(0)
-        for event in events:
-            sender = event.rank if event.bound_by is None else ranks[event.bound_by]
-            if event.start > free and sender != event.rank:
-                found.append(Message(sender, event.start - cost, event.rank, event.start))
-            free = event.end
-    return found
+    for sender, receiver in transfers(timeline.schedule):
+        sent, arrives = times[sender][1], times[sender][1] + timeline.costs.communication
+        if arrives == times[receiver][0] > free.get(receiver, 0):
+            found.append(Message(ranks[sender], sent, ranks[receiver], arrives))
+    return sorted(found, key=lambda message: (message.receiver, message.arrives))
 
 
 def draw_picture(picture: Picture, path: Path) -> Figure:

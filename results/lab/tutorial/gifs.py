@@ -22,7 +22,6 @@ from pipedream.draw.grids import (
     cost_text,
     draw_grid,
     kind_legend,
-    panel_title,
     row_height,
     time_label,
 )
@@ -37,6 +36,7 @@ from pipedream.draw.page import (
     ink,
     new_figure,
     paler,
+    panel_title,
 )
 from pipedream.schedules.ops import (
     BACKWARD,
@@ -280,8 +280,7 @@ def _stash_frame(
     figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95, head=0.4)
 
     def colour(op: Op) -> Colour:
-        own = use[op.stage]
-        return _shade((own.forward if op.kind == FORWARD else own.backward)[op.microbatch])
+        return _shade(use[op.stage].version(op))
 
     draw_grid(above, timeline, colour=colour, labels=(lambda op: f"{op.kind}{op.microbatch}",))
     panel_title(above, "F and B of each microbatch, coloured by the weight version they use")
