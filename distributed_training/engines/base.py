@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import io
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +16,6 @@ import torch.nn as nn
 from distributed_training.data.samples import StepBatch
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import Part, TensorFiles
-from distributed_training.plan.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
@@ -69,7 +68,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """What this rank holds of weights and Adam's moments, "exp_avg/<name>", fp32 under the
-        model's names and shapes (the vocabulary without padding), for a checkpoint. Local."""
+        model's names and shapes (the vocabulary without padding). Local."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
@@ -87,20 +86,32 @@ class Engine(abc.ABC):
     def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Restore what `own_state` gave on this rank, if anything; after `load`."""
 
-    @abc.abstractmethod
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """All parameters in fp32 on the CPU under the model's names; None on ranks other than 0."""
+        """What `state_parts` says of the weights, put together on the CPU under the model's names;
+        None on ranks other than 0."""
+        weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
+        own = [part for part in weights if part.writes and math.prod(part.size)]
+        ranks = gather([(part.name, part.shape, part.start, part.size) for part in own])
+        if dist.get_rank() > 0:
+            for part in own:
+                dist.send(part.get().detach().cpu().contiguous(), 0)
+            return None
+        state: dict[str, torch.Tensor] = {}
+        for sender, parts in enumerate(ranks):
+            for number, (name, shape, start, size) in enumerate(parts):
+                values = own[number].get().detach() if sender == 0 else torch.empty(size)
+                if sender > 0:
+                    dist.recv(values, sender)
+                name = name.removeprefix("weight/")
+                if name not in state:
+                    state[name] = torch.empty(shape)
+                box = state[name] if len(start) == len(shape) else state[name].view(-1)
+                box[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
+        return state
 
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
         vars(self).clear()
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool) -> Iterator[None]:
-    """Unless `verbose`, what libraries print about themselves is dropped."""
-    with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 @contextlib.contextmanager
@@ -109,21 +120,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     module.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
-
-
-def collect_stages(
-    state: dict[str, torch.Tensor], topology: Topology
-) -> dict[str, torch.Tensor] | None:
-    """Parameters of all stages on rank 0, from the first process of each; None elsewhere."""
-    per_stage = topology.world_size // topology.pp
-    shapes = gather({name: tuple(full.shape) for name, full in state.items()})
-    if topology.rank == 0:
-        for sender in range(per_stage, topology.world_size, per_stage):
-            for name, shape in shapes[sender].items():
-                state[name] = torch.empty(shape)
-                dist.recv(state[name], sender)
-        return state
-    if topology.rank % per_stage == 0:
-        for full in state.values():
-            dist.send(full, 0)
-    return None

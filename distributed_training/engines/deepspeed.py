@@ -24,7 +24,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from deepspeed.utils import safe_get_full_fp32_param
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
@@ -81,7 +80,8 @@ class DeepSpeedEngine(base.Engine):
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
         parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
-        with base.quiet(config.verbose):
+        quiet = contextlib.redirect_stdout(io.StringIO())  # it prints what it was given
+        with contextlib.nullcontext() if config.verbose else quiet:
             found = deepspeed.initialize(**parts, dist_init_required=False)
         self.engine, self.optimizer = found[:2]
         self.model = self.engine.module
@@ -191,13 +191,15 @@ class DeepSpeedEngine(base.Engine):
         scaler = self.optimizer.loss_scaler
         fragments = self._fragments()
         steps = int(counters["adam_steps"])
+        on_host = self.plan.strategy.steps_on_host
         with private.writing_zero(self.optimizer):
             for group in range(len(private.zero_partitions(self.optimizer))):
                 with private.writing_zero_group(self.optimizer, group) as flat:
                     # Moments that are there are written to: whoever keeps them on disk knows them.
                     state = adam.state[flat]
                     held = {"weight": flat}
-                    state["step"] = self._adam_steps(steps, flat)
+                    # As the optimizer itself keeps it.
+                    state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
                     for moment in base.MOMENTS:
                         if moment not in state:
                             state[moment] = torch.zeros_like(flat)
@@ -209,23 +211,8 @@ class DeepSpeedEngine(base.Engine):
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1
             scaler.cur_iter = int(counters["good_steps"])
-        if self.plan.strategy.steps_on_host:
+        if on_host:
             private.restore_cpu_adam_powers(adam, **base.ADAM)
-
-    def _adam_steps(self, steps: int, flat: torch.Tensor) -> Any:
-        """As the optimizer itself keeps it."""
-        if self.plan.strategy.steps_on_host:
-            return steps
-        return torch.tensor(float(steps), device=flat.device)
-
-    def full_state(self) -> dict[str, torch.Tensor] | None:
-        state = {}
-        for name, parameter in self.named.items():
-            master = safe_get_full_fp32_param(parameter)  # collective along dp
-            if self.topology.dp_rank == 0:
-                full = parameter.detach() if master is None else master
-                state[name] = full.float().cpu().clone()
-        return base.collect_stages(state, self.topology)
 
     def close(self) -> None:
         self.engine.destroy()

@@ -13,7 +13,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.data.samples import StepBatch
@@ -34,11 +33,11 @@ from distributed_training.parallel.compression import (
     state_of,
 )
 from distributed_training.parallel.gradients import (
+    add_up,
     global_norm,
     local_parameter,
     local_part,
     match_layouts,
-    sum_gradients,
 )
 from distributed_training.parallel.graphs import StepGraph, to_device
 from distributed_training.parallel.lora import apply_lora
@@ -195,7 +194,7 @@ class NativeEngine(base.Engine):
                 )
         match_layouts(self.parameters)
         if self.terms:
-            sum_gradients(self.terms, self.tp_group)
+            add_up([local_part(parameter.grad) for parameter in self.terms], self.tp_group)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
@@ -330,19 +329,3 @@ class NativeEngine(base.Engine):
     def load_own(self, state: dict[str, torch.Tensor]) -> None:
         if self.remembered is not None:
             restore(self.remembered, state, self.topology.device)
-
-    def full_state(self) -> dict[str, torch.Tensor] | None:
-        state = {}
-        full: Any
-        for part, named in self.named:
-            tables = part.vocabulary_parameters()
-            # Not named_parameters: after an evaluation those are FSDP's gathered, rounded copies.
-            held = part.state_dict()
-            for name in dict(named):
-                full = held[name]
-                full = full.full_tensor() if isinstance(full, DTensor) else full
-                if name in tables:  # tp may have appended rows
-                    full = full[: self.size.padded_vocab_size]
-                if self.topology.tp_rank == self.topology.dp_rank == 0:
-                    state[name] = full.cpu().clone()
-        return base.collect_stages(state, self.topology)

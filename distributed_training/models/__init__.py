@@ -1,9 +1,9 @@
 """Which models there are: one folder a family, found by name or by path. No torch import.
 
-A family is a package that exports `sizes`, `build`, `load` and `save` (see gpt2/) and imports torch
-only inside of them. It may stand anywhere: `model` in CONFIG is the name of a size, the path of a
-Hugging Face folder, its name on the Hub, or the path of a family, with `:size` for other than its
-first.
+A family is a package that exports `sizes`, `build`, and `to_hf`, `to_config` and STORES_TRANSPOSED,
+which say how Hugging Face has its weights (see gpt2/); it imports torch only inside of functions.
+It may stand anywhere: `model` in CONFIG is the name of a size, the path of a Hugging Face folder,
+its name on the Hub, or the path of a family, with `:size` for other than its first.
 """
 
 from __future__ import annotations
@@ -151,23 +151,28 @@ class ModelSpec:
 
     def load(self, model: Decoder, folder: Path) -> None:
         """Copy the weights in `folder` into `model`; raise UserError where they do not fit."""
+        from distributed_training.models.weights import load_weights
+
         self.check_weights(folder)
-        _load(self.family).load(model, folder)
+        load_weights(model, _load(self.family), folder)
 
     def save(self, state: dict[str, torch.Tensor], folder: Path, *, eos_token_id: int) -> None:
         """Write full fp32 `state` (names of the model, on the CPU) to `folder`."""
-        _load(self.family).save(state, self.size, folder, eos_token_id=eos_token_id)
+        from distributed_training.models.weights import save_weights
+
+        save_weights(state, _load(self.family), self.size, folder, eos_token_id)
 
     @property
     def stores_transposed(self) -> bool:
         """Whether Hugging Face's matrices are [in, out]."""
-        return getattr(_load(self.family), "STORES_TRANSPOSED", False)
+        return bool(_load(self.family).STORES_TRANSPOSED)
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """What has a row for each of one of our matrices, by name, as the modules of Hugging Face's
         model have it."""
-        found: dict[str, torch.Tensor] = _load(self.family).name_rows(matrix, rows, self.size)
-        return found
+        parts = _load(self.family).to_hf(f"{matrix}.weight", rows, self.size).items()
+        last = rows.shape[1:]
+        return {name.removesuffix(".weight"): part.reshape(-1, *last) for name, part in parts}
 
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` holds readable weights of this size; load nothing."""
@@ -257,7 +262,7 @@ def _load(family: str) -> Any:
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
     module = load_code(Path(family, "__init__.py"), f"the model family {family}")
-    missing = [name for name in ("sizes", "build", "load", "save") if not hasattr(module, name)]
-    if missing:
+    wanted = ("sizes", "build", "to_hf", "to_config", "STORES_TRANSPOSED")
+    if missing := [name for name in wanted if not hasattr(module, name)]:
         raise UserError(f"the model family {family} has no {', '.join(missing)}")
     return module

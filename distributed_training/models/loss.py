@@ -47,7 +47,7 @@ class ChunkedCrossEntropy:
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
-            return _Chunked.apply(x, weight, targets, vocab_size, self)
+            return _Chunked.apply(x, weight, targets, vocab_size, self.tokens, self.compute)
         pieces = (tensor.split(self.tokens) for tensor in (x.flatten(0, -2), targets.flatten()))
         losses = [
             summed_cross_entropy(part, weight, own, vocab_size)
@@ -55,34 +55,25 @@ class ChunkedCrossEntropy:
         ]
         return torch.stack(losses).sum()
 
-    def gradients(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        vocab_size: int,
-        learns: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(summed loss, its gradients by x [N, D] and, where it learns, by weight [P, D])."""
-        grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, tokens, compute):  # type: ignore[no-untyped-def]
+        flat = x.flatten(0, -2)
+        grad_x = torch.empty_like(flat)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=x.device)
-        chunks = (tensor.split(self.tokens) for tensor in (x, targets.flatten(), grad_x))
+        chunks = [each.split(tokens) for each in (flat, targets.flatten(), grad_x)]
         for part, own, grad_part in zip(*chunks, strict=True):
-            loss, grad_logits = self.compute(F.linear(part, weight), own, vocab_size)
+            loss, grad_logits = compute(F.linear(part, weight), own, vocab_size)
             total += loss
             torch.mm(grad_logits, weight, out=grad_part)
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ part
-        return total, grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
-
-
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, loss):  # type: ignore[no-untyped-def]
-        learns = ctx.needs_input_grad[1]
-        gradients = loss.gradients(x.flatten(0, -2), weight, targets, vocab_size, learns)
-        total, grad_x, grad_weight = gradients
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_x.view_as(x), grad_weight)
         return total
 
@@ -90,7 +81,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
         grad_x, grad_weight = ctx.saved_tensors
         grad_weight = None if grad_weight is None else grad_weight * scale
-        return grad_x * scale, grad_weight, None, None, None
+        return grad_x * scale, grad_weight, None, None, None, None
 
 
 def loss_and_gradient(

@@ -36,25 +36,20 @@ def match_layouts(parameters: list[Any]) -> None:
 
 
 @torch.no_grad()
-def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace this process's part of each gradient by the sum over `group`, in one all-reduce."""
-    _all_reduce([local_part(parameter.grad) for parameter in parameters], group, 1)
-
-
-@torch.no_grad()
-def average(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by its mean over all processes, in one all-reduce."""
-    _all_reduce(tensors, None, dist.get_world_size())
-
-
-def _all_reduce(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, divisor: int
+def add_up(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1
 ) -> None:
+    """Replace each tensor by its sum over `group` divided by `divisor`, in one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= divisor
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(total.view(tensor.shape))
+
+
+def average(tensors: Sequence[torch.Tensor]) -> None:
+    """Replace each tensor by its mean over all processes, in one all-reduce."""
+    add_up(tensors, divisor=dist.get_world_size())
 
 
 @torch.no_grad()

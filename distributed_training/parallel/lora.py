@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.tensor import with_own_masks
 from distributed_training.settings.config import RunConfig
 
 
@@ -31,34 +32,33 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
     for name, linear in list(model.named_modules()):
         if not isinstance(linear, Linear) or name.rpartition(".")[2] not in targets:
             continue
-        a, b = _draw(name, linear.weight, config, model.compute_dtype)
-        linear.adapter = Adapter(a, b, config)
-        if isinstance(linear.weight, DTensor):
-            whole = "b" if linear.weight.placements[0].is_shard(1) else "a"
-            terms.add(f"{name}.adapter.{whole}")
+        weight = linear.weight
+        linear.adapter = Adapter(*_draw(name, weight, config, model.compute_dtype), config)
+        if isinstance(weight, DTensor):
+            by_columns = weight.placements[0].is_shard(1)
+            terms.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
+            if by_columns and config.lora_dropout and not config.sequence_parallel:
+                linear.adapter.place = weight.device_mesh.get_local_rank()
     return terms
 
 
 def _draw(
     name: str, weight: torch.Tensor, config: RunConfig, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B from the name and the seed alone, split as the weight is; rounded like weights that
     training begins with."""
     rows, columns = weight.shape
     generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
     a = torch.empty(config.lora_rank, columns)
     a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-    drawn = [a.to(dtype or a.dtype).float(), torch.zeros(rows, config.lora_rank)]
-    drawn = [each.to(weight.device) for each in drawn]
-    if not isinstance(weight, DTensor):
-        return drawn
-    by_columns = weight.placements[0].is_shard(1)
-    places = [Shard(1), Replicate()] if by_columns else [Replicate(), Shard(0)]
-    mesh = weight.device_mesh
-    return [
-        distribute_tensor(each, mesh, [place], src_data_rank=None)
-        for each, place in zip(drawn, places, strict=True)
-    ]
+    a = a.to(dtype or a.dtype).float().to(weight.device)
+    b = torch.zeros(rows, config.lora_rank, device=weight.device)
+    if isinstance(weight, DTensor):
+        by_columns = weight.placements[0].is_shard(1)
+        place_a, place_b = (Shard(1), Replicate()) if by_columns else (Replicate(), Shard(0))
+        a = distribute_tensor(a, weight.device_mesh, [place_a], src_data_rank=None)
+        b = distribute_tensor(b, weight.device_mesh, [place_b], src_data_rank=None)
+    return a, b
 
 
 class Adapter(nn.Module):
@@ -70,6 +70,8 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(b)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
+        # Among processes with other columns of the input and the same random numbers.
+        self.place: int | None = None
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The matrix's input [.., in] and product [.., out] -> the sum [.., out]."""
@@ -77,9 +79,15 @@ class Adapter(nn.Module):
         if isinstance(x, DTensor):  # of a whole x each process computes one term of the gradient
             places = [Partial() if place.is_replicate() else place for place in x.placements]
             inputs = x.to_local(grad_placements=places)
-        inputs = F.dropout(inputs, self.dropout, self.training)
+        if self.place is None:
+            inputs = self._drop(inputs)
+        else:
+            inputs = with_own_masks(self._drop, self.place, inputs)
         narrow = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
         added = F.linear(narrow, local_part(self.b).to(x.dtype))
         if isinstance(y, DTensor):
             added = DTensor.from_local(added, y.device_mesh, y.placements, run_check=False)
         return y + added
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training)

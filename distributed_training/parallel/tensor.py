@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,18 +41,18 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
     DTensors, and between split layers tensors are local, of `parts` of the samples and tokens.
 
     Returns the names of parameters that each process uses on its own tokens: their gradients are
-    still to be summed over `mesh` (gradients.sum_gradients).
+    still to be summed over `mesh` (gradients.add_up).
     """
     samples, tokens = parts
     sequence_parallel = max(parts) > 1
     between: Placement = Shard(0 if samples > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=between),
-        "row": _RowSplit(between),
-        "whole": _OnOwnTokens(),
-        "heads": _OnOwnTokens(),
-        "positions": _OnOwnTokens(shift=tokens > 1),
-        "vocabulary": _ByToken(between),
+        "row": _Layer(Shard(-1), between, dim=1),
+        "whole": _Layer(),
+        "heads": _Layer(),
+        "positions": _Layer(shift=tokens > 1),
+        "vocabulary": _Layer(Replicate(), between, dim=0),
     }
     roles = model.find_roles()
     for name, role in roles.items():
@@ -61,8 +61,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
     for block in model.blocks.values() if model.dropout and not sequence_parallel else ():
         attention = getattr(block, model.attention)
-        with_masks = partial(_with_own_masks, attention, mesh.get_local_rank())
-        setattr(block, model.attention, with_masks)
+        own = partial(with_own_masks, attention, mesh.get_local_rank())
+        setattr(block, model.attention, own)
     if model.is_last:
         model.loss = partial(_split_loss, mesh, between)
         model.project = partial(_split_projection, mesh, between)
@@ -77,66 +77,41 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
 
 
 @dataclass
-class _RowSplit(parallel.ParallelStyle):
-    """A matrix split by columns, whose product is summed into `between`. Each process adds the bias
-    to what it then has, so that nothing comes between product and sum, and both may be one."""
+class _Layer(parallel.ParallelStyle):
+    """Parameters of which each process holds all, for the tokens that it has (were DTensor not told
+    that these are all, it would sum gradients one by one, each micro-batch, in bf16). With `dim`
+    the weight is split, and each output is one term of a sum: a matrix by columns, a table by rows.
+    Each adds the bias to what it has of the sum, so that nothing comes between product and sum, and
+    both may be one.
 
-    between: Placement
+    torch's RowwiseParallel may return what is still on its way: a compiled block cannot take that,
+    as the gradient of its input would miss a step.
+    """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_name: str, linear: Any, mesh: DeviceMesh) -> None:
-            linear.adds_bias = False
-            whole = nn.Parameter(distribute_tensor(linear.weight, mesh, [Shard(1)]))
-            linear.register_parameter("weight", whole)
-
-        def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            return DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
-
-        def leave(linear: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
-            y = output.redistribute(placements=[self.between]).to_local()
-            return y if linear.bias is None else y + linear.bias.to_local().to(y.dtype)
-
-        return distribute_module(module, device_mesh, split, enter, leave)
-
-
-@dataclass
-class _ByToken(parallel.ParallelStyle):
-    """A table split by rows. As torch's RowwiseParallel, whose output may still be on its way: a
-    compiled block cannot take that, as the gradient of its input would miss a step."""
-
-    between: Placement
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_name: str, table: Any, mesh: DeviceMesh) -> None:
-            rows = nn.Parameter(distribute_tensor(table.weight, mesh, [Shard(0)]))
-            table.register_parameter("weight", rows)
-
-        def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-
-        def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
-            return output.redistribute(placements=[self.between]).to_local()
-
-        return distribute_module(module, device_mesh, split, enter, leave)
-
-
-@dataclass
-class _OnOwnTokens(parallel.ParallelStyle):
-    """All processes hold the parameters, and each uses them on the tokens that it has. Were DTensor
-    not told that these are all, it would sum gradients one by one, each micro-batch, in bf16."""
-
+    given: Placement = field(default_factory=Replicate)  # of the input
+    between: Placement = field(default_factory=Replicate)  # of the output
+    dim: int | None = None
     shift: bool = False  # the input is positions counted from the process's first token, [T / R]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_name: str, layer: Any, mesh: DeviceMesh) -> None:
+            if self.dim is not None:
+                layer.adds_bias = False
+                weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(self.dim)]))
+                layer.register_parameter("weight", weight)
+
         def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             (x,) = inputs
             if self.shift:
                 x = x + mesh.get_local_rank() * x.shape[0]
-            return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            return DTensor.from_local(x, mesh, [self.given], run_check=False)
 
-        return distribute_module(
-            module, device_mesh, None, enter, lambda _module, output, _mesh: output.to_local()
-        )
+        def leave(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+            y = output.redistribute(placements=[self.between]).to_local()
+            bias = None if self.dim is None else getattr(layer, "bias", None)
+            return y if bias is None else y + bias.to_local().to(y.dtype)
+
+        return distribute_module(module, device_mesh, split, enter, leave)
 
 
 def can_overlap(group: dist.ProcessGroup) -> bool:
@@ -222,11 +197,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
 split_cross_entropy = _SplitCrossEntropy.apply
 
 
-def _with_own_masks(attention: Any, place: int, x: torch.Tensor) -> torch.Tensor:
-    """Attention whose dropout differs between processes, which have different heads; recomputation
-    restores the common generator, and so the seed."""
+def with_own_masks(function: Any, place: int, x: torch.Tensor) -> torch.Tensor:
+    """`function` of x, whose dropout differs between processes, which have different heads, or
+    columns; recomputation restores the common generator, and so the seed."""
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed + place)
-        return attention(x)
+        return function(x)

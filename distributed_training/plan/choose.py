@@ -218,7 +218,7 @@ def _choose_compile(candidate: Candidate, machine: Machine, notes: list[str]) ->
     # Where compiled blocks would be wrong or fail.
     if strategy.fetches_parameters:
         obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
-    elif candidate.mesh["tp"] > 1 and config.dropout > 0 and not config.sequence_parallel:
+    elif candidate.mesh["tp"] > 1 and _drops(config) and not config.sequence_parallel:
         obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"
     elif config.compile != "whole":
         pass
@@ -264,6 +264,10 @@ def _choose_async_tp(candidate: Candidate, machine: Machine, compiled: bool | st
     return bool(_switch("async_tp", config.async_tp, obstacle, measured))
 
 
+def _drops(config: RunConfig) -> bool:
+    return max(config.dropout, config.lora_dropout) > 0
+
+
 def _choose_cuda_graphs(candidate: Candidate, machine: Machine, notes: list[str]) -> bool:
     """Whether a step is captured and replayed as one graph, which cannot ask the host anything."""
     config = candidate.config
@@ -273,7 +277,7 @@ def _choose_cuda_graphs(candidate: Candidate, machine: Machine, notes: list[str]
         obstacle = f"strategy={config.strategy!r}, whose engine launches its own kernels"
     elif config.gradient_compression != "none":
         obstacle = "gradient_compression, whose hooks run on the host"
-    elif config.dropout > 0 and split:
+    elif _drops(config) and split:
         obstacle = "dropout under tp or activation checkpointing, which sets random generators"
     if not machine.num_gpus:
         obstacle = obstacle or "a CPU"

@@ -154,15 +154,10 @@ def _check_settings(candidate: Candidate) -> None:
     name = config.pipeline_schedule
     mode = config.activation_checkpointing
     known = strategy.traits.schedules
-    tp = candidate.mesh["tp"]
     if config.lora_rank and strategy.swaps_to_disk:
         what = f"lora_rank={config.lora_rank} does not go with strategy={strategy.name!r}"
         why = "frozen weights in files have not been tried"
         raise UserError(what, why, "set strategy to offload, zero3 or fsdp")
-    if config.lora_rank and config.lora_dropout and tp > 1 and not config.sequence_parallel:
-        what = f"lora_dropout={config.lora_dropout} with tp={tp} and no sequence_parallel"
-        why = "processes would drop the same of their different columns"
-        raise UserError(what, why, "set sequence_parallel to True, or lora_dropout to 0")
     if candidate.mesh["pp"] == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")

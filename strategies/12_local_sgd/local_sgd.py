@@ -71,10 +71,6 @@ class LocalSGD(NativeEngine):
         self._take_mean()
         return super().logits(input_ids)
 
-    def full_state(self) -> dict[str, torch.Tensor] | None:
-        self._take_mean()
-        return super().full_state()
-
     def _take_mean(self) -> None:
         """Between two meetings: put the replicas' mean in the place of the weights."""
         if self.since and not self.own:

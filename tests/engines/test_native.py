@@ -13,7 +13,6 @@ from distributed_training.engines.base import COMPUTE_DTYPES
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
-from distributed_training.models.loss import ChunkedCrossEntropy
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from tests.support import GPU_MACHINE, cpu_topology, small_plan
 
@@ -107,18 +106,3 @@ def test_a_loss_scale_falls_at_an_overflow_and_rises_again(tmp_path, monkeypatch
     steps = train(engine, 0, 1, 2)
     assert not any(step.skipped for step in steps)
     assert engine.loss_scale == 2.0**5
-
-
-@pytest.mark.parametrize("tokens", [0, 8])
-@pytest.mark.parametrize("compiled", [False, True, "whole"])
-def test_what_is_compiled_and_which_loss_is_used(tokens, compiled, tmp_path, monkeypatch):
-    """Methods that are replaced lie in the modules' own dictionaries."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    plan = small_plan(tmp_path, compile=compiled, loss_chunk_tokens=tokens)
-    (part,) = build_engine(plan).parts.values()
-    blocks = ["forward" in vars(block) for block in part.blocks.values()]
-    assert blocks == [compiled is True] * len(blocks)
-    assert ("hidden" in vars(part)) == (compiled == "whole")
-    assert ("leave" in vars(part)) == (compiled is not False and not tokens)
-    assert ("forward" in vars(part.norm_out)) == (compiled is not False and tokens > 0)
-    assert isinstance(part.loss, ChunkedCrossEntropy) == (tokens > 0)

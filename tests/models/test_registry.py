@@ -80,7 +80,7 @@ def test_plans_of_folders(folder, tmp_path):
 def test_a_family_outside_of_the_package(tmp_path):
     (tmp_path / "__init__.py").write_text(
         "from distributed_training.models import gpt2\n"
-        "from distributed_training.models.gpt2 import build, load, save\n"
+        "from distributed_training.models.gpt2 import STORES_TRANSPOSED, build, to_config, to_hf\n"
         "def sizes(folder=None):\n"
         "    return {'one': gpt2.SIZES['gpt2-tiny'], 'second': gpt2.SIZES['gpt2']}\n"
     )
@@ -126,7 +126,7 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))
     (tmp_path / "__init__.py").write_text("sizes = build = None")
-    with refused(str(tmp_path), "has no load, save"):
+    with refused(str(tmp_path), "has no to_hf, to_config"):
         find_model(str(tmp_path))
 
 

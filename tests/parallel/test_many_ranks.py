@@ -23,7 +23,7 @@ LAYOUTS = {
 VOCAB_SIZE, HIDDEN_SIZE = 2048, 128
 FAMILY = f"""
 from distributed_training.models import gpt2
-from distributed_training.models.gpt2 import build, gpt2_size, load, save
+from distributed_training.models.gpt2 import STORES_TRANSPOSED, build, gpt2_size, to_config, to_hf
 
 
 def sizes(folder=None):

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
-from distributed_training.models import decoder
+from distributed_training.models import decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
+from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.records.record import start_record
@@ -42,6 +43,10 @@ SIZES["eight-layers-2050"] = gpt2_size(
 SIZES["eight-wide-layers-2050"] = gpt2_size(
     vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=120
 )
+_EIGHT = {"model_type": "qwen3", "vocab_size": 2050, "max_position_embeddings": 128}
+_EIGHT |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+_EIGHT |= {"hidden_size": 120, "head_dim": 32, "intermediate_size": 320}
+llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(llama.Config(**_EIGHT))
 SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )
@@ -229,32 +234,36 @@ DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
 class _Watched:
     """torch.nn.functional, noting the random generator's state before what draws numbers."""
 
-    def __init__(self) -> None:
-        self.seen: dict[str, list[str]] = {}
+    def __init__(self, seen: dict[str, list[str]], kinds: dict[str, str]) -> None:
+        self.seen = seen
+        self.kinds = kinds
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(torch.nn.functional, name)
-        if name not in DRAWING:
+        if name not in self.kinds:
             return function
 
         def watched(*arguments: Any, **words: Any) -> Any:
             if words["dropout_p"] if name == "scaled_dot_product_attention" else arguments[2]:
                 state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
-                self.seen.setdefault(DRAWING[name], []).append(state)
+                self.seen.setdefault(self.kinds[name], []).append(state)
             return function(*arguments, **words)
 
         return watched
 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of each rank {"residual": [state, ...], "attention": [...]}: the random generator's states
-    before every dropout of one training step, as hashes. Equal states draw equal masks."""
-    model.F = decoder.F = watched = _Watched()
+    """Of each rank {"residual": [state, ...], "attention": [...], "adapter": [...]}: the random
+    generator's states before every dropout of one training step, as hashes. Equal states draw equal
+    masks."""
+    seen: dict[str, list[str]] = {}
+    model.F = decoder.F = _Watched(seen, DRAWING)
+    lora.F = _Watched(seen, {"dropout": "adapter"})
 
     def step(run: Run) -> list[Any]:
-        watched.seen = {}
+        seen.clear()
         _train(run, 1)
-        return gather(watched.seen)
+        return gather(seen)
 
     return _all_cases(arguments, step)
 

@@ -1,4 +1,5 @@
-"""Layers split over tp, dealt out over pp, and both with data parallelism: the same training."""
+"""Both families, weights or adapters, split over tp, dealt out over pp, and both with data
+parallelism: the same training."""
 
 from __future__ import annotations
 
@@ -8,125 +9,155 @@ import itertools
 import pytest
 import torch
 
-from tests.parity.support import DEEP, assert_equal_runs, cut, reference, run_cases, split
+from distributed_training.advise.checks import has_libaio
+from distributed_training.settings.files import ROOT
+from tests.parity.support import (
+    DEEP,
+    GLOBAL_BATCH,
+    assert_equal_runs,
+    cut,
+    reference,
+    run_cases,
+    small_infinity,
+    split,
+)
 
-# The word before the slash names the data, that is the reference. Activation checkpointing comes
-# with a mechanism that another case shows without it.
+# What one process trains that cases are compared with, by the word before their slash.
+LLAMAS = ROOT / "tests/models"
+ODD_BATCH = 6
+TIED = {"model": str(LLAMAS / "grouped")}  # groups of heads, with norms
+UNTIED = {"model": str(LLAMAS / "untied")}  # biases, scaled positions, an output layer of its own
+LORA = {**UNTIED, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
+REFERENCES = {
+    "packed": {"pack": True},
+    "padded": {"pack": False},
+    "odd": cut(1, global_batch=ODD_BATCH),
+    "ten": cut(1, global_batch=10),
+    "twelve": cut(1, global_batch=12),
+    "eight": {"model": "eight-layers"},
+    "tied": TIED,
+    "untied": UNTIED,
+    "lora": LORA,
+    # Where processes draw the masks of one: those of inputs that all of them have.
+    "dropped": {**LORA, "lora_dropout": 0.3, "lora_targets": "qkv,mlp_in"},
+}
+# Activation checkpointing and a loss in chunks, of a number that divides no micro-batch, come with
+# a mechanism that another case shows without them.
+FULL = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
+CHUNKED = {"loss_chunk_tokens": 50}
+WHOLE_NORMS = {"sequence_parallel": False}
+ZB_H1 = {"pipeline_schedule": "zb-h1"}
+ZB_V = {"pipeline_schedule": "zb-v"}
+INTERLEAVED = {"pipeline_schedule": "interleaved"}
+HYBRID = {"strategy": "hybrid"}
 CASES = {
     2: {
         "packed/tp2": {**split(tp=2), **cut(1)},
-        "padded/tp2": {
-            **split(tp=2), **cut(2), "activation_checkpointing": "selective",
-        },
-        "packed/tp2-whole-norms": {
-            **split(tp=2), **cut(2), "sequence_parallel": False,
-            "activation_checkpointing": "full",
-        },
-        "padded/fsdp2-recomputed": {
-            "strategy": "fsdp", **cut(2), "activation_checkpointing": "selective",
-        },
+        "padded/tp2": {**split(tp=2), **cut(2), **SELECTIVE},
+        "packed/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS, **FULL},
+        "padded/fsdp2-recomputed": {"strategy": "fsdp", **cut(2), **SELECTIVE, **CHUNKED},
         "packed/pp2-gpipe-1": {**split(pp=2), **cut(1), "pipeline_schedule": "gpipe"},
         "padded/pp2-1f1b-2": {**split(pp=2), **cut(2), "pipeline_cut": "5,1"},
-        "padded/pp2-interleaved-4": {
-            **split(pp=2), **cut(4), "pipeline_schedule": "interleaved",
-        },
-        "packed/pp2-zb-v-8": {**split(pp=2), **cut(8), "pipeline_schedule": "zb-v"},
+        "padded/pp2-interleaved-4": {**split(pp=2), **cut(4), **INTERLEAVED},
+        "packed/pp2-zb-v-8": {**split(pp=2), **cut(8), **ZB_V},
+        # Micro-batches that stages do not divide; five of them are not rounds of two.
+        "odd/pp2-interleaved-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **INTERLEAVED},
+        "odd/pp2-zb-v-3": {**split(pp=2), **cut(3, global_batch=ODD_BATCH), **ZB_V},
+        "ten/pp2-zb-h1-5": {**split(pp=2), **cut(5, global_batch=10), **ZB_H1, **CHUNKED},
+        "packed/hybrid-auto": {**HYBRID, "global_batch": GLOBAL_BATCH},
+        "packed/hybrid-8": {**HYBRID, **cut(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
+        "tied/zero2": {"strategy": "zero2", **cut(2)},
+        "tied/local-sgd": {"strategy": "local_sgd", "local_steps": 1, **cut(1)},
+        "tied/tp2": {**split(tp=2), **cut(2)},
+        "tied/tp2-whole-norms": {**split(tp=2), **cut(1), **WHOLE_NORMS, **FULL},
+        # The only family whose blocks take what the embedding returns as it is.
+        "tied/tp2-compiled": {**split(tp=2), **cut(1), "compile": True},
+        "tied/hybrid": {**HYBRID, **cut(4)},
+        "untied/fsdp": {"strategy": "fsdp", **cut(1)},
+        "untied/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
+        "untied/hybrid": {**HYBRID, **cut(4)},
+        "lora/fsdp": {"strategy": "fsdp", **cut(2)},
+        "lora/tp2": {**split(tp=2), **cut(2)},
+        "lora/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
+        "lora/zero2": {"strategy": "zero2", **cut(2), "loss_chunk_tokens": 16},
+        "lora/zero3": {"strategy": "zero3", **cut(2)},
+        "lora/hybrid": {**HYBRID, **cut(4)},
+        "dropped/tp2-whole-norms": {**split(tp=2), **cut(1), **WHOLE_NORMS, **FULL},
     },
     4: {
         "padded/tp4-by-tokens": {**split(tp=4), **cut(4)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
         "packed/pp4-1f1b": {**split(pp=4), **cut(8)},
-        "packed/pp4-zb-h1": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-h1"},
-        "padded/tp2-pp2-zb-v": {
-            **split(tp=2, pp=2), **cut(4), "pipeline_schedule": "zb-v",
-            "sequence_parallel": False,
-        },
-        "packed/shard2-pp2-interleaved": {
-            **split(dp_shard=2, pp=2), **cut(4), "pipeline_schedule": "interleaved",
-        },
+        "packed/pp4-zb-h1": {**split(pp=4), **cut(8), **ZB_H1},
+        "eight/pp4-zb-v": {**split(pp=4), **cut(8), **ZB_V},
+        "eight/pp4-zb-auto": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-auto"},
+        "padded/tp2-pp2-zb-v": {**split(tp=2, pp=2), **cut(4), **ZB_V, **WHOLE_NORMS},
+        "packed/shard2-pp2-interleaved": {**split(dp_shard=2, pp=2), **cut(4), **INTERLEAVED},
         "padded/copies2-pp2-zb-h1": {
-            **split(dp_replicate=2, pp=2), **cut(4), "pipeline_schedule": "zb-h1",
-            "pipeline_cut": "2,4",
+            **split(dp_replicate=2, pp=2), **cut(4), **ZB_H1, "pipeline_cut": "2,4",
         },
+        # Two stages of two processes each, or four stages.
+        "twelve/hybrid-3": {**HYBRID, **cut(3, global_batch=12)},
+        "padded/hybrid-8-pp4": {**HYBRID, **cut(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
+        "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
+        "lora/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
     },
     8: {
         "packed/shard2-tp2-pp2": {**split(dp_shard=2, tp=2, pp=2), **cut(2)},
         "padded/copies2-tp2-pp2-zb-v": {
-            **split(dp_replicate=2, tp=2, pp=2), **cut(2), "pipeline_schedule": "zb-v",
+            **split(dp_replicate=2, tp=2, pp=2), **cut(2), **ZB_V,
         },
     },
 }  # fmt: skip
-# What needs another batch or model than those: micro-batches that stages do not divide, and two
-# stages on each of four processes.
-ODD_BATCH = 6
-ODD = cut(3, global_batch=ODD_BATCH)
-EIGHT = {"model": "eight-layers"}
-OTHERS = {
-    2: {
-        f"odd/pp2-{schedule}-3": {**split(pp=2), **ODD, "pipeline_schedule": schedule}
-        for schedule in ("interleaved", "zb-v")
-    } | {
-        # Five micro-batches are not rounds of two.
-        "ten/pp2-zb-h1-5": {
-            **split(pp=2), **cut(5, global_batch=10), "pipeline_schedule": "zb-h1",
-        },
-    },
-    4: {
-        f"eight/pp4-{schedule}": {
-            **EIGHT, **split(pp=4), **cut(8), "pipeline_schedule": schedule,
-        }
-        for schedule in ("zb-v", "zb-auto")
-    },
-}  # fmt: skip
-ALL = {count: {**cases, **OTHERS.get(count, {})} for count, cases in CASES.items()}
-NAMED = [(count, name) for count, cases in ALL.items() for name in cases]
+if has_libaio():
+    CASES[2]["tied/infinity"] = {**small_infinity(), **cut(2)}
+NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 
-# The word before a case's slash -> what it is compared with.
-REFERENCES = {
-    "packed": {"pack": True},
-    "padded": {"pack": False},
-    "odd": {"pack": True, **cut(1, global_batch=ODD_BATCH)},
-    "ten": {"pack": True, **cut(1, global_batch=10)},
-    "eight": {"pack": True, **EIGHT},
-}
-
-
-def model(values):
-    """Deep enough for stages where there are any; two blocks show all that splits each of them."""
-    return DEEP if values.get("pp", 1) > 1 else {**DEEP, "model": "gpt2-tiny"}
+def work(name, values):
+    """CONFIG of a case's reference: deep enough for stages where it has any, else two blocks, which
+    show all that splits each of them."""
+    stages = values.get("pp", 1) > 1 or values["strategy"] == "hybrid"
+    model = {} if stages else {"model": "gpt2-tiny"}
+    return {**DEEP, **model, **REFERENCES[name.split("/")[0]]}
 
 
 @functools.cache
 def results(count):
     """What the cases of so many processes compute, run when first asked for."""
-    return run_cases(
-        {
-            name: {**model(values), "pack": not name.startswith("padded/"), **values}
-            for name, values in ALL[count].items()
-        },
-        count,
-    )
+    cases = CASES[count].items()
+    return run_cases({name: {**work(name, values), **values} for name, values in cases}, count)
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED, ids=[name for _, name in NAMED])
 def test_layout_equals_one_process(count, name):
-    expected = reference({**model(ALL[count][name]), **REFERENCES[name.split("/")[0]]})
+    expected = reference(work(name, CASES[count][name]))
     assert_equal_runs(results(count)[name], expected)
+
+
+def test_adapters_drop_the_same_wherever_a_process_has_the_same_samples():
+    dropped = {**DEEP, **LORA, "lora_dropout": 0.3}
+    cases = {
+        "dp": {**dropped, "strategy": "dp", **cut(2)},
+        "fsdp": {**dropped, "strategy": "fsdp", **cut(2), **FULL},
+        "zero3": {**dropped, "strategy": "zero3", **cut(2)},
+    }
+    found = run_cases(cases, 2, steps=4)
+    for name in ("fsdp", "zero3"):
+        assert_equal_runs(found[name], found["dp"])
 
 
 # zb-v too, where one process holds both copies of the tied embedding.
 TO_RESUME = {
     2: {
-        "zb-v": {**split(pp=2), **cut(2), "pipeline_schedule": "zb-v"},
+        "zb-v": {**split(pp=2), **cut(2), **ZB_V},
         "zb-auto": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-auto"},
         "1f1b in bf16": {**split(pp=2), **cut(2), "precision": "bf16"},
     },
     4: {
         "tp2-pp2": {**split(tp=2, pp=2), **cut(2)},
-        "shard2-pp2-zb-v": {
-            **split(dp_shard=2, pp=2), **cut(2), "pipeline_schedule": "zb-v",
-        },
+        "shard2-pp2-zb-v": {**split(dp_shard=2, pp=2), **cut(2), **ZB_V},
         "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(1)},
         "hybrid2x2": {"strategy": "hybrid", **cut(2)},
     },
@@ -166,24 +197,24 @@ def test_what_is_exported_after_an_evaluation_in_bf16():
 
 
 def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
-    noisy = {**DEEP, "dropout": 0.3}
+    noisy = {**DEEP, "dropout": 0.3, "lora_rank": 2, "lora_dropout": 0.3}
     cases = {
         "split": {**noisy, **split(dp_shard=2, tp=2), **cut(1)},
-        "whole": {
-            **noisy, **split(dp_shard=2, tp=2), **cut(1), "sequence_parallel": False,
-            "activation_checkpointing": "full",
-        },
-        "stages": {**noisy, **split(pp=2, tp=2), **cut(2), "sequence_parallel": False},
-    }  # fmt: skip
+        "whole": {**noisy, **split(dp_shard=2, tp=2), **cut(1), **WHOLE_NORMS, **FULL},
+        "stages": {**noisy, **split(pp=2, tp=2), **cut(2), **WHOLE_NORMS},
+    }
     out = run_cases(cases, 4, what="dropout_streams")
     for name, alike in [("split", []), ("whole", [(0, 1), (2, 3)]), ("stages", [(0, 1), (2, 3)])]:
         streams = out[name]
-        for kind in ("residual", "attention"):
+        for kind in ("residual", "attention", "adapter"):
             drawn = [set(rank[kind]) for rank in streams]
             assert all(drawn)
             for one, other in itertools.combinations(range(4), 2):
                 if kind == "residual" and (one, other) in alike:
                     assert streams[one][kind] == streams[other][kind], f"{name}: {one}, {other}"
+                elif kind == "adapter" and (one, other) in alike:
+                    # Of a block's four, one is neither within attention nor split by columns.
+                    assert len(drawn[one] & drawn[other]) == len(drawn[one]) / 4
                 else:
                     assert not drawn[one] & drawn[other], f"{name}, {kind}: {one}, {other}"
     # What is computed again in the backward pass draws the masks of the forward pass.

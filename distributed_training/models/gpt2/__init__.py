@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,8 +50,8 @@ MODEL_TYPES = ("gpt2",)
 HUB_IDS = {
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 }
-STORES_TRANSPOSED = True
-# Our names -> Hugging Face's. Those called c_ are Conv1D: weights stored [in, out].
+STORES_TRANSPOSED = True  # as Conv1D has its weights, [in, out]
+# Our names -> Hugging Face's.
 _NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -111,57 +110,18 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     return build_decoder(lambda: GPT2(size, dropout=dropout), seed)
 
 
-def load(model: Decoder, folder: Path) -> None:
-    """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
-    from distributed_training.models.weights import stored_weights
-
-    read = stored_weights(folder, prefix="transformer.")
-    for ours, values in model.state_dict().items():
-        name = _hf_name(ours)
-        tensor = read(name, ours, _to_hf(name, values.to("meta"), model.size).shape)
-        rows = tensor.t() if ".c_" in name else tensor
-        if ".c_attn." in name:  # (q/k/v, head, K) -> (head, q/k/v, K)
-            rows = rows.unflatten(0, (3, model.size.num_heads, -1)).transpose(0, 1).flatten(0, 2)
-        values[: len(rows)] = rows  # the embedding's padding stays 0
+def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+    """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
+    name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
+    if ours.startswith("token_embedding"):
+        tensor = tensor[: size.vocab_size]
+    if ".qkv." in ours:  # (head, q/k/v, K) -> (q/k/v, head, K)
+        tensor = tensor.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1)
+    return {f"transformer.{name}": tensor}
 
 
-def save(
-    state: dict[str, torch.Tensor], size: ModelSize, folder: Path, *, eos_token_id: int
-) -> None:
-    """Write full fp32 `state` as a folder that `GPT2LMHeadModel.from_pretrained` opens."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"transformer.{_hf_name(ours)}": _to_hf(_hf_name(ours), tensor, size).contiguous()
-        for ours, tensor in state.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = _Config(model_type="gpt2", **asdict(size))
-    document = config.model_dump(by_alias=True) | {"architectures": ["GPT2LMHeadModel"]}
-    document |= {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id, "dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
-
-
-def name_rows(matrix: str, rows: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """What has a row for each of a block's matrix, under Hugging Face's names of modules and in
-    their order."""
-    name = _hf_name(matrix)
-    return {f"transformer.{name}": _reorder(f"{name}.", rows, size)}
-
-
-def _hf_name(ours: str) -> str:
-    return ".".join(_NAMES.get(part, part) for part in ours.split("."))
-
-
-def _to_hf(name: str, tensor: torch.Tensor, size: ModelSize) -> torch.Tensor:
-    if name == "wte.weight":
-        return tensor[: size.vocab_size]
-    tensor = _reorder(name, tensor, size)
-    return tensor.t() if ".c_" in name else tensor
-
-
-def _reorder(name: str, rows: torch.Tensor, size: ModelSize) -> torch.Tensor:
-    if ".c_attn." in name:  # (head, q/k/v, K) -> (q/k/v, head, K)
-        return rows.unflatten(0, (size.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-    return rows
+def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
+    """The config.json that GPT2LMHeadModel reads."""
+    document = _Config(model_type="gpt2", **asdict(size)).model_dump(by_alias=True)
+    tokens = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
+    return {**document, **tokens, "architectures": ["GPT2LMHeadModel"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
-# model_type -> the class of transformers that opens what `save` writes.
+# model_type -> the class of transformers that opens what we write.
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+STORES_TRANSPOSED = False
 _FIX = "give a model without it, of those in models/llama/sizes.json for example"
 # Our names -> Hugging Face's, but for what holds several of theirs.
 _NAMES = {
@@ -103,7 +103,7 @@ class Config(BaseModel, strict=True):
         return self.model_type == "qwen3"
 
 
-def _size(config: Config) -> ModelSize:
+def llama_size(config: Config) -> ModelSize:
     """Its `num_parameters` equals Hugging Face's count."""
     d = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
@@ -149,7 +149,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
     UserError where our model does not compute what it describes."""
     if folder is None:
-        return _known()
+        return SIZES
     file = folder / "config.json"
     config = parse_as(Config, load_json(file, "model"), str(file), _FIX)
     heads = config.num_attention_heads
@@ -157,22 +157,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if heads % groups or config.head_dim % 2:
         what = f"{folder}: {heads} heads of {config.head_dim} numbers with {groups} of k and v"
         raise UserError(f"{what} cannot be divided")
-    return {folder.name: _size(config)}
-
-
-@functools.cache
-def _known() -> dict[str, ModelSize]:
-    return {name: _size(Config(**config)) for name, config in _published().items()}
-
-
-def _published() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(
-        (Path(__file__).parent / "sizes.json").read_text()
-    )
-    return found
-
-
-HUB_IDS = {name: config["hub_id"] for name, config in _published().items()}
+    return {folder.name: llama_size(config)}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
@@ -183,49 +168,7 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     return build_decoder(lambda: Llama(size, dropout=dropout), seed)
 
 
-def load(model: Decoder, folder: Path) -> None:
-    """Copy the weights in `folder` into `model`, in fp32; raise UserError where they do not fit."""
-    from distributed_training.models.weights import stored_weights
-
-    read = stored_weights(folder)
-    for ours, values in model.state_dict().items():
-        for name, part in _to_hf(ours, values, model.size).items():
-            rest = values.shape[1:]
-            shape = (part.numel() // math.prod(rest), *rest)
-            part.copy_(read(name, ours, shape).view(part.shape))
-
-
-def save(
-    state: dict[str, torch.Tensor], size: ModelSize, folder: Path, *, eos_token_id: int
-) -> None:
-    """Write full fp32 `state` as a folder that `AutoModelForCausalLM.from_pretrained` opens."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: part.reshape(-1, *tensor.shape[1:]).contiguous()
-        for ours, tensor in state.items()
-        for name, part in _to_hf(ours, tensor, size).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = Config(**size.config)
-    rope = config.rope_parameters
-    # The names that older and newer versions of transformers read.
-    document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
-    if rope.rope_type != "default":
-        document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
-    document |= {"architectures": [MODEL_TYPES[config.model_type]], "dtype": "float32"}
-    document["eos_token_id"] = eos_token_id
-    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
-
-
-def name_rows(matrix: str, rows: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """What has a row for each of a block's matrix, as Hugging Face's modules have it."""
-    parts = _to_hf(f"{matrix}.", rows, size)
-    return {name[:-1]: part.reshape(-1, *rows.shape[1:]) for name, part in parts.items()}
-
-
-def _to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
+def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith(("token_embedding", "output_rows")):
@@ -243,7 +186,23 @@ def _to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.
     return {name: tensor}
 
 
+def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
+    """The config.json that `AutoModelForCausalLM` reads, older versions of it, too."""
+    config = Config(**size.config)
+    rope = config.rope_parameters
+    document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
+    if rope.rope_type != "default":
+        document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
+    architecture = MODEL_TYPES[config.model_type]
+    return {**document, "architectures": [architecture], "eos_token_id": eos_token_id}
+
+
 def unit_size(hidden: int) -> int:
     """Rows of the gate, and then of what it multiplies, that lie together in `mlp_in`: few, so that
     tp can split them, but enough for GPUs to read them at once."""
     return math.gcd(hidden, 16)
+
+
+_PUBLISHED = json.loads((Path(__file__).parent / "sizes.json").read_text())
+SIZES = {name: llama_size(Config(**config)) for name, config in _PUBLISHED.items()}
+HUB_IDS = {name: config["hub_id"] for name, config in _PUBLISHED.items()}

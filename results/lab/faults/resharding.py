@@ -4,8 +4,10 @@ python -m results.lab.faults.resharding --jobs 16          all pairs, to results
 python -m results.lab.faults.resharding --ring             each layout saved once and resumed once
 python -m results.lab.faults.resharding --pairs 20 --seed 7
 python -m results.lab.faults.resharding --only infinity    pairs with such a layout on either side
+python -m results.lab.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
-The script's model is wider than the tests', so that infinity has moments in files.
+The script's models are wider than the tests', so that infinity has moments in files; `--work` is
+gpt2, llama, or lora: adapters beside a llama's frozen weights.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from tests.pool import Pool
 # Two stages for each of four processes, and an embedding with rows of padding.
 EIGHT = {**DEEP, "model": "eight-layers-2050"}
 WIDE = {**DEEP, "model": "eight-wide-layers-2050"}
+LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
+LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
+WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
 NUM_STEPS = 6  # it is saved after half of them
 AT_ONCE = 40  # pairs, about, of which a job takes all that were saved under some layouts
 LOSS_TOLERANCE = 1e-4
@@ -163,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, help="so many, drawn at random (default: all)")
     parser.add_argument("--ring", action="store_true", help="each layout once on either side")
+    parser.add_argument("--work", choices=WORKS, default="gpt2")
     parser.add_argument("--only", help="pairs with a layout whose name begins so")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time, of 4 processes")
     parser.add_argument("--seed", type=int, default=0)
@@ -173,10 +179,11 @@ def main() -> None:
     pairs = [pair for pair in pairs if any(name.startswith(a.only or "") for name in pair)]
     rows = list[dict[str, Any]]()
     began = time.monotonic()
-    record = {"model": WIDE["model"], "num_steps": NUM_STEPS, "versions": versions()}
+    values = WORKS[a.work]
+    record = {"model": values["model"], "num_steps": NUM_STEPS, "versions": versions()}
     if not has_libaio():
         record["left_out"] = "infinity: libaio is not installed"
-    reference(dict(WIDE), steps=NUM_STEPS)  # once for all jobs
+    reference(dict(values), steps=NUM_STEPS)  # once for all jobs
     own = threading.local()
     moments = list[int]()
 
@@ -184,7 +191,7 @@ def main() -> None:
         if not hasattr(own, "pool"):
             own.pool = new_heavy_pool()
         with tempfile.TemporaryDirectory() as folder:
-            found = reshard(job, Path(folder), WIDE, own.pool)
+            found = reshard(job, Path(folder), values, own.pool)
             moments.append(len(list(Path(folder).rglob("exp_avg_sq-*.swp"))))
         return found
 
