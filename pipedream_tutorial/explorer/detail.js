@@ -1,47 +1,42 @@
 // What there is to say about an operation, and the legend.
 "use strict";
 
-const KIND_TEXTS = {
-  F: "forward pass",
-  R: "forward pass once more, as its activations were not kept,",
-  B: "backward pass",
-  I: "input gradient, the first half of the backward pass",
-  W: "weight gradient, the second half of the backward pass",
-};
-const KIND_NAMES = {
-  F: "forward", R: "forward again", B: "backward", I: "input gradient", W: "weight gradient",
+const KINDS = {
+  F: ["forward", "forward pass"],
+  R: ["forward again", "forward pass once more, as its activations were not kept,"],
+  B: ["backward", "backward pass"],
+  I: ["input gradient", "input gradient, the first half of the backward pass"],
+  W: ["weight gradient", "weight gradient, the second half of the backward pass"],
 };
 
 // Lines of text about the item in focus.
 function describe(pane) {
-  const { rank, index } = pane.focus;
-  const { timeline } = pane.run;
-  const item = timeline.schedule.orders[rank][index];
-  const at = (ticks) => shortNumber(ticks * timeline.tick.toNumber());
-  const [start, end] = [timeline.starts[rank][index], timeline.ends[rank][index]];
+  const { run, focus: { rank, index } } = pane;
+  const { schedule, tick, starts, ends } = run.timeline;
+  const item = schedule.orders[rank][index];
+  const at = (ticks) => shortNumber(ticks * tick);
   const names = item.parts.map(
-    (op) => `${op.text}: ${KIND_TEXTS[op.kind]} of microbatch ${op.microbatch} on stage ${op.stage}`,
+    (op) => `${op.text}: ${KINDS[op.kind][1]} of microbatch ${op.microbatch} on stage ${op.stage}`,
   );
   return [
-    `${names.join("; with ")}. Rank ${rank}, from ${at(start)} to ${at(end)}.`,
-    waitText(pane, rank, index, at),
-    ...item.parts.filter((op) => op.kind !== "W").map((op) => weightText(pane.run, op)),
+    `${names.join("; with ")}. Rank ${rank}, from ${at(starts[rank][index])} to ${at(ends[rank][index])}.`,
+    waitText(run.timeline, rank, index, at),
+    ...item.parts.filter((op) => op.kind !== "W").map((op) => weightText(run, op)),
     slackText(item, pane.slack[rank][index], at),
-    ...measuredText(pane, item, end - start),
+    ...measuredText(pane, item),
   ];
 }
 
-function waitText(pane, rank, index, at) {
-  const { timeline } = pane.run;
-  const order = timeline.schedule.orders[rank];
-  const bound = timeline.bounds[rank][index];
-  const wanted = timeline.wanted.ofItem(order[index]);
+function waitText({ schedule, ends, bounds, c }, rank, index, at) {
+  const order = schedule.orders[rank];
+  const bound = bounds[rank][index];
+  const wanted = schedule.needs(order[index]);
   if (!wanted.length) return "Waits for nothing: its input is the data.";
   const needs = wanted.map((need) => {
-    const from = pane.links.places.get(need);
-    const sent = timeline.ends[from.rank][from.index];
+    const from = schedule.places.get(need);
+    const sent = ends[from.rank][from.index];
     if (from.rank === rank) return `${need} (own, ended at ${at(sent)})`;
-    return `${need} (from rank ${from.rank}, there at ${at(sent + timeline.communication)})`;
+    return `${need} (from rank ${from.rank}, there at ${at(sent + c)})`;
   });
   const own = order[index - 1]?.parts.some((op) => op.text === bound) && !wanted.includes(bound);
   const reason = own ? `It starts when its rank has ended ${bound}.` : `${bound} came last.`;
@@ -74,50 +69,42 @@ function slackText(item, slack, at) {
     : "On a critical path: if it starts earlier or gets shorter, the whole may end earlier.";
 }
 
-function measuredText(pane, item, simulated) {
-  if (!pane.measured) return [];
-  const { schedule, starts, ends } = pane.measured;
-  for (const [rank, order] of schedule.orders.entries()) {
-    const index = order.findIndex((other) => other.text === item.text);
-    if (index < 0) continue;
-    const took = shortNumber(ends[rank][index] - starts[rank][index]);
-    const wanted = shortNumber(simulated * pane.run.timeline.tick.toNumber());
-    const late = lateText(lateness(pane.run.timeline, pane.links, pane.measured, rank, index));
-    return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${late}.`];
-  }
-  return [];
+function measuredText(pane, item) {
+  const { run: { timeline }, measured, focus } = pane;
+  const place = measured?.schedule.places.get(item.parts[0].text);
+  if (!place) return [];
+  const took = (times, { rank, index }) => times.ends[rank][index] - times.starts[rank][index];
+  const [real, wanted] = [took(measured, place), took(timeline, focus) * timeline.tick].map(shortNumber);
+  const late = lateText(lateness(pane, place.rank, place.index));
+  return [`Measured: ${real} ms (simulated ${wanted}), and it ended ${late}.`];
 }
 
-// What the frames, arrows and strips that are shown mean: [colour or "", text].
-function legendOf(panes, chosen, theme) {
+// What the frames, arrows and strips that are shown mean: a swatch's colour, or none, and a text.
+function showLegend(panes, chosen) {
   const shown = panes.filter((pane) => pane.run);
-  const ops = shown.flatMap((pane) => pane.run.timeline.schedule.ops());
-  const used = new Set(ops.map((op) => op.kind));
-  const kinds = Object.keys(KIND_NAMES).filter((kind) => used.has(kind));
+  const schedules = shown.map((pane) => pane.run.timeline.schedule);
+  const used = new Set(schedules.flatMap((schedule) => schedule.ops.map((op) => op.kind)));
+  const measured = shown.some((pane) => pane.measured);
   const entries = [
-    ...kinds.map((kind) => [true, theme[kind], `${kind}, ${KIND_NAMES[kind]}`]),
-    [shown.some((pane) => [...pane.pale.values()].some(Boolean)), "",
+    ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
+    [schedules.some(({ copies, stagesPerRank }) => copies * stagesPerRank > 1), "",
       "paler: a rank's later stages, or the second copy"],
     [chosen.byVersion, "", "the kind at the foot; above it the version of the weights that a pass runs with (W reads none)"],
-    [shown.some((pane) => pane.measured), theme.bad, "under a measured operation: it ended later than simulated"],
-    [shown.some((pane) => pane.measured), theme.good, "it ended earlier"],
-    [chosen.held, theme.held, "held: microbatches whose activations the rank keeps"],
-    [chosen.held && chosen.K, theme.bad, "above the memory limit, the dashed line"],
-    [chosen.versions, theme.versions, "versions: copies of the weights that the rank keeps"],
-    [chosen.stale, theme.stale, "behind: updates that the last gradient did not know of"],
-    [chosen.path, theme.path, "framed: the critical path"],
-    [chosen.arrows, theme.quiet, "thin arrow: a message"],
-    [true, theme.ink, "thick frame: the operation pointed at"],
-    [true, theme.accent, "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
+    [measured, "bad", "under a measured operation: it ended later than simulated"],
+    [measured, "good", "it ended earlier"],
+    [chosen.held, "held", "held: microbatches whose activations the rank keeps"],
+    [chosen.held && chosen.K, "bad", "above the memory limit, the dashed line"],
+    [chosen.versions, "versions", "versions: copies of the weights that the rank keeps"],
+    [chosen.stale, "stale", "behind: updates that the last gradient did not know of"],
+    [chosen.path, "path", "framed: the critical path"],
+    [chosen.arrows, "quiet", "thin arrow: a message"],
+    [true, "ink", "thick frame: the operation pointed at"],
+    [true, "accent", "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
   ];
-  return entries.filter(([on]) => on).map(([, colour, text]) => [colour, text]);
-}
-
-function showLegend(entries) {
-  const items = entries.map(([colour, text]) => {
-    const box = el("span", { className: colour ? "swatch" : "" });
-    box.style.background = colour;
-    return el("span", {}, box, text);
+  const items = entries.filter(([on]) => on).map(([, colour, text]) => {
+    const swatch = el("span", { className: colour ? "swatch" : "" });
+    swatch.style.background = `var(--${colour})`;
+    return el("span", {}, swatch, text);
   });
   byId("legend").replaceChildren(...items);
 }

@@ -3,15 +3,15 @@
 
 // app: {store, pane, setMeasured(measured), say(text, verdict)}
 function attachFiles(app) {
-  byId("save-csv").onclick = () =>
-    refusable(app, () => {
-      const name = save(app);
-      app.say(`Saved. Run it: python pipedream_simple.py --set schedule=${name}`, "same");
-    });
+  byId("save-csv").onclick = () => refusable(app, save);
+  const open = async (file, load) => {
+    if (!file) return;
+    const text = await file.text();
+    refusable(app, () => load(app, text, file.name));
+  };
   for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
     byId(id).onchange = async () => {
-      const [file] = byId(id).files;
-      if (file) await openFile(app, load, file);
+      await open(byId(id).files[0], load);
       byId(id).value = "";
     };
   }
@@ -19,17 +19,21 @@ function attachFiles(app) {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     const [file] = event.dataTransfer.files;
-    if (file) openFile(app, file.name.endsWith(".json") ? loadTrace : loadCsv, file);
+    open(file, file?.name.endsWith(".json") ? loadTrace : loadCsv);
   });
 }
 
-async function openFile(app, load, file) {
-  const text = await file.text();
-  refusable(app, () => load(app, text, file.name));
+function refusable(app, act) {
+  try {
+    act(app);
+  } catch (error) {
+    if (!(error instanceof RuleError)) throw error;
+    app.say(`Not possible: ${error.message}.`, "illegal");
+  }
 }
 
-// The file's name; RuleError for what a CSV cannot say.
-function save({ store, pane }) {
+// RuleError for what a CSV cannot say.
+function save({ store, pane, say }) {
   const { schedule, n } = resolved(store.chosen);
   if (!pane.run) throw new RuleError("there is no order");
   if (!pane.run.policy.flushes) {
@@ -37,34 +41,27 @@ function save({ store, pane }) {
   }
   if (n > 1) throw new RuleError("a CSV is one batch; set batches to 1");
   const name = `${schedule === "csv" ? "order" : schedule}.csv`;
-  saveFile(name, toCsv(pane.run.timeline.schedule), "text/csv");
-  return name;
-}
-
-function refusable(app, act) {
-  try {
-    act();
-  } catch (error) {
-    if (!(error instanceof RuleError)) throw error;
-    app.say(`Not possible: ${error.message}.`, "illegal");
-  }
+  const content = new Blob([toCsv(pane.run.timeline.schedule)], { type: "text/csv" });
+  const link = el("a", { download: name, href: URL.createObjectURL(content) });
+  link.click();
+  URL.revokeObjectURL(link.href);
+  say(`Saved. Run it: python pipedream_simple.py --set schedule=${name}`, "same");
 }
 
 function loadCsv(app, text, name) {
-  const schedule = fromCsv(text, "csv");
+  const schedule = fromCsv(text);
   app.setMeasured(null);
-  app.store.change({ ...fixedBy(schedule), csv: toCsv(schedule), level: 0 });
+  app.store.change(fixedBy(schedule));
   app.say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
 }
 
 // The trace's own orders and mean durations are what is simulated; one unit is a millisecond.
 function loadTrace(app, text, name) {
   const trace = readTrace(text);
-  const { durations, schedule, group } = trace;
-  const [F, I, W, c] = [..."FIWc"].map((key) => String(durations[key]));
+  const { durations: { scale, ...times }, schedule, group } = trace;
+  const units = Object.fromEntries(Object.entries(times).map(([key, time]) => [key, String(time)]));
   app.store.change({
-    ...fixedBy(schedule), csv: toCsv(schedule), F, I, W, c, level: 0,
-    scale: durations.scale.every((f) => f === 1) ? [] : durations.scale.map(String),
+    ...fixedBy(schedule), ...units, scale: scale.every((factor) => factor === 1) ? [] : scale.map(String),
   });
   app.setMeasured(trace);
   const what = `${name}: the ${group} run lies under its simulation, which takes the trace's orders`;
@@ -72,9 +69,9 @@ function loadTrace(app, text, name) {
 }
 
 function fixedBy(schedule) {
-  const [p, m] = [schedule.numRanks, schedule.numMicrobatches];
-  if (p > WHOLE.p[1] || m > WHOLE.m[1]) {
+  const { numRanks: p, numMicrobatches: m } = schedule;
+  if (p > RULES.p.whole[1] || m > RULES.m.whole[1]) {
     throw new RuleError(`it has ${p} ranks and ${m} microbatches; 16 and 64 are the most`);
   }
-  return { schedule: "csv", p, m, n: 1, cut: false, moves: [] };
+  return { schedule: "csv", csv: toCsv(schedule), p, m, n: 1, cut: false, moves: [], level: 0 };
 }

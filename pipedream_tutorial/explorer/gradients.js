@@ -1,15 +1,15 @@
 // Trains a small network in the order of a schedule, and compares each microbatch's gradient with
 // the exact one: is it the gradient of the model that its forward passes ran?
 //
-// A stage is a residual layer, y = x + tanh(x U) V, in doubles; the last one has a classifier C
-// behind it. Plain SGD; the loss of a microbatch is divided by the microbatches of a batch.
+// A stage is a residual layer, y = x + tanh(x U) V, in doubles, trained by plain SGD to give what a
+// random layer of that kind gives. The loss of a microbatch is divided by those of a batch.
 "use strict";
 
 const WIDTH = 16;
 const HIDDEN = 32;
-const CLASSES = 8;
 const ROWS = 8; // samples a microbatch
-const MICROBATCHES = 64; // then the samples come round again
+const SAMPLES = 64; // microbatches, which then come round again
+const MOST_OPERATIONS = 4000;
 
 // [rows, inner] times [inner, columns]; `ta`, `tb` for an operand that is stored transposed.
 function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
@@ -25,32 +25,33 @@ function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   return out;
 }
 
-function buildModel(numStages, seed = 0) {
-  const chance = generator(seed);
-  return Array.from({ length: numStages }, (_, stage) => {
-    const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
-    const V = normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5);
-    if (stage < numStages - 1) return { U, V };
-    return { U, V, C: normals(chance, WIDTH * CLASSES, WIDTH ** -0.5) };
+// `count` normal numbers times `scale`.
+function normals(chance, count, scale) {
+  return Float64Array.from({ length: count }, () => {
+    const radius = Math.sqrt(-2 * Math.log(1 - chance()));
+    return scale * radius * Math.cos(2 * Math.PI * chance());
   });
 }
 
-// Normal inputs, classified by a random two-layer network: microbatch -> {x, classes}.
-function buildTask(seed = 0) {
-  const chance = generator(seed + 1000);
-  const first = normals(chance, WIDTH * WIDTH, WIDTH ** -0.5);
-  const second = normals(chance, WIDTH * CLASSES, 1);
-  const batches = Array.from({ length: MICROBATCHES }, () => {
+function randomStage(chance) {
+  const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
+  return { U, V: normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5) };
+}
+
+function buildModel(numStages) {
+  const chance = generator(0);
+  return range(numStages).map(() => randomStage(chance));
+}
+
+// microbatch -> {x, wanted}
+function buildTask() {
+  const chance = generator(1000);
+  const teacher = randomStage(chance);
+  const batches = range(SAMPLES).map(() => {
     const x = normals(chance, ROWS * WIDTH, 1);
-    const hidden = multiply(x, first, ROWS, WIDTH, WIDTH).map(Math.tanh);
-    const scores = rowsOf(multiply(hidden, second, ROWS, WIDTH, CLASSES));
-    return { x, classes: scores.map((own) => own.indexOf(Math.max(...own))) };
+    return { x, wanted: stageForward(teacher, x).y };
   });
-  return (microbatch) => batches[microbatch % MICROBATCHES];
-}
-
-function rowsOf(scores) {
-  return Array.from({ length: ROWS }, (_, r) => scores.subarray(r * CLASSES, (r + 1) * CLASSES));
+  return (microbatch) => batches[microbatch % SAMPLES];
 }
 
 function stageForward(weights, x) {
@@ -59,164 +60,150 @@ function stageForward(weights, x) {
   return { x, h, y, weights };
 }
 
-// Mean cross-entropy in nats, and its gradient by the logits divided by `batchSize`.
-function lossOf(weights, y, classes, batchSize) {
-  const dLogits = new Float64Array(ROWS * CLASSES);
-  let loss = 0;
-  rowsOf(multiply(y, weights.C, ROWS, WIDTH, CLASSES)).forEach((own, row) => {
-    const most = Math.max(...own);
-    const total = own.reduce((sum, value) => sum + Math.exp(value - most), 0);
-    loss += (most + Math.log(total) - own[classes[row]]) / ROWS;
-    for (let c = 0; c < CLASSES; c++) {
-      const share = Math.exp(own[c] - most) / total - (c === classes[row] ? 1 : 0);
-      dLogits[row * CLASSES + c] = share / ROWS / batchSize;
-    }
-  });
-  return { loss, dLogits };
+// Mean squared error, and its gradient divided by `batchSize`.
+function lossOf(y, wanted, batchSize) {
+  const off = y.map((value, k) => value - wanted[k]);
+  const loss = sum([...off].map((value) => value ** 2)) / off.length;
+  return { loss, dy: off.map((value) => (2 * value) / off.length / batchSize) };
 }
 
 // The gradients of a stage's weights, and dx for the stage before. `weights` are those that the
-// backward pass sees; saved holds what the forward pass left. `dy` is null on the last stage.
-function stageBackward(weights, saved, dy, classes, batchSize) {
-  const gradients = {};
-  let loss = null;
-  if (weights.C) {
-    const ends = lossOf(saved.weights, saved.y, classes, batchSize);
-    loss = ends.loss;
-    gradients.C = multiply(saved.y, ends.dLogits, WIDTH, ROWS, CLASSES, { ta: true });
-    dy = multiply(ends.dLogits, weights.C, ROWS, CLASSES, WIDTH, { tb: true });
-  }
+// backward pass sees; x and h are what the forward pass left.
+function stageBackward(weights, { x, h }, dy) {
   const dh = multiply(dy, weights.V, ROWS, WIDTH, HIDDEN, { tb: true });
-  const dz = dh.map((value, k) => value * (1 - saved.h[k] ** 2));
-  gradients.V = multiply(saved.h, dy, HIDDEN, ROWS, WIDTH, { ta: true });
-  gradients.U = multiply(saved.x, dz, WIDTH, ROWS, HIDDEN, { ta: true });
+  const dz = dh.map((value, k) => value * (1 - h[k] ** 2));
+  const gradients = {
+    U: multiply(x, dz, WIDTH, ROWS, HIDDEN, { ta: true }),
+    V: multiply(h, dy, HIDDEN, ROWS, WIDTH, { ta: true }),
+  };
   const dx = multiply(dz, weights.U, ROWS, HIDDEN, WIDTH, { tb: true });
-  return { gradients, dx: dx.map((value, k) => value + dy[k]), loss };
+  return { gradients, dx: dx.map((value, k) => value + dy[k]) };
 }
 
 // All stages at once, each with the weights given: {gradients by stage, loss}.
-function exactGradients(weights, { x, classes }, batchSize) {
+function exactGradients(weights, { x, wanted }, batchSize) {
   const saved = [];
   for (const own of weights) saved.push(stageForward(own, saved.at(-1)?.y ?? x));
+  let { loss, dy } = lossOf(saved.at(-1).y, wanted, batchSize);
   const gradients = [];
-  let [dy, loss] = [null, null];
   for (let stage = weights.length - 1; stage >= 0; stage--) {
-    const back = stageBackward(weights[stage], saved[stage], dy, classes, batchSize);
+    const back = stageBackward(weights[stage], saved[stage], dy);
     gradients[stage] = back.gradients;
     dy = back.dx;
-    loss = back.loss ?? loss;
   }
   return { gradients, loss };
 }
 
-// One stage that trains: versions of its weights by number, as the policy asks for them.
-class Stage {
-  constructor(weights, policy, use, batchSize, learningRate) {
-    Object.assign(this, { policy, use, batchSize, learningRate });
-    this.versions = [weights];
-    this.flights = new Map();
-    this.sum = null;
-    this.added = 0;
-  }
-
-  get newest() {
-    return this.versions.at(-1);
-  }
-
-  forward(microbatch, x) {
-    const version = this.use.forward.get(microbatch);
-    const weights = this.policy.stashed ? this.versions[version] : this.newest;
-    this.flights.set(microbatch, stageForward(weights, x));
-  }
-
-  // What reads the weights happens here; the update waits for `finish`.
-  backward(microbatch, dy, classes) {
-    const flight = this.flights.get(microbatch);
-    const weights = this.policy.stashed ? flight.weights : this.newest;
-    Object.assign(flight, stageBackward(weights, flight, dy, classes, this.batchSize));
-  }
-
-  finish(microbatch) {
-    const flight = this.flights.get(microbatch);
-    flight.before = this.newest;
-    this.sum ??= mapWeights(flight.gradients, (g) => new Float64Array(g.length));
-    for (const name in this.sum) {
-      flight.gradients[name].forEach((value, k) => (this.sum[name][k] += value));
-    }
-    this.added += 1;
-    if (!this.policy.perMicrobatch && this.added < this.batchSize) return;
-    const step = (w, name) => w.map((x, k) => x - this.learningRate * this.sum[name][k]);
-    this.versions.push(mapWeights(this.newest, step));
-    this.sum = null;
-    this.added = 0;
-  }
-}
-
-function mapWeights(weights, change) {
-  return Object.fromEntries(Object.entries(weights).map(([name, w]) => [name, change(w, name)]));
-}
-
 // {perStage, whole, newest: median relative errors over the microbatches; losses by microbatch}.
 // `newest` compares with the gradient at the weights that the update is applied to.
-function trainAlong(timeline, policy, use, batchSize, learningRate) {
-  const chain = timeline.schedule.chains[0];
-  const model = buildModel(chain.length);
+function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
+  const { schedule, sequence } = timeline;
   const task = buildTask();
-  const stages = chain.map(
-    (stage, place) => new Stage(model[place], policy, use.get(stage), batchSize, learningRate),
-  );
-  const losses = [];
+  const stages = range(schedule.numStages);
+  const versions = buildModel(schedule.numStages).map((own) => [own]); // by stage, oldest first
+  const flights = stages.map(() => []); // by stage and microbatch: what its passes left
+  const added = stages.map(() => []); // gradients that wait for the update
   const results = [];
-  for (const { kind, stage: place, microbatch: i } of inTimeOrder(timeline)) {
-    const [stage, before, after] = [stages[place], stages[place - 1], stages[place + 1]];
-    if (kind === "F") stage.forward(i, before ? before.flights.get(i).y : task(i).x);
-    if (kind === "B" || kind === "I") {
-      stage.backward(i, after ? after.flights.get(i).dx : null, task(i).classes);
-      if (!after) losses[i] = stage.flights.get(i).loss;
+  for (const { kind, stage, microbatch: i } of sequence.flatMap(([r, k]) => schedule.orders[r][k].parts)) {
+    const latest = versions[stage].at(-1);
+    if (kind === "F") {
+      const weights = policy.stashed ? versions[stage][use.get(stage).forward.get(i)] : latest;
+      flights[stage][i] = stageForward(weights, stage ? flights[stage - 1][i].y : task(i).x);
     }
-    if (kind === "B" || kind === "W") stage.finish(i);
-    const flights = stages.map((own) => own.flights.get(i));
-    if (!flights.every((flight) => flight?.before)) continue;
-    results.push(compareGradients(flights, task(i), batchSize));
-    for (const own of stages) own.flights.delete(i);
+    const flight = flights[stage][i];
+    if (kind === "B" || kind === "I") {
+      const ends = stage === stages.length - 1 ? lossOf(flight.y, task(i).wanted, batchSize) : null;
+      const dy = ends ? ends.dy : flights[stage + 1][i].dx;
+      Object.assign(flight, stageBackward(policy.stashed ? flight.weights : latest, flight, dy), ends);
+    }
+    if (kind !== "B" && kind !== "W") continue;
+    flight.latest = latest;
+    added[stage].push(flight.gradients);
+    if (policy.perMicrobatch || added[stage].length === batchSize) {
+      const step = (name) => latest[name].map((w, k) => w - learningRate * sum(added[stage].map((g) => g[name][k])));
+      versions[stage].push({ U: step("U"), V: step("V") });
+      added[stage] = [];
+    }
+    const own = stages.map((each) => flights[each][i]);
+    if (own.every((each) => each?.latest)) results[i] = compareGradients(own, task(i), batchSize);
   }
   const median = (pick) => {
     const sorted = results.map(pick).sort((a, b) => a - b);
-    return sorted[Math.floor(sorted.length / 2)] ?? 0;
+    return sorted[Math.floor(sorted.length / 2)];
   };
-  const perStage = chain.map((_, place) => median((r) => r.perStage[place]));
-  return { perStage, whole: median((r) => r.whole), newest: median((r) => r.newest), losses };
-}
-
-function inTimeOrder({ schedule, starts, ends }) {
-  const events = schedule.orders.flatMap((order, rank) =>
-    order.map(({ parts }, k) => ({ parts, rank, k, start: starts[rank][k], end: ends[rank][k] })),
-  );
-  events.sort((a, b) => a.start - b.start || a.end - b.end || a.rank - b.rank || a.k - b.k);
-  return events.flatMap(({ parts }) => parts);
+  return {
+    perStage: stages.map((stage) => median((result) => result.perStage[stage])),
+    whole: median((result) => result.whole),
+    newest: median((result) => result.newest),
+    losses: results.map((result) => result.loss),
+  };
 }
 
 function compareGradients(flights, batch, batchSize) {
   const at = (key) => exactGradients(flights.map((own) => own[key]), batch, batchSize).gradients;
   const [computed, exact] = [flights.map((flight) => flight.gradients), at("weights")];
   return {
-    perStage: computed.map((own, place) => relativeError([own], [exact[place]])),
+    perStage: computed.map((own, stage) => relativeError([own], [exact[stage]])),
     whole: relativeError(computed, exact),
-    newest: relativeError(computed, at("before")),
+    newest: relativeError(computed, at("latest")),
+    loss: flights.at(-1).loss,
   };
 }
 
 // Norm of the difference by the norm of the exact ones; Infinity where that is no number.
 function relativeError(found, exact) {
   let [off, norm] = [0, 0];
-  exact.forEach((own, place) => {
-    for (const name in own) {
+  exact.forEach((own, stage) => {
+    for (const name of ["U", "V"]) {
       own[name].forEach((value, k) => {
-        off += (found[place][name][k] - value) ** 2;
+        off += (found[stage][name][k] - value) ** 2;
         norm += value ** 2;
       });
     }
   });
   const error = Math.sqrt(off / norm);
   return Number.isFinite(error) ? error : Infinity;
+}
+
+// What trainAlong gives, or {reason}; null when it is switched off.
+function train(run, chosen) {
+  if (!chosen.gradients) return null;
+  const { schedule } = run.timeline;
+  if (schedule.copies > 1) return { reason: "two copies of the model are simulated only." };
+  if (chosen.recompute && !run.policy.stashed) {
+    return { reason: "with recomputation the forward pass would be made anew at newer weights." };
+  }
+  if (schedule.ops.length > MOST_OPERATIONS) {
+    return { reason: "too many operations; take fewer ranks, microbatches or batches." };
+  }
+  return trainAlong(run, Number(chosen.rate));
+}
+
+function showTrained(trained, chosen) {
+  byId("trained").hidden = !chosen.gradients;
+  byId("trained-table").replaceChildren();
+  byId("trained-text").textContent = trained?.reason ? `Not trained: ${trained.reason}` : "";
+  if (!trained || trained.reason) return;
+  const { whole, newest, perStage, losses } = trained;
+  byId("trained-text").textContent = verdictOf(whole, newest) + lossText(losses);
+  const errors = perStage.map((error, stage) => [`stage ${stage}`, error]);
+  const rows = [["all stages", whole], ...errors, ["all, against the newest", newest]];
+  const most = Math.max(...rows.map(([, error]) => (Number.isFinite(error) ? error : 0)), 1e-9);
+  for (const [name, error] of rows) {
+    const shown = Number.isFinite(error) ? percent(error) : "diverged";
+    const meter = el("meter", { max: most, low: 0, high: 0, optimum: 0, value: Math.min(error, most) });
+    byId("trained-table").append(el("div", { className: "bar" }, name, meter, shown));
+  }
+}
+
+function verdictOf(whole, newest) {
+  if (whole) return `Wrong by ${percent(whole)}: backward passes see other weights than forward passes saw. `;
+  if (newest) return "Valid: the exact gradient of the weights that the forward passes saw, though not of the newest. ";
+  return "Exact: the gradient of the newest weights. ";
+}
+
+function lossText(losses) {
+  const few = Math.max(1, Math.floor(losses.length / 4));
+  const mean = (part) => (sum(part) / part.length).toFixed(2);
+  return `Loss ${mean(losses.slice(0, few))} at first, ${mean(losses.slice(-few))} in the end.`;
 }

@@ -3,88 +3,89 @@
 
 const LONG_PRESS_MS = 450;
 
-// app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), busy(), onKey(event)}
-function attachHands(pane, app, { editable }) {
-  const { canvas } = pane;
+// app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), onKey(event)}
+function attachHands(pane, app, editable) {
+  const { chart } = pane;
   let pressed = null; // {place, x}: what is held
   let waiting = null; // {timer, x, y}: a finger that lies still
 
-  const pointAt = (event) => {
-    const box = canvas.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
+  const under = ({ target }) => {
+    const [rank, index] = target.dataset?.at?.split(".").map(Number) ?? [];
+    return rank === undefined ? null : { rank, index };
   };
-  const under = (event) => {
-    if (!pane.run || !pane.layout) return null;
-    return itemAt(pane.layout, pane.run.timeline, ...pointAt(event), pane.scroller.scrollLeft);
-  };
-  const stopWaiting = () => {
+  const letGo = () => {
     clearTimeout(waiting?.timer);
-    waiting = null;
+    waiting = pressed = null;
   };
   const pickUp = (event, place) => {
-    pressed = { place, x: pointAt(event)[0] };
-    canvas.setPointerCapture(event.pointerId);
+    pressed = { place, x: event.clientX };
+    chart.setPointerCapture(event.pointerId);
   };
 
-  canvas.addEventListener("pointermove", (event) => {
-    const [x, y] = pointAt(event);
-    if (waiting && Math.hypot(x - waiting.x, y - waiting.y) > 8) stopWaiting();
-    if (pressed && !app.busy()) {
+  chart.addEventListener("pointermove", (event) => {
+    const { clientX: x, clientY: y } = event;
+    if (waiting && Math.hypot(x - waiting.x, y - waiting.y) > 8) letGo();
+    if (pressed) {
       if (!pane.drag && Math.abs(x - pressed.x) < 5) return;
-      const to = placeFor(pane.layout, pane.run.timeline, pressed.place, x, pane.scroller.scrollLeft);
-      aim(pane, app, { rank: pressed.place.rank, from: pressed.place.index, to });
+      aim(pane, app, pressed.place, placeAt(pane, pressed.place, x - chart.getBoundingClientRect().left));
       return;
     }
     const place = event.pointerType === "touch" ? null : under(event);
-    canvas.style.cursor = place && editable ? "grab" : "default";
-    if (place && (place.rank !== pane.focus?.rank || place.index !== pane.focus.index)) {
-      pane.focus = place;
-      app.onFocus(pane);
-    }
+    chart.style.cursor = place && editable ? "grab" : "default";
+    if (place && (place.rank !== pane.focus?.rank || place.index !== pane.focus.index)) focus(pane, app, place);
   });
-  canvas.addEventListener("pointerdown", (event) => {
+  chart.addEventListener("pointerdown", (event) => {
     const place = under(event);
-    pane.focus = place;
-    app.onFocus(pane);
+    focus(pane, app, place);
     if (!place || !editable || event.button) return;
     if (event.pointerType !== "touch") return pickUp(event, place);
-    const [x, y] = pointAt(event);
     const timer = setTimeout(() => {
-      stopWaiting();
-      if (app.busy()) return;
+      letGo();
       pickUp(event, place);
-      aim(pane, app, { rank: place.rank, from: place.index, to: place.index });
+      aim(pane, app, place, place.index);
       app.say("Picked up: drag it along its rank.", "same");
     }, LONG_PRESS_MS);
-    waiting = { timer, x, y };
+    waiting = { timer, x: event.clientX, y: event.clientY };
   });
-  canvas.addEventListener("pointerup", () => {
-    stopWaiting();
-    pressed = null;
+  chart.addEventListener("pointerup", () => {
+    letGo();
     if (pane.drag) drop(pane, app);
   });
-  canvas.addEventListener("pointercancel", () => {
-    stopWaiting();
-    pressed = pane.drag = null;
+  chart.addEventListener("pointercancel", () => {
+    letGo();
+    pane.drag = null;
     pane.draw();
   });
   // A finger that holds an operation neither scrolls the page nor opens a menu.
-  canvas.addEventListener("touchmove", (event) => pressed && event.preventDefault(), { passive: false });
-  canvas.addEventListener("contextmenu", (event) => (pressed || waiting) && event.preventDefault());
-  canvas.addEventListener("keydown", (event) => {
+  chart.addEventListener("touchmove", (event) => pressed && event.preventDefault(), { passive: false });
+  chart.addEventListener("contextmenu", (event) => (pressed || waiting) && event.preventDefault());
+  chart.addEventListener("keydown", (event) => {
     const plain = !event.ctrlKey && !event.metaKey && !event.altKey;
     if (pane.run && plain && onKey(pane, app, event, editable)) event.preventDefault();
   });
 }
 
+function focus(pane, app, place) {
+  pane.focus = place;
+  app.onFocus(pane);
+}
+
+// Where an item that is dragged to x would be put among the others of its rank.
+function placeAt(pane, { rank, index }, x) {
+  const { starts, ends } = pane.run.timeline;
+  const middles = starts[rank].map((start, k) => toX(pane, (start + ends[rank][k]) / 2));
+  return middles.filter((middle, other) => other !== index && middle < x).length;
+}
+
 // Says what a move would do, and shows where it would go.
-function aim(pane, app, move) {
-  if (pane.drag && pane.drag.to === move.to) return;
+function aim(pane, app, { rank, index }, to) {
+  if (pane.drag?.to === to) return;
+  const move = { rank, from: index, to };
   const judged =
-    move.to === move.from
+    to === index
       ? { verdict: "same", text: "Here it is now." }
-      : judge(pane.run.timeline, pane.run.costs, move, pane.chosen.K || Infinity);
-  pane.drag = { ...move, verdict: judged.verdict, text: judged.text };
+      : judge(pane.run.timeline, move, pane.chosen.K || Infinity);
+  pane.drag = { ...move, ...judged };
   app.say(judged.text, judged.verdict);
   pane.draw();
 }
@@ -92,31 +93,38 @@ function aim(pane, app, move) {
 function drop(pane, app) {
   const { rank, from, to, verdict, text } = pane.drag;
   pane.drag = null;
-  if (to === from) app.onFocus(pane);
-  else if (verdict === "illegal") pane.draw();
-  else {
-    pane.focus = { rank, index: to };
-    app.onMove({ rank, from, to }, text, verdict);
-  }
+  if (to === from || verdict === "illegal") return app.onFocus(pane);
+  pane.focus = { rank, index: to };
+  app.onMove({ rank, from, to }, text, verdict);
 }
 
+// Whether the key meant something. What is picked up, and then the focus, has the arrow keys.
 function onKey(pane, app, event, editable) {
-  const { orders } = pane.run.timeline.schedule;
-  if (pane.drag) return onDragKey(pane, app, event, orders);
   const { key } = event;
-  if (!pane.focus) {
+  const { orders } = pane.run.timeline.schedule;
+  const { rank, index } = pane.drag ? { rank: pane.drag.rank, index: pane.drag.to } : pane.focus ?? {};
+  const last = orders[rank]?.length - 1;
+  const within = (to) => Math.min(last, Math.max(0, to));
+  const across = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[key];
+  const down = { ArrowUp: -1, ArrowDown: 1 }[key];
+  if (pane.drag) {
+    if (across !== undefined) aim(pane, app, { rank, index: pane.drag.from }, within(across));
+    else if (key === "Enter") drop(pane, app);
+    else if (key === "Escape") {
+      pane.drag = null;
+      app.onFocus(pane);
+    } else return Boolean(down);
+    return true;
+  }
+  if (rank === undefined) {
     if (!key.startsWith("Arrow")) return app.onKey(event);
     pane.focus = { rank: orders.findIndex((order) => order.length), index: 0 };
-  } else if (key === "ArrowLeft" || key === "ArrowRight" || key === "Home" || key === "End") {
-    const last = orders[pane.focus.rank].length - 1;
-    const step = { ArrowLeft: pane.focus.index - 1, ArrowRight: pane.focus.index + 1, Home: 0 };
-    const index = Math.min(last, Math.max(0, step[key] ?? last));
-    pane.focus = { ...pane.focus, index };
-  } else if (key === "ArrowUp" || key === "ArrowDown") {
-    pane.focus = neighbour(pane.run.timeline, pane.focus, key === "ArrowUp" ? -1 : 1);
-  } else if (key === "Enter" && editable && !app.busy()) {
-    const { rank, index } = pane.focus;
-    aim(pane, app, { rank, from: index, to: index });
+  } else if (across !== undefined) {
+    pane.focus = { rank, index: within(across) };
+  } else if (down) {
+    pane.focus = neighbour(pane.run.timeline, pane.focus, down);
+  } else if (key === "Enter" && editable) {
+    aim(pane, app, pane.focus, index);
     app.say("Picked up. Left and right move it, Enter puts it down, Escape leaves it.", "same");
     return true;
   } else if (key === "Escape") {
@@ -126,23 +134,6 @@ function onKey(pane, app, event, editable) {
   }
   if (pane.focus) pane.reveal();
   app.onFocus(pane);
-  return true;
-}
-
-function onDragKey(pane, app, event, orders) {
-  const { rank, from, to } = pane.drag;
-  if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
-    const last = orders[rank].length - 1;
-    const next = Math.min(last, Math.max(0, to + (event.key === "ArrowLeft" ? -1 : 1)));
-    aim(pane, app, { rank, from, to: next });
-  } else if (event.key === "Enter") {
-    drop(pane, app);
-  } else if (event.key === "Escape") {
-    pane.drag = null;
-    app.onFocus(pane);
-  } else {
-    return event.key === "ArrowUp" || event.key === "ArrowDown";
-  }
   return true;
 }
 

@@ -35,47 +35,20 @@ class Line {
   }
 }
 
-function perRank(p, write) {
-  return Array.from({ length: p }, (_, rank) => {
+// write(line, rank) fills a rank's line.
+function perRank(p, write, numStages = p, copies = 1) {
+  const lines = range(p).map((rank) => {
     const line = new Line();
     write(line, rank);
     return line.items;
   });
-}
-
-function naive(p, m) {
-  const orders = perRank(p, (line, s) => line.repeat(m, [["F", s], ["B", s]]));
-  return new Schedule("naive", orders, oneChain(p));
-}
-
-function gpipe(p, m) {
-  const orders = perRank(p, (line, s) => {
-    line.repeat(m, [["F", s]]);
-    line.repeat(m, [["B", s]]);
-  });
-  return new Schedule("gpipe", orders, oneChain(p));
-}
-
-function oneFOneB(p, m) {
-  return alternating("1f1b", p, m, (s) => p - s);
-}
-
-function eager1F1B(p, m) {
-  return alternating("eager-1f1b", p, m, (s) => 2 * (p - s) - 1);
-}
-
-function zbH1(p, m) {
-  return alternating("zb-h1", p, m, (s) => p - s, (s) => s);
-}
-
-function zbH2(p, m) {
-  return alternating("zb-h2", p, m, (s) => 2 * (p - s) - 1, (s) => 2 * s);
+  return new Schedule(lines, numStages, copies);
 }
 
 // `ahead` forwards, then a backward for each forward. With a `delay` backward passes are cut, and a
 // W follows each I once `delay` of them are behind.
-function alternating(name, p, m, ahead, delay) {
-  const orders = perRank(p, (line, s) => {
+function alternating(p, m, ahead, delay) {
+  return perRank(p, (line, s) => {
     const warmup = Math.min(m, ahead(s));
     const late = delay ? Math.min(m, delay(s)) : 0;
     line.repeat(warmup, [["F", s]]);
@@ -86,16 +59,10 @@ function alternating(name, p, m, ahead, delay) {
     }
     line.repeat(late, [["W", s]]);
   });
-  return new Schedule(name, orders, oneChain(p));
-}
-
-function interleaved1F1B(p, m, v) {
-  const orders = perRank(p, (line, r) => interleavedLine(line, r, p, m, v));
-  return new Schedule("interleaved", orders, oneChain(p * v), v);
 }
 
 // Forwards, 2 more for each rank behind; then pairs of forward and backward; the rest.
-function interleavedLine(line, r, p, m, v) {
+function interleaved(p, m, v) {
   const rounds = Math.max(1, Math.floor(m / p));
   if (m % rounds) {
     throw new RuleError(
@@ -105,17 +72,20 @@ function interleavedLine(line, r, p, m, v) {
   }
   const perRound = m / rounds;
   const total = m * v;
-  const warmup = Math.min(total, (v - 1) * perRound + 2 * (p - 1 - r));
-  for (let step = 0; step < total + warmup; step++) {
-    if (step < total) line.add("F", (Math.floor(step / perRound) % v) * p + r);
-    const done = step - warmup;
-    if (done >= 0) line.add("B", (v - 1 - (Math.floor(done / perRound) % v)) * p + r);
-  }
+  const write = (line, r) => {
+    const warmup = Math.min(total, (v - 1) * perRound + 2 * (p - 1 - r));
+    for (let step = 0; step < total + warmup; step++) {
+      if (step < total) line.add("F", (Math.floor(step / perRound) % v) * p + r);
+      const done = step - warmup;
+      if (done >= 0) line.add("B", (v - 1 - (Math.floor(done / perRound) % v)) * p + r);
+    }
+  };
+  return perRank(p, write, p * v);
 }
 
 // Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
 function zbV(p, m) {
-  const orders = perRank(p, (line, r) => {
+  const write = (line, r) => {
     const [down, up, forwards] = [r, 2 * p - 1 - r, Math.max(m, 2 * p - 1)];
     line.repeat(2 * (p - r) - 1, [["F", down]]);
     line.repeat(r, [["F", up], ["F", down]]);
@@ -131,46 +101,44 @@ function zbV(p, m) {
       line.repeat(line.count("I", stage) - line.count("W", stage), [["W", stage]]);
     }
     line.items = line.items.filter((op) => op.microbatch < m);
-  });
-  return new Schedule("zb-v", orders, oneChain(2 * p), 2);
+  };
+  return perRank(p, write, 2 * p);
 }
 
 // One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
 function vMin(p, m) {
   const pause = p % 3 ? 0 : 2;
   const block = (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r];
-  return repeatedBlock("v-min", p, m, block);
+  return repeatedBlock(p, m, block);
 }
 
 // Two slots between neighbours wherever the way leads down the V.
 function vHalf(p, m) {
   const pause = p % 2 ? 0 : 3;
   const block = (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r];
-  return repeatedBlock("v-half", p, m, block);
+  return repeatedBlock(p, m, block);
 }
 
 const [F_DOWN, F_UP, I_UP, I_DOWN, LATE_W] = [0, 1, 2, 3, 4];
 
 // One microbatch's slots (F down, F up, I up, I down), again every 6 slots; two passes then pull
 // operations forward at both ends, as schedules/building_blocks.py explains.
-function repeatedBlock(name, p, m, block) {
-  const slots = Array.from({ length: p }, (_, r) =>
-    block(r).map((slot) => Array.from({ length: m }, (_, i) => slot + 6 * i)),
-  );
+function repeatedBlock(p, m, block) {
+  const slots = range(p).map((r) => block(r).map((slot) => range(m).map((i) => slot + 6 * i)));
   for (const own of slots) own.push(weightSlots(own).map(([slot]) => slot));
   pullForward(slots);
   squeezeSlots(slots);
   for (const own of slots) own.pop();
   pullForward(slots);
-  const orders = perRank(p, (line, r) => {
+  const write = (line, r) => {
     const [down, up] = [r, 2 * p - 1 - r];
     const steps = [["F", down], ["F", up], ["I", up], ["I", down]];
     const placed = slots[r].flatMap((own, kind) => own.map((slot) => [slot, ...steps[kind]]));
     for (const [slot, kind] of weightSlots(slots[r])) placed.push([slot, "W", steps[kind][1]]);
     placed.sort((a, b) => a[0] - b[0]);
     for (const [, kind, stage] of placed) line.add(kind, stage);
-  });
-  return new Schedule(name, orders, oneChain(2 * p), 2);
+  };
+  return perRank(p, write, 2 * p);
 }
 
 // [slot, the I that it belongs to] of each W: in the free slots, those of I_UP first.
@@ -195,25 +163,43 @@ function weightSlots(own) {
 // the full pipeline stay, and where W has no slots those before, too.
 function pullForward(slots) {
   const withWeights = slots[0].length > LATE_W;
-  const lines = slots.map((own) => new SlotLine(own, withWeights));
-  const limit = Math.max(...lines.flatMap((line) => line.states.map(([held]) => held)));
+  const lines = slots.map((own) => {
+    const kinds = Array(1 + Math.max(...own.map((line) => line.at(-1)))).fill(null);
+    own.forEach((line, kind) => line.forEach((slot) => (kinds[slot] = kind)));
+    return kinds;
+  });
+  const limit = Math.max(...lines.map((kinds) => mostHeld(kinds, withWeights)));
   const last = slots[0][F_DOWN].length - 1;
   let [filling, draining] = [true, false];
   for (const [slot, rank, kind, i] of slotsByTime(slots)) {
     if (filling && rank === 0 && kind === I_DOWN) filling = false;
-    if (!filling && !draining) {
-      draining = kind === F_DOWN && i === last;
-      continue;
-    }
-    if (filling && !withWeights) continue;
-    const line = lines[rank];
-    for (let sooner = 1 + Math.max(-1, ...slotsBefore(slots, rank, kind, i)); sooner < slot; sooner++) {
-      if (line.kinds[sooner] === null && line.move(slot, sooner, limit)) {
-        slots[rank][kind][i] = sooner;
-        break;
-      }
+    if (!filling && !draining) draining = kind === F_DOWN && i === last;
+    else if (draining || withWeights) {
+      const kinds = lines[rank];
+      const first = 1 + Math.max(-1, ...slotsBefore(slots, rank, kind, i));
+      const sooner = range(slot).slice(first).find((free) => {
+        if (kinds[free] !== null) return false;
+        [kinds[free], kinds[slot]] = [kind, null];
+        if (mostHeld(kinds, withWeights) <= limit) return true;
+        [kinds[free], kinds[slot]] = [null, kind];
+        return false;
+      });
+      slots[rank][kind][i] = sooner ?? slot;
     }
   }
+}
+
+// Most stages' activations that a rank holds. Where W has no slots of its own, it runs in free ones.
+function mostHeld(kinds, withWeights) {
+  let [held, waiting, most] = [0, 0, 0];
+  for (const kind of kinds) {
+    if (kind === F_DOWN || kind === F_UP) held += 1;
+    else if (kind === LATE_W) held -= 1;
+    else if (kind !== null) waiting += 1;
+    else if (waiting && !withWeights) [held, waiting] = [held - 1, waiting - 1];
+    most = Math.max(most, held);
+  }
+  return most;
 }
 
 // [slot, rank, kind, microbatch] of all operations, sorted.
@@ -235,44 +221,6 @@ function slotsBefore(slots, rank, kind, i) {
   return found;
 }
 
-// A rank's slots. Where none has been given to W, it runs in those that are free.
-class SlotLine {
-  constructor(own, withWeights) {
-    this.withWeights = withWeights;
-    this.kinds = Array(1 + Math.max(...own.map((line) => line.at(-1)))).fill(null);
-    own.forEach((line, kind) => line.forEach((slot) => (this.kinds[slot] = kind)));
-    let state = [0, 0];
-    // After each slot: stages' activations held, and W that wait.
-    this.states = this.kinds.map((kind) => (state = this.after(state, kind)));
-  }
-
-  after([held, waiting], kind) {
-    if (kind === F_DOWN || kind === F_UP) return [held + 1, waiting];
-    if (kind === LATE_W) return [held - 1, waiting];
-    if (kind === null) return waiting ? [held - 1, waiting - 1] : [held, waiting];
-    return this.withWeights ? [held, waiting] : [held, waiting + 1];
-  }
-
-  // Whether the operation was moved to the earlier slot: not if more than `limit` were held then.
-  move(old, sooner, limit) {
-    const { kinds, states } = this;
-    [kinds[sooner], kinds[old]] = [kinds[old], null];
-    let state = sooner ? states[sooner - 1] : [0, 0];
-    const changed = [];
-    for (let slot = sooner; slot < kinds.length; slot++) {
-      state = this.after(state, kinds[slot]);
-      if (slot >= old && state[0] === states[slot][0] && state[1] === states[slot][1]) break;
-      if (state[0] > limit) {
-        [kinds[old], kinds[sooner]] = [kinds[sooner], null];
-        return false;
-      }
-      changed.push(state);
-    }
-    states.splice(sooner, changed.length, ...changed);
-    return true;
-  }
-}
-
 // The same orders, every operation as soon as its rank and its data are ready.
 function squeezeSlots(slots) {
   const free = slots.map(() => 0);
@@ -292,8 +240,7 @@ function dualpipeV(p, m) {
         `set num_microbatches to ${2 * p} or more`,
     );
   }
-  const orders = perRank(p, (line, r) => dualpipeLine(line, r, p, m));
-  return new Schedule("dualpipe-v", orders, oneChain(2 * p), 2);
+  return perRank(p, (line, r) => dualpipeLine(line, r, p, m), 2 * p);
 }
 
 // DualPipe's eight phases on the two stages of rank r.
@@ -348,13 +295,13 @@ function dualpipe(p, m) {
         `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
     );
   }
-  const orders = perRank(p, (line, r) => {
+  const write = (line, r) => {
     const moved = ({ kind, stage, microbatch }) =>
       stage === r ? new Op(kind, r, microbatch) : new Op(kind, p + stage, m / 2 + microbatch);
     dualpipeLine(line, Math.min(r, p - 1 - r), p / 2, m / 2);
     line.items = line.items.map((item) => changedItem(item, moved));
-  });
-  return new Schedule("dualpipe", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
+  };
+  return perRank(p, write, p, 2);
 }
 
 // Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every
@@ -366,7 +313,7 @@ function chimera(p, m) {
         `m=${m}; take p=${p + (p % 2)} and a multiple of it`,
     );
   }
-  const slots = oneChain(p)[0].map(() => []);
+  const slots = range(p).map(() => []);
   for (let microbatch = 0; microbatch < m; microbatch++) {
     const place = microbatch % p;
     const upwards = place >= p / 2;
@@ -378,5 +325,5 @@ function chimera(p, m) {
     }
   }
   const orders = slots.map((line) => line.sort((a, b) => a[0] - b[0]).map(([, op]) => op));
-  return new Schedule("chimera", orders, [...oneChain(p), oneChain(p)[0].map((s) => p + s)]);
+  return new Schedule(orders, p, 2);
 }

@@ -1,126 +1,86 @@
-// One timeline on a canvas, with its title and numbers. The cells are drawn once into a canvas of
-// their own; what changes from frame to frame is drawn over them.
+// One timeline with its title and numbers. The cells are drawn once; what changes from frame to
+// frame, the focus, a drag and the clock, lies over them.
 "use strict";
 
 class Pane {
-  constructor(parent, label) {
-    this.title = el("h2");
-    this.about = el("p", { className: "about" });
-    this.numbers = el("dl", { className: "numbers" });
-    this.canvas = el("canvas", { tabIndex: 0, role: "application", "aria-label": label });
-    this.spacer = el("div", { className: "spacer" }, this.canvas);
-    this.scroller = el("div", { className: "scroller", tabIndex: -1 }, this.spacer);
-    this.error = el("p", { className: "error", role: "alert" });
-    this.box = el("section", { className: "pane" }, this.title, this.about, this.numbers, this.error);
-    this.box.append(this.scroller);
+  constructor(parent, text) {
+    this.box = el("section", { className: "pane" });
+    this.box.innerHTML = `<h2></h2><p class="about"></p><dl class="numbers"></dl>
+      <p class="error" role="alert"></p>
+      <div class="scroller" tabindex="-1"><svg class="gutter"></svg>
+      <svg class="chart" tabindex="0" role="application" aria-label="${text}"><g></g><g></g><g></g></svg></div>`;
+    [this.title, this.about, this.numbers, this.error, this.scroller] = this.box.children;
+    [this.gutter, this.chart] = this.scroller.children;
     parent.append(this.box);
-    this.under = document.createElement("canvas");
-    this.focus = null;
-    this.drag = null;
-    this.run = null;
-    this.scroller.addEventListener("scroll", () => this.draw());
+    this.run = this.measured = this.focus = this.drag = this.time = null;
   }
 
   // result: what run() gives, or {error}; measured: from a trace, or null.
-  show(title, about, result, measured) {
+  show(title, about, result, measured, chosen) {
     this.title.textContent = title;
     this.about.textContent = about;
     this.error.textContent = result.error ?? "";
     this.error.hidden = !result.error;
     this.scroller.hidden = this.numbers.hidden = Boolean(result.error);
-    this.run = result.error ? null : result;
-    this.measured = measured;
+    Object.assign(this, { run: result.error ? null : result, measured, chosen });
     if (!this.run) return;
     const { timeline } = this.run;
-    this.pale = paleness(timeline.schedule);
-    this.links = buildLinks(timeline);
-    this.path = criticalPath(timeline);
+    this.links = buildLinks(timeline.schedule);
     this.slack = slackOf(timeline);
+    this.strips = buildStrips(this.run, chosen);
     if (this.focus && !timeline.schedule.orders[this.focus.rank]?.[this.focus.index]) this.focus = null;
-    const numbers = numbersOf(this.run, measured, this.links).map(([term, value]) =>
+    this.numbers.replaceChildren(...numbersOf(this).map(([term, value]) =>
       el("div", {}, el("dt", {}, term), el("dd", {}, String(value))),
-    );
-    this.numbers.replaceChildren(...numbers);
+    ));
   }
 
   get units() {
     if (!this.run) return 0;
-    const { timeline } = this.run;
-    return Math.max(timeline.last * timeline.tick.toNumber(), this.measured ? lastEnd(this.measured) : 0);
+    const { last, tick } = this.run.timeline;
+    return Math.max(last * tick, this.measured ? lastEnd(this.measured) : 0);
   }
 
-  // Lays the canvas out anew; `longest` is shared by both panes, so that a unit is as wide in both.
-  place(chosen, theme, longest, room) {
-    this.theme = theme;
-    this.chosen = chosen;
+  // Draws all anew; `longest` is shared by both panes, so that a unit is as wide in both.
+  place(longest, room) {
     const width = this.scroller.clientWidth; // 0 while the page is not shown
     if (!this.run || !width) return;
-    this.strips = buildStrips(this.run, chosen);
     this.layout = buildLayout({
-      numRanks: this.run.timeline.schedule.numRanks,
-      strips: this.strips,
-      hasMeasured: Boolean(this.measured),
-      width, zoom: chosen.zoom, longest,
+      numRanks: this.run.timeline.schedule.numRanks, numStrips: this.strips.length,
+      hasMeasured: Boolean(this.measured), width, zoom: this.chosen.zoom, longest,
       room: room - this.title.offsetHeight - this.about.offsetHeight - this.numbers.offsetHeight - 16,
     });
-    this.spacer.style.width = `${this.layout.whole}px`;
-    const ratio = window.devicePixelRatio || 1;
-    for (const canvas of [this.canvas, this.under]) {
-      canvas.width = Math.round(width * ratio);
-      canvas.height = Math.round(this.layout.height * ratio);
+    const { gutter, whole, height } = this.layout;
+    for (const [svg, wide] of [[this.gutter, gutter], [this.chart, whole]]) {
+      svg.setAttribute("width", wide);
+      svg.setAttribute("height", height);
     }
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${this.layout.height}px`;
-    this.drawnAt = null;
+    const messages = this.chosen.arrows ? [drawArrows(this, "message", this.links, 5)] : [];
+    const parts = [
+      drawAxis(this), drawCells(this), drawStrips(this), drawMeasured(this), messages,
+      this.chosen.path ? drawPath(this) : [],
+    ];
+    this.chart.children[0].innerHTML = parts.flat().join("");
+    this.gutter.innerHTML = drawGutter(this).join("");
     this.draw();
   }
 
-  view() {
-    const { layout, theme, pale, links, strips } = this;
-    const scroll = this.scroller.scrollLeft;
-    return { timeline: this.run.timeline, layout, theme, pale, links, strips, scroll };
-  }
-
-  drawUnder(view) {
-    const g = this.under.getContext("2d");
-    const ratio = window.devicePixelRatio || 1;
-    g.setTransform(ratio, 0, 0, ratio, 0, 0);
-    g.fillStyle = this.theme.paper;
-    g.fillRect(0, 0, this.layout.width, this.layout.height);
-    drawLanes(g, view);
-    drawAxis(g, view);
-    drawCells(g, view, this.chosen.byVersion ? versionsOf(this.run.use) : null);
-    drawStrips(g, view, this.chosen.K);
-    if (this.measured) drawMeasured(g, view, this.measured);
-    if (this.chosen.arrows) drawMessages(g, view);
-    if (this.chosen.path) drawPath(g, view, this.path);
-    this.drawnAt = view.scroll;
-  }
-
+  // What lies over the cells. time: of the clock; null shows all.
   draw(time = this.time) {
-    if (!this.run || !this.layout) return;
     this.time = time;
-    const view = this.view();
-    if (this.drawnAt !== view.scroll) this.drawUnder(view);
-    const g = this.canvas.getContext("2d");
-    g.setTransform(1, 0, 0, 1, 0, 0);
-    g.drawImage(this.under, 0, 0);
-    const ratio = window.devicePixelRatio || 1;
-    g.setTransform(ratio, 0, 0, ratio, 0, 0);
-    if (time !== null && time !== undefined) drawClock(g, view, time);
-    if (this.focus) drawFocus(g, view, this.focus);
-    if (this.drag) drawDrag(g, view, this.drag);
-    drawGutter(g, view);
+    if (!this.run || !this.layout) return;
+    const { height, whole, perUnit } = this.layout;
+    const [, clock, over] = this.chart.children;
+    const x = time * perUnit;
+    clock.innerHTML = time === null ? "" : rect("veil", x, 14, whole - x, height) + rect("now", x - 1, 12, 2, height);
+    over.innerHTML = (this.focus ? drawFocus(this, this.focus) : "") + (this.drag ? drawDrag(this, this.drag) : "");
   }
 
   // Scrolls so that the item in focus can be seen.
   reveal() {
-    const { timeline } = this.run;
-    const { rank, index } = this.focus;
-    const start = timeline.starts[rank][index] * timeline.tick.toNumber() * this.layout.perUnit;
+    const { x } = boxOf(this, this.focus);
     const { scrollLeft, clientWidth } = this.scroller;
-    if (start < scrollLeft || start > scrollLeft + clientWidth - this.layout.gutter - 40) {
-      this.scroller.scrollLeft = start - clientWidth / 2;
+    if (x < scrollLeft || x > scrollLeft + clientWidth - this.layout.gutter - 40) {
+      this.scroller.scrollLeft = x - clientWidth / 2;
     }
   }
 }
@@ -130,23 +90,25 @@ function lastEnd(measured) {
 }
 
 // What stands over a timeline: [term, value].
-function numbersOf({ numbers, timeline }, measured, links) {
-  const { idle } = numbers;
+function numbersOf(pane) {
+  const { run: { numbers }, measured, chosen: { K } } = pane;
   const pairs = [
-    ["time", shortNumber(numbers.makespan.toNumber())],
-    ["idle", percent(idle.makespanFraction.toNumber())],
-    ["idle in own spans", percent(idle.spanFraction.toNumber())],
-    ["held at most", shortNumber(largest(numbers.peakActivations).toNumber())],
+    ["time", shortNumber(numbers.makespan)],
+    ["idle", percent(numbers.idle.share)],
+    ["idle in own spans", percent(numbers.span.share)],
+    ["held at most", shortNumber(Math.max(...numbers.peakActivations))],
     ["weight versions", Math.max(...numbers.peakVersions)],
     ["updates behind", Math.max(...numbers.staleness)],
   ];
+  // A limit binds the search and what is dragged; fixed schedules are only said to exceed it.
+  const over = numbers.peakActivations.flatMap((held, rank) => (K && held > K ? [rank] : []));
+  if (over.length) pairs.push(["over the memory limit", `rank ${over.join(", ")}`]);
   if (numbers.mixed) pairs.push(["gradients", "wrong"]);
   if (!measured) return pairs;
-  const took = lastEnd(measured);
-  const off = took / numbers.makespan.toNumber() - 1;
-  pairs.push(["measured", `${took.toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
+  const off = lastEnd(measured) / numbers.makespan - 1;
+  pairs.push(["measured", `${lastEnd(measured).toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
   const apart = measured.schedule.orders.flatMap((order, rank) =>
-    order.map((item, k) => ({ item, late: lateness(timeline, links, measured, rank, k) })),
+    order.map((item, k) => ({ item, late: lateness(pane, rank, k) })),
   );
   const { item, late } = apart.reduce((a, b) => (Math.abs(b.late) > Math.abs(a.late) ? b : a));
   return [...pairs, ["farthest apart", `${item.text}, ${lateText(late)}`]];

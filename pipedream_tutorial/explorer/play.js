@@ -7,11 +7,7 @@ class Player {
   // draw(time): null shows everything. idle(): of each rank in its own span, or null where there is
   // no timeline. (Up to the end of all, ranks with equal work idle alike.)
   constructor(draw, idle) {
-    this.drawAt = draw;
-    this.idle = idle;
-    this.time = null;
-    this.playing = false;
-    this.guess = null;
+    Object.assign(this, { drawAt: draw, idle, time: null, playing: false, guess: null });
     byId("play").onclick = () => this.toggle();
     byId("forward").onclick = () => this.step(1);
     byId("back").onclick = () => this.step(-1);
@@ -23,44 +19,49 @@ class Player {
   setTimes(times) {
     this.times = [...new Set(times)].sort((a, b) => a - b);
     this.longest = this.times.at(-1) ?? 0;
-    if (this.time !== null) this.show(Math.min(this.time, this.longest));
+    if (this.time !== null) this.show(this.time);
+  }
+
+  get ended() {
+    return this.time === null || this.time >= this.longest;
+  }
+
+  setPlaying(playing) {
+    this.playing = playing;
+    byId("play").textContent = playing ? "Pause" : "Play";
   }
 
   toggle() {
-    if (this.playing) return this.pause();
-    const atStart = this.time === null || this.time >= this.longest;
-    if (atStart && byId("question").hidden) this.ask();
+    if (this.playing) this.setPlaying(false);
+    else if (this.ended && byId("question").hidden && this.idle()?.length > 1) this.ask(this.idle());
     else this.start();
-  }
-
-  pause() {
-    this.playing = false;
-    byId("play").textContent = "Play";
   }
 
   start() {
     byId("question").hidden = true;
-    this.playing = true;
-    byId("play").textContent = "Pause";
-    if (this.time === null || this.time >= this.longest) this.time = 0;
+    this.setPlaying(true);
+    if (this.ended) this.time = 0;
     let before = performance.now();
     const frame = (now) => {
       if (!this.playing) return;
       this.show(this.time + ((now - before) / 1000 / SECONDS) * this.longest);
       before = now;
-      if (this.time >= this.longest) this.finish();
+      if (this.ended) this.finish();
       else requestAnimationFrame(frame);
     };
     requestAnimationFrame(frame);
   }
 
-  ask() {
-    this.guess = null;
-    this.asker = document.activeElement ?? byId("play");
-    const idle = this.idle();
-    if (!idle || idle.length === 1) return this.start();
-    const answer = (text, guess) =>
-      el("button", { type: "button", textContent: text, onclick: () => this.answered(guess) });
+  ask(idle) {
+    const asker = document.activeElement ?? byId("play");
+    const answer = (textContent, guess) => {
+      const onclick = () => {
+        this.guess = guess;
+        asker.focus();
+        this.start();
+      };
+      return el("button", { type: "button", textContent, onclick });
+    };
     const buttons = idle.map((_, rank) => answer(`rank ${rank}`, rank));
     byId("question").replaceChildren(
       el("p", {}, "First a guess: between its first and its last operation, which rank idles longest?"),
@@ -70,36 +71,27 @@ class Player {
     buttons[0].focus();
   }
 
-  answered(guess) {
-    this.guess = guess;
-    this.asker.focus();
-    this.start();
-  }
-
   finish() {
-    this.pause();
+    this.setPlaying(false);
     const idle = this.idle();
     if (this.guess === null || !idle) return;
-    byId("question").replaceChildren(el("p", {}, verdictOf(this.guess, idle)));
+    byId("question").replaceChildren(el("p", {}, answerText(this.guess, idle)));
     byId("question").hidden = false;
     this.guess = null;
   }
 
   step(direction) {
-    this.pause();
+    this.setPlaying(false);
     const now = this.time ?? (direction > 0 ? -1 : Infinity);
-    const next =
-      direction > 0
-        ? this.times.find((time) => time > now + 1e-9)
-        : this.times.findLast((time) => time < now - 1e-9);
+    const after = this.times.find((time) => time > now + 1e-9);
+    const next = direction > 0 ? after : this.times.findLast((time) => time < now - 1e-9);
     if (next !== undefined) this.show(next);
   }
 
   reset() {
-    this.pause();
-    this.guess = null;
+    this.setPlaying(false);
+    this.time = this.guess = null;
     byId("question").hidden = true;
-    this.time = null;
     byId("clock").value = 1000;
     this.drawAt(null);
   }
@@ -111,16 +103,15 @@ class Player {
   }
 }
 
-// idle: exact, by rank. A rank that shares the first place is right, too.
-function verdictOf(guess, idle) {
-  const most = largest(idle);
-  const first = idle.flatMap((time, rank) => (time.compare(most) ? [] : [rank]));
+// idle: by rank. A rank that shares the first place is right, too.
+function answerText(guess, idle) {
+  const most = Math.max(...idle);
+  const first = range(idle.length).filter((rank) => idle[rank] > most - 1e-9);
   const alike = first.length === idle.length;
   const right = alike ? guess === "alike" : first.includes(guess);
-  const time = shortNumber(most.toNumber());
   const others = first.slice(0, -1).join(", ");
   const some = others ? `ranks ${others} and ${first.at(-1)} idle` : `rank ${first[0]} idles`;
   const who = alike ? "all ranks idle alike" : `${some} longest`;
-  return `${right ? "Right" : "No"}: ${who}, for ${time}. By rank: ` +
-    `${idle.map((own) => shortNumber(own.toNumber())).join(", ")}.`;
+  return `${right ? "Right" : "No"}: ${who}, for ${shortNumber(most)}. By rank: ` +
+    `${idle.map(shortNumber).join(", ")}.`;
 }

@@ -1,121 +1,137 @@
-// Runs the orders of a schedule against an exact clock of whole ticks (simulate/simulator.py).
+// Runs the orders of a schedule against an exact clock of whole ticks (simulate/simulator.py), and
+// says what moving an operation within its rank would cost.
 "use strict";
 
-// Durations by a stage's place in the model. `scale` has a factor for each equal share of the layers,
-// a stage the mean of what it has of each; with v stages a rank a stage is 1/v of the work.
-function buildCosts(schedule, { F, I, W, c, saving = 0, scale = [] }) {
-  const numStages = schedule.chains[0].length;
-  const given = scale.length ? scale.map(Fraction.parse) : [ONE];
+class DeadlockError extends RuleError {
+  // circle: [{rank, text of its next operation, need}], each rank waiting for the next one.
+  constructor(circle) {
+    const steps = circle.map(({ rank, text, need }) => `rank ${rank} is at ${text}, which needs ${need}`);
+    super(`deadlock: ${steps.join("; ")}`);
+    this.circle = circle;
+  }
+}
+
+// Durations as fractions, by a stage's place in the model. `scale` has a factor for each equal share
+// of the layers, a stage the mean of what it has of each; with v stages a rank a stage is 1/v of the
+// work.
+function buildCosts({ numStages, stagesPerRank }, { F, I, W, c, saving = 0, scale = [] }) {
+  const given = scale.length ? scale.map(Fraction.parse) : [new Fraction(1n)];
   const parts = given.length; // of a stage; a share has numStages of them
-  const share = new Fraction(1n, BigInt(schedule.stagesPerRank * parts));
-  const factors = oneChain(numStages)[0].map((place) =>
-    oneChain(parts)[0]
+  const share = new Fraction(1n, BigInt(stagesPerRank * parts));
+  const factors = range(numStages).map((place) =>
+    range(parts)
       .map((k) => given[Math.floor((place * parts + k) / numStages)])
-      .reduce((sum, factor) => sum.plus(factor))
+      .reduce((a, b) => a.plus(b))
       .times(share),
   );
   const each = (value) => factors.map((factor) => Fraction.parse(value).times(factor));
-  return {
-    forward: each(F), inputGradient: each(I), weightGradient: each(W),
-    communication: Fraction.parse(c), overlapSaving: Fraction.parse(saving),
-  };
+  return { F: each(F), I: each(I), W: each(W), c: Fraction.parse(c), saving: Fraction.parse(saving) };
 }
 
-function exactDuration(item, costs, position) {
+function durationOf(item, costs, numStages) {
   if (item.parts.length === 2) {
-    const [a, b] = item.parts.map((op) => exactDuration(op, costs, position));
-    return a.plus(b).minus(costs.overlapSaving.times(a.compare(b) < 0 ? a : b));
+    const [a, b] = item.parts.map((op) => durationOf(op, costs, numStages));
+    const [shorter, longer] = a.n * b.d < b.n * a.d ? [a, b] : [b, a];
+    const { n, d } = costs.saving;
+    return longer.plus(shorter.times(new Fraction(d - n, d)));
   }
-  const place = position.get(item.stage);
-  const [first, second] = [costs.inputGradient[place], costs.weightGradient[place]];
-  if (item.kind === "B") return first.plus(second);
-  return { I: first, W: second }[item.kind] ?? costs.forward[place]; // F, and R again
+  const at = (kind) => costs[kind][item.stage % numStages];
+  return item.kind === "B" ? at("I").plus(at("W")) : at(item.kind === "R" ? "F" : item.kind);
 }
 
 function withoutMicrobatch(item) {
   return item.parts.map((op) => op.kind + op.stage).join("|");
 }
 
-// {tick, numbers of ticks}: a tick is the longest time of which each of `times` is a multiple.
-function inTicks(times) {
-  const scale = times.map((time) => time.d).reduce(lcm, 1n);
-  const common = times.map((time) => (time.n * scale) / time.d).reduce(gcd, 0n) || 1n;
-  const counts = times.map((time) => Number((time.n * scale) / time.d / common));
-  return { tick: new Fraction(common, scale), counts };
-}
-
-function buildClock(schedule, costs) {
-  const position = schedule.position();
-  const items = new Map(schedule.orders.flat().map((item) => [withoutMicrobatch(item), item]));
-  const exact = [...items.values()].map((item) => exactDuration(item, costs, position));
-  const { tick, counts } = inTicks([costs.communication, ...exact]);
-  if (counts.some((count) => count > 2 ** 40)) {
-    throw new RuleError("the durations have no common tick that is in reach");
-  }
-  const durations = new Map([...items.keys()].map((key, k) => [key, counts[k + 1]]));
-  return { tick, communication: counts[0], durations };
-}
-
-// {schedule, tick, starts, ends, bounds ...}: of the last three a list a rank, in its order, in ticks.
-// A bound is the operation whose end (and sending) fixed the start; null at time 0.
+// {schedule, costs, tick, c, starts, ends, bounds, sequence, last}: starts, ends and bounds have a
+// list a rank, in its order; times are in ticks. A bound is the operation whose end (and sending)
+// fixed the start, null at time 0. sequence: [rank, index] of items, each after all that it needs.
 function simulate(schedule, costs) {
-  const wanted = new Needs(schedule);
-  checkOnceAndWhole(schedule);
-  const clock = buildClock(schedule, costs);
-  const [starts, ends, bounds] = [0, 1, 2].map(() => schedule.orders.map(() => []));
-  const run = {
-    schedule, wanted, clock, starts, ends, bounds,
-    sequence: [], // [rank, index] of items, each after all that it needs
-    done: new Map(), // operation -> [when it ended, on which rank]
-    waiting: new Map(), // operation -> ranks that wait for it
-  };
-  const ready = schedule.orders.map((_, rank) => rank);
-  while (ready.length) ready.push(...advance(run, ready.pop()));
-  if (run.waiting.size) {
-    checkNeeds(schedule, wanted);
-    throw deadlock(schedule, ends.map((line) => line.length), wanted, run.done);
-  }
-  const last = Math.max(...ends.map((line) => line.at(-1) ?? 0));
-  const { tick, communication } = clock;
-  const { sequence } = run;
-  return { schedule, wanted, tick, communication, starts, ends, bounds, sequence, last };
-}
+  const { orders } = schedule;
+  const items = new Map(orders.flat().map((item) => [withoutMicrobatch(item), item]));
+  const exact = [...items.values()].map((item) => durationOf(item, costs, schedule.numStages));
+  const { tick, counts: [c, ...counts] } = inTicks([costs.c, ...exact]);
+  const durations = new Map([...items.keys()].map((key, k) => [key, counts[k]]));
+  const [starts, ends, bounds] = range(3).map(() => orders.map(() => []));
+  const [sequence, done] = [[], new Map()]; // done: operation -> [when it ended, on which rank]
 
-// Run the rank's operations up to the first that has to wait; the ranks that this frees.
-function advance({ schedule, wanted, clock, done, waiting, sequence, ...run }, rank) {
-  const [order, starts, ends] = [schedule.orders[rank], run.starts[rank], run.ends[rank]];
-  const freed = [];
-  while (ends.length < order.length) {
-    const item = order[ends.length];
-    let start = ends.at(-1) ?? 0;
-    let bound = ends.length ? order[ends.length - 1].parts.at(-1).text : null;
-    for (const need of wanted.ofItem(item)) {
-      const found = done.get(need);
-      if (found === undefined) {
-        waiting.set(need, [...(waiting.get(need) ?? []), rank]);
-        return freed;
-      }
-      const arrival = found[1] === rank ? found[0] : found[0] + clock.communication;
+  // Runs the rank's next item, unless it has to wait.
+  function advance(rank) {
+    const [order, index] = [orders[rank], ends[rank].length];
+    if (index === order.length) return false;
+    const needs = schedule.needs(order[index]);
+    if (!needs.every((need) => done.has(need))) return false;
+    let start = ends[rank].at(-1) ?? 0;
+    let bound = index ? order[index - 1].parts.at(-1).text : null;
+    for (const need of needs) {
+      const [end, from] = done.get(need);
+      const arrival = from === rank ? end : end + c;
       if (arrival > start) [start, bound] = [arrival, need];
     }
-    const end = start + clock.durations.get(withoutMicrobatch(item));
-    sequence.push([rank, ends.length]);
-    starts.push(start);
-    ends.push(end);
-    run.bounds[rank].push(bound);
-    for (const op of item.parts) {
-      done.set(op.text, [end, rank]);
-      freed.push(...(waiting.get(op.text) ?? []));
-      waiting.delete(op.text);
-    }
+    const end = start + durations.get(withoutMicrobatch(order[index]));
+    sequence.push([rank, index]);
+    starts[rank].push(start);
+    ends[rank].push(end);
+    bounds[rank].push(bound);
+    for (const op of order[index].parts) done.set(op.text, [end, rank]);
+    return true;
   }
-  return freed;
+
+  for (let before = -1; sequence.length > before; ) {
+    before = sequence.length;
+    for (const rank of orders.keys()) while (advance(rank));
+  }
+  if (sequence.length < orders.flat().length) throw deadlock(schedule, ends, done);
+  const last = Math.max(...ends.map((line) => line.at(-1) ?? 0));
+  return { schedule, costs, tick: tick.toNumber(), exactTick: tick, c, starts, ends, bounds, sequence, last };
 }
 
-function timeOf(timeline, ticks) {
-  return timeline.tick.times(whole(ticks));
+// Follow what each stuck rank waits for until a rank comes up again.
+function deadlock(schedule, ends, done) {
+  const path = [];
+  let rank = schedule.orders.findIndex((order, r) => ends[r].length < order.length);
+  while (!path.some((step) => step.rank === rank)) {
+    const item = schedule.orders[rank][ends[rank].length];
+    const waiting = item.parts.map((op) => [op.text, schedule.needs(op).find((need) => !done.has(need))]);
+    const [text, need] = waiting.find(([, missing]) => missing);
+    path.push({ rank, text, need });
+    ({ rank } = schedule.places.get(need));
+  }
+  return new DeadlockError(path.slice(path.findIndex((step) => step.rank === rank)));
 }
 
-function makespan(timeline) {
-  return timeOf(timeline, timeline.last);
+function moved(schedule, { rank, from, to }) {
+  const length = schedule.orders[rank]?.length ?? 0;
+  if (from >= length || to >= length) throw new RuleError("a move names a place that is not there");
+  const orders = [...schedule.orders];
+  orders[rank] = orders[rank].toSpliced(from, 1).toSpliced(to, 0, orders[rank][from]);
+  return new Schedule(orders, schedule.numStages, schedule.copies, schedule.kept);
+}
+
+// What a move would do: {verdict: "illegal" | "same" | "longer" | "shorter", text}.
+function judge(timeline, move, memory = Infinity) {
+  const { schedule, costs } = timeline;
+  const illegal = (text) => ({ verdict: "illegal", text: `Not possible: ${text}` });
+  let after;
+  try {
+    after = simulate(moved(schedule, move), costs);
+  } catch (error) {
+    if (!(error instanceof DeadlockError)) throw error;
+    const [{ text, need }] = error.circle;
+    if (error.circle.length === 1) return illegal(`${text} needs ${need}, which this rank would run later.`);
+    const steps = error.circle.map((at) => `Rank ${at.rank} is at ${at.text} and needs ${at.need}.`);
+    return illegal(`the ranks would wait for each other. ${steps.join(" ")}`);
+  }
+  const held = peakActivations(after)[move.rank];
+  if (held > memory && held > peakActivations(timeline)[move.rank]) {
+    const shown = shortNumber(held);
+    return illegal(`rank ${move.rank} would hold ${shown} microbatches, and the limit is ${memory}.`);
+  }
+  const [was, is, by] = [timeline.last, after.last, Math.abs(after.last - timeline.last)].map((ticks) =>
+    shortNumber(ticks * timeline.tick),
+  );
+  const name = schedule.orders[move.rank][move.from].parts.map((op) => op.text).join(" | ");
+  if (after.last === timeline.last) return { verdict: "same", text: `Free: ${name} may move, time stays ${is}.` };
+  if (after.last < timeline.last) return { verdict: "shorter", text: `Gains ${by}: time falls from ${was} to ${is}.` };
+  return { verdict: "longer", text: `Costs ${by}: time rises from ${was} to ${is}.` };
 }

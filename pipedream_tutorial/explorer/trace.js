@@ -1,10 +1,10 @@
 // Measured runs from a Chrome trace that the tutorial wrote (simulate/trace.py).
 "use strict";
 
-const FIRST_PID = { predicted: 1000, measured: 2000 };
-const NUM_RANKS = 1000;
+const FIRST_PID = { measured: 2000, predicted: 1000 };
+const MOST_RANKS = 1000;
 
-// {schedule, starts, ends (ms, by rank in the rank's order), durations: mean ms}.
+// {group, schedule, starts, ends (ms, by rank in the rank's order), durations: mean ms}.
 function readTrace(text) {
   let document;
   try {
@@ -13,73 +13,68 @@ function readTrace(text) {
     throw new RuleError("this is no JSON; give a file that --trace wrote");
   }
   const slices = (document.traceEvents ?? []).filter((e) => e.ph === "X" && e.cat === "compute");
-  const group = ["measured", "predicted"].find((name) => slices.some((e) => isOf(e, name)));
-  if (!group) {
-    throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
+  slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
+  for (const [group, first] of Object.entries(FIRST_PID)) {
+    const own = slices.filter(({ pid }) => pid >= first && pid < first + MOST_RANKS);
+    const numRanks = 1 + Math.max(...own.map(({ pid }) => pid - first));
+    if (own.length) return readRun(group, range(numRanks).map((r) => own.filter((e) => e.pid === first + r)));
   }
-  const own = slices.filter((e) => isOf(e, group)).sort((a, b) => a.ts - b.ts || a.dur - b.dur);
-  const first = own[0].ts;
-  const numRanks = 1 + Math.max(...own.map((e) => e.pid - FIRST_PID[group]));
-  const lines = Array.from({ length: numRanks }, () => []);
-  for (const event of own) lines[event.pid - FIRST_PID[group]].push(event);
-  const orders = lines.map((line) => line.map(itemOf));
-  const stages = new Set(orders.flat(1).flatMap((item) => item.parts.map((op) => op.stage)));
-  const perRank = Math.max(1, Math.floor(stages.size / numRanks));
-  const schedule = new Schedule(group, orders, oneChain(stages.size), perRank);
+  throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
+}
+
+// lines: slices by rank.
+function readRun(group, lines) {
+  const orders = lines.map((line) =>
+    line.map(({ args }) => {
+      const ops = (args.parts ?? [args]).map((op) => new Op(op.kind, op.stage, op.microbatch));
+      return ops.length === 2 ? new Pair(...ops) : ops[0];
+    }),
+  );
+  const stages = orders.flat(1).flatMap((item) => item.parts.map((op) => op.stage));
+  const schedule = new Schedule(orders, 1 + Math.max(...stages));
+  const first = Math.min(...lines.flat().map((e) => e.ts));
   const starts = lines.map((line) => line.map((e) => (e.ts - first) / 1000));
   const ends = lines.map((line) => line.map((e) => (e.ts + e.dur - first) / 1000));
-  const c = sendingTime(schedule, starts, ends);
-  return { group, schedule, starts, ends, durations: { ...meanDurations(own, lines, perRank), c } };
+  return { group, schedule, starts, ends, durations: meanDurations({ schedule, starts, ends }) };
 }
 
-function isOf(event, group) {
-  const rank = event.pid - FIRST_PID[group];
-  return rank >= 0 && rank < NUM_RANKS;
-}
-
-function itemOf(event) {
-  const parts = event.args.parts ?? [event.args];
-  const ops = parts.map((op) => new Op(op.kind, op.stage, op.microbatch));
-  return ops.length === 2 ? new Pair(...ops) : ops[0];
-}
-
-// Means of a rank's whole share, in ms, and each rank's factor on them. A backward pass that is not
-// cut is halved between I and W.
-function meanDurations(events, lines, perRank) {
-  const mean = (kind) => {
-    const own = events.filter((e) => e.args.kind === kind);
-    if (!own.length) return null;
-    return (own.reduce((sum, e) => sum + e.dur / 1000, 0) / own.length) * perRank;
+// In ms: means of a rank's whole share, each rank's factor on them, and the sending time. A backward
+// pass that is not cut is halved between I and W.
+function meanDurations({ schedule, starts, ends }) {
+  const rounded = (value) => Math.round(value * 100) / 100;
+  const mean = (numbers) => sum(numbers) / numbers.length;
+  const lasts = ends.map((line, rank) => line.map((end, k) => end - starts[rank][k]));
+  const share = (kind) => {
+    const own = schedule.orders.flatMap((order, rank) => lasts[rank].filter((_, k) => order[k].kind === kind));
+    return own.length ? mean(own) * schedule.stagesPerRank : null;
   };
-  const half = mean("B") === null ? 0 : mean("B") / 2;
-  const rounded = (value) => Math.max(0.01, Math.round(value * 100) / 100);
-  const busy = lines.map((line) => line.reduce((sum, e) => sum + e.dur, 0));
-  const average = busy.reduce((a, b) => a + b, 0) / busy.length;
+  const half = (share("B") ?? 0) / 2;
+  const busy = lasts.map(sum);
+  const atLeast = (value) => Math.max(0.01, rounded(value));
   return {
-    F: rounded(mean("F") ?? 1),
-    I: rounded(mean("I") ?? half),
-    W: rounded(mean("W") ?? half),
-    scale: busy.map((b) => rounded(b / average)),
+    F: atLeast(share("F") ?? 1),
+    I: atLeast(share("I") ?? half),
+    W: atLeast(share("W") ?? half),
+    c: rounded(sendingTime({ schedule, starts, ends })),
+    scale: busy.map((time) => atLeast(time / mean(busy))),
   };
 }
 
 // Median time, in ms, from the end of an operation to the start of the one on another rank that
 // takes its result in, over those that had nothing else to do (runtime/prediction.py).
-function sendingTime(schedule, starts, ends) {
-  const [places, wanted] = [schedule.places(), new Needs(schedule)];
-  const gaps = [];
-  schedule.orders.forEach((order, rank) =>
-    order.forEach((item, index) => {
-      for (const need of wanted.ofItem(item)) {
-        const from = places.get(need);
+function sendingTime({ schedule, starts, ends }) {
+  const gaps = schedule.orders.flatMap((order, rank) =>
+    order.flatMap((item, index) =>
+      schedule.needs(item).flatMap((need) => {
+        const from = schedule.places.get(need);
         const sent = ends[from.rank][from.index];
         const idle = index === 0 || ends[rank][index - 1] <= sent;
-        if (from.rank !== rank && idle) gaps.push(starts[rank][index] - sent);
-      }
-    }),
+        return from.rank !== rank && idle ? [starts[rank][index] - sent] : [];
+      }),
+    ),
   );
   gaps.sort((a, b) => a - b);
   const middle = gaps.length / 2;
   const median = (gaps[Math.ceil(middle) - 1] + gaps[Math.floor(middle)]) / 2;
-  return gaps.length ? Math.max(0, Math.round(100 * median) / 100) : 0;
+  return gaps.length ? Math.max(0, median) : 0;
 }

@@ -94,7 +94,7 @@ class Browser:
     def open_url(self, url):
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && document.querySelector('canvas') !== null")
+        self.wait("document.readyState === 'complete' && window.explorer !== undefined")
 
     def resize(self, width, height, dark):
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -149,8 +149,7 @@ def main():
         browser = Browser(profile)
         page = Path(__file__).resolve().parent.parent / "explorer.html"
         browser.open(page, SHOWN, width=1280, height=760)
-        browser.wait("!explorer.searcher.busy")
-        browser.js("explorer.main.focus = explorer.main.links.places.get('1I3')")
+        browser.js("explorer.main.focus = explorer.main.run.timeline.schedule.places.get('1I3')")
         browser.js("explorer.store.change({})")
         browser.js("document.querySelector('footer').remove()")
         browser.screenshot(Path(sys.argv[1]))

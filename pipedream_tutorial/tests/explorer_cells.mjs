@@ -11,26 +11,19 @@ for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
   runInThisContext(readFileSync(new URL(path, TUTORIAL), "utf8"), { filename: path });
 }
 const {
-  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, evaluate, fromCsv, judge, makespan,
-  readTrace, run, simulate, toCsv, rules, gradients,
+  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, judge, readTrace, run, searchedFor,
+  toCsv, gradients,
 } = runInThisContext(`({
-  RuleError, SCHEDULES, buildCosts, buildSchedule, criticalPath, evaluate, fromCsv, judge, makespan,
-  readTrace, run, simulate, toCsv,
-  rules: { buildProblem, leads, greedy, pattern, lowerBound, search, asSchedule },
-  gradients: {
-    buildModel, buildTask, exactGradients, trainAlong, WIDTH, HIDDEN, CLASSES, ROWS,
-  },
+  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, judge, readTrace, run, searchedFor,
+  toCsv, gradients: { buildModel, buildTask, exactGradients, trainAlong, WIDTH, ROWS },
 })`);
 
 const answer = {
-  names: () =>
-    Object.entries(SCHEDULES).map(([name, { title, policy }]) => [name, title, policy]),
-
   // The formula of a rank's idle time: where it holds, beside what is simulated.
   idle({ name, chosen }) {
     const { idle, when = "true" } = SCHEDULES[name];
     if (!idle || !evaluate(when, chosen)) return null;
-    return [evaluate(idle, chosen), run(name, chosen).numbers.idle.makespan.map((time) => time.toNumber())];
+    return [evaluate(idle, chosen), run(name, chosen).numbers.idle.ranks];
   },
 
   run({ name, chosen }) {
@@ -38,54 +31,35 @@ const answer = {
     const path = criticalPath(timeline).map(
       ({ rank, index }) => timeline.schedule.orders[rank][index].text,
     );
+    const { idle, span, peakActivations, peakVersions, staleness, mixed } = numbers;
     return {
-      tick: timeline.tick.toString(),
+      tick: timeline.exactTick.toString(),
       cells: timeline.schedule.orders.map((order) => order.map((item) => item.text).join()),
       starts: timeline.starts,
       ends: timeline.ends,
       bounds: timeline.bounds,
-      makespan: numbers.makespan.toString(),
-      idle: numbers.idle.makespan.map(String),
-      span: numbers.idle.span.map(String),
-      shares: [numbers.idle.makespanFraction, numbers.idle.spanFraction].map(String),
-      activations: numbers.peakActivations.map(String),
-      versions: numbers.peakVersions,
-      staleness: numbers.staleness,
-      mixed: numbers.mixed,
+      floats: [...idle.ranks, ...span.ranks, idle.share, span.share, ...peakActivations],
+      versions: peakVersions,
+      staleness,
+      mixed,
       forward: [...use].map(([stage, own]) => [stage, [...own.forward]]),
       path,
     };
   },
 
-  rules({ chosen, m, memory }) {
-    const costs = buildCosts(buildSchedule("1f1b", chosen.p, 1), chosen);
-    const problem = rules.buildProblem(costs, m, memory);
-    const lead = rules.leads(problem);
-    return {
-      leads: lead,
-      greedy: lead.map((each) => rules.greedy(problem, each)),
-      pattern: lead.map((each) => rules.pattern(problem, each)),
-      bound: rules.lowerBound(problem) / problem.ticksPerUnit,
-    };
-  },
-
-  search({ chosen, m, memory, tries }) {
-    const costs = buildCosts(buildSchedule("1f1b", chosen.p, 1), chosen);
-    const problem = rules.buildProblem(costs, m, memory);
-    const found = [...rules.search(problem, tries)].at(-1);
-    const timeline = simulate(rules.asSchedule(found.words), costs);
-    return { words: found.words, makespan: makespan(timeline).toString() };
+  search({ chosen }) {
+    const { words, bound, unit } = searchedFor(chosen);
+    const { timeline, numbers } = run("search", chosen);
+    return { words, bound: bound * unit, makespan: timeline.last * timeline.tick, held: numbers.peakActivations };
   },
 
   csv({ text }) {
-    const schedule = fromCsv(text, "csv");
+    const schedule = fromCsv(text);
     return { again: toCsv(schedule), stagesPerRank: schedule.stagesPerRank };
   },
 
   move({ name, chosen, move, memory }) {
-    const { timeline, costs } = run(name, chosen);
-    const judged = judge(timeline, costs, move, memory ?? Infinity);
-    return { verdict: judged.verdict, text: judged.text };
+    return judge(run(name, chosen).timeline, move, memory);
   },
 
   trace({ text }) {
@@ -94,24 +68,20 @@ const answer = {
   },
 
   exact({ numStages, microbatch, batchSize }) {
+    const { WIDTH, ROWS } = gradients;
     const model = gradients.buildModel(numStages);
-    const batch = gradients.buildTask()(microbatch);
-    const plain = (weights) =>
-      Object.fromEntries(Object.entries(weights).map(([key, w]) => [key, [...w]]));
-    const { gradients: found, loss } = gradients.exactGradients(model, batch, batchSize);
-    const { WIDTH, HIDDEN, CLASSES, ROWS } = gradients;
+    const { x, wanted } = gradients.buildTask()(microbatch);
+    const plain = ({ U, V }) => ({ U: [...U], V: [...V] });
+    const { gradients: found, loss } = gradients.exactGradients(model, { x, wanted }, batchSize);
     return {
-      sizes: { WIDTH, HIDDEN, CLASSES, ROWS },
-      weights: model.map(plain), x: [...batch.x], classes: batch.classes,
+      sizes: { WIDTH, ROWS }, weights: model.map(plain), x: [...x], wanted: [...wanted],
       gradients: found.map(plain), loss,
     };
   },
 
   train({ name, chosen, learningRate }) {
-    const { timeline, policy, use, batchSize } = run(name, chosen);
-    return gradients.trainAlong(timeline, policy, use, batchSize, learningRate);
+    return gradients.trainAlong(run(name, chosen), learningRate);
   },
-
 };
 
 const questions = JSON.parse(readFileSync(0, "utf8"));
