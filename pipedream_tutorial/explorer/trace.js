@@ -50,13 +50,13 @@ function meanDurations({ schedule, starts, ends }) {
   };
   const half = (share("B") ?? 0) / 2;
   const busy = lasts.map(sum);
-  const atLeast = (value) => Math.max(0.01, rounded(value));
+  const positive = (value) => Math.max(0.01, rounded(value));
   return {
-    F: atLeast(share("F") ?? 1),
-    I: atLeast(share("I") ?? half),
-    W: atLeast(share("W") ?? half),
+    F: positive(share("F") ?? 1),
+    I: positive(share("I") ?? half),
+    W: positive(share("W") ?? half),
     c: rounded(sendingTime({ schedule, starts, ends })),
-    scale: busy.map((time) => atLeast(time / mean(busy))),
+    scale: busy.map((time) => positive(time / mean(busy))),
   };
 }
 
