@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from distributed_training.parallel.private import first_index
 from distributed_training.plan.topology import Topology
 
+COPY = "copy of "  # begins the name of a part that other nodes' files have under its own
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
@@ -250,7 +251,7 @@ class TensorFiles:
             if shape != part.shape:
                 expected = f"{list(shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
-        for found in stored:
+        for found in (*stored, *self.stored.get(COPY + part.name, ())):
             if found.start == start and tuple(found.data.get_shape()) == size:
                 return found.data[:]
         if all(len(found.start) == len(start) for found in stored):

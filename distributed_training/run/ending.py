@@ -24,7 +24,7 @@ from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
 from distributed_training.records.display import describe_memory, gib, short_path
 from distributed_training.run.rendezvous import numbered
-from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
+from distributed_training.run.saving.resume import list_checkpoints, remove_unfinished
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 
@@ -32,9 +32,8 @@ from distributed_training.settings.errors import RunError, UserError
 SIGNS_OF_LOSS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, none of one's quota, of one's limit
-# What torch.save says instead.
-SIGNS_OF_A_FULL_DISK = ("file write failed", "PytorchStreamWriter failed", "unexpected pos")
+# No room, none of one's quota, of one's limit; libraries say it in the system's words.
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
 SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
@@ -109,7 +108,8 @@ def advise_nonfinite(saved: Sequence[Path]) -> str:
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
     """Record and print what went wrong, then leave at once."""
-    error = cause_of(error)
+    if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
+        error = error.__cause__ or error  # torch says only which stage of a pipeline failed
     if found := find_full_disk(error):
         remove_unfinished(plan.run_dir)
         what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
@@ -150,28 +150,14 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """What made a pipeline's stage fail, where torch says only which stage; else `error`."""
-    wrapped = isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage")
-    return error.__cause__ or error if wrapped else error
-
-
-def find_full_disk(error: BaseException) -> str:
+def find_full_disk(error: BaseException | None) -> str:
     """What the system said where an error comes from a disk without room; else ""."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in FULL:
-            return os.strerror(seen.errno)
-        seen = seen.__cause__ or seen.__context__
-    said = next((os.strerror(number) for number in FULL if os.strerror(number) in str(error)), "")
-    return said or next((sign for sign in SIGNS_OF_A_FULL_DISK if sign in str(error)), "")
-
-
-def remove_unfinished(run_dir: Path) -> None:
-    """What was being written; published checkpoints and exports stay."""
-    for folder in (run_dir, run_dir / CHECKPOINTS):
-        for unfinished in folder.glob(".writing-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+    while error is not None:
+        for sign in FULL:
+            if sign in str(error):
+                return sign
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:

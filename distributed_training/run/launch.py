@@ -25,17 +25,10 @@ from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import describe_prediction
-from distributed_training.records.record import (
-    FAULTS_FILE,
-    METRICS_FILE,
-    RECORD_FILE,
-    load_state,
-    mark_stopped,
-)
-from distributed_training.run.prepare import make_plan, reserve_run_dir
+from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
+from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, write_plan
 from distributed_training.run.process import Process, Startup, current_process, single_process
-from distributed_training.run.ranks import RESTARTS, run_ranks, starting
-from distributed_training.run.saving.resume import last_of_run
+from distributed_training.run.ranks import run_ranks, starting
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -140,14 +133,7 @@ def start_planned() -> int:
     line = sys.stdin.readline()
     if not line:  # the launching process was killed
         return 1
-    run_dir = Path(line.removesuffix("\n"))
-    plan = load_plan(run_dir)
-    if count := int(os.environ.get(RESTARTS, 0)):
-        if process.rank == 0:
-            (run_dir / FAULTS_FILE).unlink(missing_ok=True)
-        saved = last_of_run(run_dir, plan.checkpoint)
-        note = f"started again ({count}), from {saved.name if saved else 'the beginning'}"
-        plan = replace(plan, checkpoint=saved, notes=[*plan.notes, note])
+    plan = load_plan(Path(line.removesuffix("\n")))
     startup.end("plan")
     code = worker.run(plan, process, startup)
     if plan.machine.num_gpus:  # taking torch and its compiler's processes down takes seconds
@@ -187,12 +173,19 @@ def prepare_environment(processes_here: int) -> None:
 
 
 def spawn(plan: Plan, command: Sequence[str], max_restarts: int, ranks: Sequence[Any] = ()) -> int:
-    """Start the plan's processes, unless they are there, wait, return the run's exit code. The end
-    of one that was killed is recorded here."""
+    """Start the plan's processes, unless they are there, and again where one fails; wait, return
+    the run's exit code. The end of one that was killed is recorded here."""
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
-    line = str(plan.run_dir)
-    ended = run_ranks(command, plan.num_processes, max_restarts, ranks=ranks, line=line)
+    ended = run_ranks(command, plan.num_processes, ranks, str(plan.run_dir))
+    notes = plan.notes
+    for count in range(1, max_restarts + 1):
+        if ended.signum or not any(ended.codes.values()):
+            break
+        saved, note = started_again(plan, f" ({count})")
+        plan = replace(plan, checkpoint=saved, notes=[*notes, note])
+        write_plan(plan)
+        ended = run_ranks(command, plan.num_processes, line=str(plan.run_dir))
     code = ended.exit_code
     status = "interrupted" if ended.signum else "failed"  # where the record does not say better
     reason = ended.reason

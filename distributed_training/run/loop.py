@@ -95,8 +95,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
         self.memory = PeakMemory(self.topology.device)
-        self.disk_before: dict[str, int] | None = None
-        self.disk_after: dict[str, int] | None = None
+        self.disk: dict[str, int] | None = None  # its traffic while training; None: not counted
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._stopping = ending.Stopping(self.display.say)
@@ -113,7 +112,7 @@ class Trainer:
         """Train to the end, or until a signal says stop: then save and return its number, else 0.
         Collective.
         """
-        self.disk_before = disk_bytes()
+        before = disk_bytes()
         stop = 0
         try:
             with handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
@@ -128,7 +127,9 @@ class Trainer:
                     except ending.NonFiniteError as error:
                         self._roll_back(error)
                 self.memory.end()
-                self.disk_after = disk_bytes()
+                after = disk_bytes()
+                if before is not None and after is not None:
+                    self.disk = {name: after[name] - before[name] for name in after}
                 if self.step == self.num_steps:
                     self._stopping.when = "once the model is written"
                     self.at("the export")

@@ -18,15 +18,7 @@ from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import FAULTS_FILE, new_run_dir
-from distributed_training.run.saving import claims
-from distributed_training.run.saving.resume import (
-    describe_change,
-    find_resume,
-    identity,
-    last_of_run,
-    named_checkpoint,
-    read_meta,
-)
+from distributed_training.run.saving import claims, resume
 from distributed_training.settings import config as settings
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
@@ -57,7 +49,7 @@ def make_plan(
 def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[str]]:
     """CONFIG for so many processes with the work and strategy of the run that `resume` names, but
     for what was typed; and notes of what differs. Raises UserError where it names none."""
-    before = load_plan(named_checkpoint(str(config.resume)).parents[1])
+    before = load_plan(resume.named_checkpoint(str(config.resume)).parents[1])
     decided = before.config.to_user_words()
     open_keys = [name for name in ("strategy", *before.work) if name not in config.typed]
     words = config.to_user_words()
@@ -84,10 +76,10 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
 
 def _at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    found = find_resume(plan)
+    found = resume.find_resume(plan)
     if found is not None:
-        plan = replace(plan, run_dir=found[0], checkpoint=found[1])
-        if change := describe_change(read_meta(found[1]).spread, plan.spread):
+        plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
+        if change := resume.describe_change(resume.read_meta(found).spread, plan.spread):
             plan.notes.append(change)
     return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
 
@@ -106,9 +98,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
     """
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(plan.output_dir / ".lock"):
-        if plan.config.resume == AUTO:
-            plan = _with_deepspeed_json(_at_checkpoint(plan))
-        return _reserve(plan)
+        return _reserve(_at_checkpoint(plan) if plan.config.resume == AUTO else plan)
 
 
 def _reserve(plan: Plan) -> Plan:
@@ -121,14 +111,31 @@ def _reserve(plan: Plan) -> Plan:
             run_dir = new_run_dir(plan.output_dir, *names)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
             plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
-    claims.claim(plan.run_dir, identity(plan))
-    (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)  # of an earlier attempt
-    (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
+    claims.claim(plan.run_dir, resume.identity(plan))
+    write_plan(plan)
     with contextlib.suppress(OSError):  # a file system without links
         latest = plan.output_dir / f".latest-{plan.run_dir.name}"
         latest.symlink_to(plan.run_dir.name)
         latest.replace(plan.output_dir / LATEST)
     return plan
+
+
+def write_plan(plan: Plan) -> None:
+    """Put the plan into the run's folder, which says nothing of an earlier attempt's end then."""
+    (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
+    (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
+
+
+def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
+    """Where a run that has begun goes on: its last checkpoint since its plan was written; until
+    there is one, where it was resumed from (later ones in its folder were passed over then); None:
+    at the beginning. And a note of it."""
+    planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
+    own = [
+        one for one in resume.list_checkpoints(before.run_dir) if one.stat().st_mtime >= planned_at
+    ]
+    saved = own[-1] if own else before.checkpoint
+    return saved, f"started again{attempt}, from {saved.name if saved else 'the beginning'}"
 
 
 def go_on(
@@ -142,10 +149,9 @@ def go_on(
     if run_dir is None:
         return config, []
     before = load_plan(run_dir)
-    saved = last_of_run(run_dir, before.checkpoint)
+    saved, note = started_again(before)
     if saved:
         config = settings.replace(config, resume=str(saved))
-    note = f"started again, from {saved.name if saved else 'the beginning'}"
     config, cut = _share_batch(config, before, num_processes)
     return config, [f"{note}; {cut}" if cut else note]
 

@@ -23,7 +23,6 @@ LOOPBACK = "127.0.0.1"
 # In the environment of the ranks:
 LAUNCHER = "RANKS_LAUNCHER"  # the number of the process that started them
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
-RESTARTS = "RANKS_RESTARTS"  # how often they have been started again
 
 POLL_S = 0.05
 # Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
@@ -79,7 +78,7 @@ def starting(command: Sequence[str], count: int) -> Iterator[list[subprocess.Pop
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         if count:
-            _start(ranks, command, count, 0)
+            _start(ranks, command, count)
         yield ranks
     except BaseException:
         _end(ranks, ())
@@ -89,14 +88,12 @@ def starting(command: Sequence[str], count: int) -> Iterator[list[subprocess.Pop
 def run_ranks(
     command: Sequence[str],
     count: int,
-    max_restarts: int = 0,
-    *,
     ranks: Sequence[subprocess.Popen[bytes]] = (),
     line: str = "",
 ) -> Ended:
-    """Start a script with its arguments `count` times, unless its `ranks` are there, and again
-    where one fails; give them a `line` of input and wait for the end. Signals that stop this
-    process, and Ctrl-Z, are passed on."""
+    """Start a script with its arguments `count` times, unless its `ranks` are there, give them a
+    `line` of input and wait for the end. Signals that stop this process, and Ctrl-Z, are passed
+    on."""
     ranks = list(ranks)
     told: list[int] = []
 
@@ -112,25 +109,19 @@ def run_ranks(
     stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), tell)
     codes: dict[int, int] = {}
     with handling({**stops, signal.SIGTSTP: pause}):
-        for attempt in range(max_restarts + 1):
-            try:
-                if attempt or not ranks:
-                    _start(ranks, command, count, attempt)
-                _give(ranks, line)
-                if told:  # before all were there
-                    _send(ranks, told[-1])
-                codes = _wait(ranks, told)
-            finally:
-                _end(ranks, told)
-            if told or not any(codes.values()):
-                break
+        try:
+            if not ranks:
+                _start(ranks, command, count)
+            _give(ranks, line)
+            if told:  # before all were there
+                _send(ranks, told[-1])
+            codes = _wait(ranks, told)
+        finally:
+            _end(ranks, told)
     return Ended(signum=told[0] if told else 0, codes=codes)
 
 
-def _start(
-    ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: int, attempt: int
-) -> None:
-    ranks.clear()
+def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: int) -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         common = {
             "OMP_NUM_THREADS": str(threads_per_process(count)),
@@ -140,7 +131,6 @@ def _start(
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(listener.getsockname()[1]),
             LAUNCHER: str(os.getpid()),
-            RESTARTS: str(attempt),
         }
         for rank in range(count):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}

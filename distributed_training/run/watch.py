@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class Watch:
         self._said_slow = 0
         self._far = False
         self._ended = threading.Event()
-        self._start(self._look)
+        threading.Thread(target=self._look, daemon=True).start()
 
     def begin(self, run_dir: Path, topology: Topology, config: RunConfig) -> None:
         """The run is known; from now on the others are watched, too."""
@@ -92,7 +92,7 @@ class Watch:
         self.world_size = topology.world_size
         self._heard = self._answered = self._clock
         self._far = topology.rank != topology.local_rank  # from the store, on the first node
-        self._start(self._beat)
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def at(
         self, place: str, *, limited: bool = True, is_step: bool = False, thread: int | None = None
@@ -123,9 +123,6 @@ class Watch:
         """Nothing is watched any more."""
         self._ended.set()
 
-    def _start(self, loop: Any) -> None:
-        threading.Thread(target=loop, name=f"watch{loop.__name__}", daemon=True).start()
-
     def _beat(self) -> None:
         """Write and read signs of life. May block where the store does not answer."""
         store: dist.Store | None = None
@@ -135,17 +132,14 @@ class Watch:
             store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
             store = dist.PrefixStore("watch", of_this_attempt(store))
         following = (self.rank + 1) % self.world_size
-        renewed = float("-inf")
         beats = 0
         while beats == 0 or not self._ended.wait(BEAT_S):
-            if self.rank == 0 and self._clock - renewed > 4 * BEAT_S:
+            beats += 1
+            if self.rank == 0:
                 try:
                     claims.renew(self.run_dir)
                 except RunError as error:
-                    self._report(str(error), 0)
-                    os._exit(1)
-                renewed = self._clock
-            beats += 1
+                    self._give_up(str(error), 0)
             if store is None:
                 continue
             try:
@@ -212,22 +206,17 @@ class Watch:
         following = (self.rank + 1) % self.world_size
         other = self._others.get(following, {})
         silent = f"shows no sign of life for {LOST_S:.0f} s"
+        ago_s = LOST_S - NOTED_WITHIN_S
         if self._clock - self._answered > LOST_S:
             host = self.address[0]
             who = f"rank {self.rank} on {platform.node()}"
-            self._report(f"{who} lost rank 0 on {host}: it {silent}", LOST_S - NOTED_WITHIN_S)
-            for launcher in self.launchers[: self._far]:  # torchrun would wait for minutes
-                with contextlib.suppress(psutil.Error):
-                    launcher.kill()
-            os._exit(1)
-        elif self._clock - self._heard > LOST_S:
+            agents = [each.pid for each in self.launchers if self._far]  # would wait for minutes
+            self._give_up(f"{who} lost rank 0 on {host}: it {silent}", ago_s, agents[:1])
+        if self._clock - self._heard > LOST_S:
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"
             said = f"lost {at} in {self._place}: it {silent}, is frozen or cut off"
-            self._report(said, LOST_S - NOTED_WITHIN_S)
-            if other and other["host"] == platform.node():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(other["pid"], signal.SIGKILL)  # frozen, it would not hear SIGTERM
-            os._exit(1)
+            here = other.get("host") == platform.node()  # frozen, it would not hear SIGTERM
+            self._give_up(said, ago_s, [other["pid"]] if here else [])
 
     def _look_at_progress(self, seconds: float) -> None:
         found = {**self._others, 0: self._describe()}  # its own is old where the store is slow
@@ -240,15 +229,19 @@ class Watch:
                 said += f"; after {limit_s:g} s (hang_timeout_s) the run ends"
             print(f"note: {said}", file=sys.stderr, flush=True)
         if limit_s and seconds > limit_s:
-            self._report(f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}", seconds)
-            os._exit(1)
+            said = f"{self._place} hangs for {seconds:.0f} s: {who_is_late(states)}"
+            self._give_up(said, seconds)
 
-    def _report(self, reason: str, ago_s: float) -> None:
-        """Before this process ends, after which its launcher ends the others."""
+    def _give_up(self, reason: str, ago_s: float, others: Sequence[int] = ()) -> NoReturn:
+        """Report, kill these processes, and end this one; its launcher then ends the rest."""
         with contextlib.suppress(OSError):  # a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))
         print(f"error: {reason}", file=sys.stderr, flush=True)
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(1)
 
 
 def find_launchers() -> list[psutil.Process]:

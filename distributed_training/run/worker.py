@@ -40,16 +40,8 @@ from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
 from distributed_training.run.process import Process, Startup
 from distributed_training.run.profiling import Profile
 from distributed_training.run.rendezvous import current_agent, meet
-from distributed_training.run.saving import claims
+from distributed_training.run.saving import claims, export, resume
 from distributed_training.run.saving.disks import check_disks
-from distributed_training.run.saving.export import (
-    copy_folder,
-    export,
-    generate_sample,
-    in_thread,
-    push_folder,
-)
-from distributed_training.run.saving.resume import state_of
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -165,8 +157,8 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     trainer.startup = startup
     model = (trainer.engine, plan, tokenizer, tokenizer.talks(data.form))
     if trainer.step == 0:
-        trainer.history.sample_before = generate_sample(*model, display, "before")
-    trainer.save_best = lambda: export(*model, plan.run_dir / BEST).result()
+        trainer.history.sample_before = export.generate_sample(*model, display, "before")
+    trainer.save_best = lambda: export.export(*model, plan.run_dir / BEST).result()
     trainer.at = watch.at
     last = plan.run_dir / LAST
     sample = None
@@ -177,10 +169,10 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         written = None
         if plan.config.export and best and best["step"] == trainer.step:  # gathered already
             if topology.rank == 0:
-                written = in_thread(copy_folder, plan.run_dir / BEST, last)
+                written = export.in_thread(export.copy_folder, plan.run_dir / BEST, last)
         elif plan.config.export:
-            written = export(*model, last, trainer.saver.weights(trainer.step))
-        sample = generate_sample(*model, display, "after")
+            written = export.export(*model, last, trainer.saver.weights(trainer.step))
+        sample = export.generate_sample(*model, display, "after")
         if written is not None:
             written.result()
             display.say(f"exported {short_path(last)} (Hugging Face's format)")
@@ -215,7 +207,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     if plan.config.push is not None and topology.rank == 0 and not signum:
         try:
-            print(f"pushed {push_folder(last, plan.config.push)}", flush=True)
+            print(f"pushed {export.push_folder(last, plan.config.push)}", flush=True)
         except UserError as error:  # the run is finished all the same
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
@@ -231,7 +223,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
     record = None
     tracker = trackers.Tracker()
     if plan.checkpoint is not None and topology.rank == 0:
-        state = state_of(plan.checkpoint)
+        state = resume.state_of(plan.checkpoint)
         history = History(**state.model_dump(include=set(vars(history))))
     history = History(**from_rank_0(vars(history)))
     if topology.rank == 0:
@@ -289,9 +281,7 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     if trainer.topology.rank == 0:
         _remember_speed(plan, performance)
     peaks = trainer.memory.as_dict()
-    before = trainer.disk_before
-    after = trainer.disk_after
-    disk = {name: after[name] - before[name] for name in after} if before and after else None
+    disk = trainer.disk
     ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)

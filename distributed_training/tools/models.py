@@ -171,9 +171,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
 def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, dict[str, torch.Tensor]]:
     """Plan and record of its run, its meta.json, and its weights, under the model's names."""
     meta = resume.read_meta(checkpoint)
-    names = resume.files_to_read(checkpoint, meta)
-    resume.check_files(checkpoint, meta, names)
-    saved = TensorFiles(checkpoint / name for name in names)
+    saved = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     weights = [name for name in saved.stored if name.startswith("weight/")]
     state = {name.removeprefix("weight/"): saved.whole(name) for name in weights}
     run_dir = checkpoint.parents[1]

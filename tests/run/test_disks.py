@@ -19,7 +19,6 @@ from distributed_training.run.saving.checkpoint import load_checkpoint
 from distributed_training.run.saving.resume import (
     ElsewhereError,
     check_files,
-    files_of,
     files_to_read,
     find_resume,
     list_checkpoints,
@@ -30,7 +29,7 @@ from tests.conftest import heavy_pool
 from tests.run.test_checkpoint import SPREAD, FakeEngine, plan_of
 from tests.support import refused, save_now
 
-FILES = (["rank-00000.safetensors"], ["copies-00001.safetensors", "rank-00001.safetensors"])
+FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 class Copies(FakeEngine):
@@ -92,10 +91,10 @@ def on_two_nodes(folder):
     assert load_checkpoint(engine, plan, topology, data_fingerprint="tokens") == 4
     seen["loaded"] = (engine.value, engine.row.tolist())
 
-    disks.PLAN_AS_JSON = SimpleNamespace(dump_json=lambda *_, **__: b"{}")
+    disks.write_plan = lambda plan: None
     seen["nothing"] = refusal()
     seen["one folder"] = refusal(run_dir=folder / "node0", checkpoint=None)
-    file = plan.checkpoint / files_of(1)[1]
+    file = plan.checkpoint / FILES[1]
     if rank == 1:
         file.rename(folder / "away")
     seen["missing"] = refusal()
@@ -133,7 +132,7 @@ def test_each_node_saves_and_loads_what_its_ranks_hold(two_nodes):
     folder, seen = two_nodes
     for rank, node in enumerate(seen):
         (saved,) = list_checkpoints(folder / f"node{rank}")
-        assert sorted(file.name for file in saved.glob("*.safetensors")) == FILES[rank]
+        assert [file.name for file in saved.glob("*.safetensors")] == [FILES[rank]]
         assert node["loaded"] == [4, [[4.0 + 10 * rank] * 4]]
     metas = [folder / f"node{rank}/checkpoints/step-00000004/meta.json" for rank in (0, 1)]
     assert metas[0].read_bytes() == metas[1].read_bytes()
@@ -151,8 +150,8 @@ def test_what_the_first_node_has_all_have(two_nodes):
     ("case", "words"),
     [
         ("one folder", "sees another node's"),
-        ("missing", "lacks copies-00001.safetensors; written on"),
-        ("damaged", "is damaged; copies-00001.safetensors has other contents"),
+        ("missing", "lacks rank-00001.safetensors; written on"),
+        ("damaged", "is damaged; rank-00001.safetensors has other contents"),
     ],
 )
 def test_every_rank_is_told_what_is_wrong_on_one_node(case, words, two_nodes):
@@ -165,7 +164,7 @@ def test_files_of_all_nodes_together_suffice_any_layout(two_nodes, tmp_path):
     folder, _ = two_nodes
     nodes = [list_checkpoints(folder / f"node{rank}")[0] for rank in (0, 1)]
     meta, other = read_meta(nodes[0]), {**SPREAD, "strategy": "fsdp"}
-    assert files_to_read(nodes[0], meta, plan_on(SPREAD, 0)) == FILES[0]
+    assert files_to_read(nodes[0], meta, plan_on(SPREAD, 0)) == FILES[:1]
     for node, spread, reader, lacks in (
         (0, other, 0, "rank-00001"),
         (0, SPREAD, None, "rank-00001"),
@@ -179,9 +178,7 @@ def test_files_of_all_nodes_together_suffice_any_layout(two_nodes, tmp_path):
     for node in nodes:
         shutil.copytree(node, together, dirs_exist_ok=True)
     for spread, reader in ((other, None), (SPREAD, 0), (SPREAD, 1)):
-        names = files_to_read(together, meta, plan_on(spread, reader))
-        assert names == ["rank-00000.safetensors", "rank-00001.safetensors"]
-        check_files(together, meta, names)
+        assert check_files(together, meta, plan_on(spread, reader)) == FILES
     plan, engine = plan_of(None, checkpoint=together, spread=other), Copies(0.0, 1)
     topology = Topology(
         world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
@@ -201,7 +198,7 @@ def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
             find_on(resume, tmp_path, node=0)
     start_record(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
-        assert find_on(resume, tmp_path, node=0)[0] == run_dir
+        assert find_on(resume, tmp_path, node=0).parents[1] == run_dir
         with pytest.raises(ElsewhereError, match="is not whole"):
             find_on(resume, tmp_path)
     start_record(run_dir).update(status="ok")

@@ -13,67 +13,51 @@ from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
 
-
-class FakeEngine:
-    """Logits from a fixed table of one row per last token; remembers the windows it was given."""
-
-    def __init__(self, num_tokens=100, seed=0):
-        self.table = torch.randn(
-            num_tokens, num_tokens, generator=torch.Generator().manual_seed(seed)
-        )
-        self.windows = []
-
-    def logits(self, window):
-        self.windows.append(window[0].tolist())
-        return self.table[window]
+# Logits: one row per last token.
+TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
 
 
-def sample(engine, prompt=(5,), **changes):
+def sample(logits=lambda window: TABLE[window], prompt=(5,), **changes):
     settings = {"num_tokens": 30, "context": 8, "eos_id": -1, "seed": 3, **changes}
-    return [*prompt, *continuation(engine.logits, list(prompt), **settings)]
+    return [*prompt, *continuation(logits, list(prompt), **settings)]
 
 
-def test_generation_depends_on_the_seed_and_not_on_the_global_generator():
+def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing():
     torch.manual_seed(1)
-    first = sample(FakeEngine())
+    first = sample()
     torch.manual_seed(2)
-    assert sample(FakeEngine()) == first
-    assert sample(FakeEngine(), seed=4) != first
+    assert sample() == first
+    assert sample(seed=4) != first
     assert len(first) == 31
+    ids = sample(temperature=0.0)
+    assert ids[1:] == [int(TABLE[last].argmax()) for last in ids[:-1]]
+    assert sample(temperature=0.0, seed=4) == ids
 
 
 def test_generation_takes_one_of_the_forty_likeliest():
-    engine = FakeEngine()
-    ids = sample(engine, num_tokens=200)
-    ranks = [
-        int((engine.table[last] > engine.table[last, new]).sum())
-        for last, new in itertools.pairwise(ids)
-    ]
+    pairs = itertools.pairwise(sample(num_tokens=200))
+    ranks = [int((TABLE[last] > TABLE[last, new]).sum()) for last, new in pairs]
     assert max(ranks) < 40
     assert max(ranks) > 20
 
 
 def test_generation_sees_no_more_than_the_context():
-    engine = FakeEngine()
-    ids = sample(engine, prompt=range(6))
-    assert engine.windows == [([*ids[:end], -1, -1])[:8] for end in (6, 7)] + [
+    windows = []
+
+    def logits(window):
+        windows.append(window[0].tolist())
+        return TABLE[window]
+
+    ids = sample(logits, prompt=range(6))
+    assert windows == [([*ids[:end], -1, -1])[:8] for end in (6, 7)] + [
         ids[:end][-8:] for end in range(8, 36)
     ]  # padded
 
 
 def test_generation_ends_at_end_of_text():
-    engine = FakeEngine()
-    ids = sample(engine)
+    ids = sample()
     eos = ids[10]
-    again = sample(engine, eos_id=eos)
-    assert again == ids[: ids.index(eos, 1)]
-
-
-def test_at_temperature_zero_the_likeliest_is_taken():
-    engine = FakeEngine()
-    ids = sample(engine, temperature=0.0)
-    assert ids[1:] == [int(engine.table[last].argmax()) for last in ids[:-1]]
-    assert sample(FakeEngine(), temperature=0.0, seed=4) == ids
+    assert sample(eos_id=eos) == ids[: ids.index(eos, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +72,13 @@ def test_a_run_answers_a_prompt_and_lines(run_dir):
     assert_ok(asked)
     assert asked.stdout.startswith("def ")
     assert len(asked.stdout) > len("def \n")
-    for folder in (run_dir / "hf", run_dir.parent / "latest"):
-        again = command("generate", folder, "--prompt", "def ", "--num_tokens", 12)
-        assert again.stdout == asked.stdout, folder
-    other = command("generate", run_dir, "--prompt", "def ", "--num_tokens", 12, "--seed", 1)
+    latest = run_dir.parent / "latest"
+    other = command("generate", latest, "--prompt", "def ", "--num_tokens", 12, "--seed", 1)
     assert other.stdout != asked.stdout
-    lines = command("generate", run_dir, "--num_tokens", 12, typed="def \ndef \n")
+    lines = subprocess.run(
+        [sys.executable, str(SCRIPT), "generate", run_dir / "hf", "--num_tokens", "12"],
+        input="def \ndef \n", capture_output=True, text=True, timeout=60, env=clean_environment(),
+    )  # fmt: skip
     assert lines.stdout == 2 * asked.stdout
 
 
@@ -122,11 +107,5 @@ def test_what_is_no_model_is_refused(tmp_path):
         assert_refused(command("generate", *words), said)
 
 
-def command(*words, typed=None):
-    """On a warm process, but for what is typed."""
-    if typed is None:
-        return heavy_pool().script(words)
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, words)],
-        input=typed, capture_output=True, text=True, timeout=60, env=clean_environment(),
-    )  # fmt: skip
+def command(*words):
+    return heavy_pool().script(words)

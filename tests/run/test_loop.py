@@ -108,7 +108,7 @@ def make_trainer(engine=None, **config):
 @pytest.mark.usefixtures("_group", "saved")
 def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
     def finish(saver):
-        saver._row = {"step": 4}
+        saver.step = 4
         raise FloatingPointError("weight/w has numbers that are not finite on rank 0")
 
     monkeypatch.setattr(checkpoint.Saver, "under_way", True)

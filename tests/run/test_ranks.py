@@ -14,7 +14,7 @@ from tests.conftest import clean_environment
 
 BEGIN = """
 import os, pathlib, signal, sys, time
-rank, restarts = int(os.environ["RANK"]), os.environ["RANKS_RESTARTS"]
+rank = int(os.environ["RANK"])
 (pathlib.Path(sys.argv[1]) / f"pid-{rank}").write_text(str(os.getpid()))
 while rank == 1 and not (pathlib.Path(sys.argv[1]) / "pid-0").exists():
     time.sleep(0.01)
@@ -26,10 +26,10 @@ WAIT = "time.sleep(60)\n"
 def ranks(tmp_path):
     """Runs two ranks that do as `text` says; how they ended."""
 
-    def call(text, **words):
+    def call(text):
         script = tmp_path / "script.py"
         script.write_text(BEGIN + text)
-        return run_ranks([str(script), str(tmp_path)], 2, **words)
+        return run_ranks([str(script), str(tmp_path)], 2)
 
     yield call
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
@@ -37,25 +37,18 @@ def ranks(tmp_path):
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_each_is_told_its_place(ranks, tmp_path):
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
-    ended = ranks(
-        f"told = [os.environ[name] for name in {names}]\n"
-        "(pathlib.Path(sys.argv[1]) / f'told-{rank}').write_text(' '.join(told))\n"
-    )
-    assert (ended.exit_code, ended.codes) == (0, {0: 0, 1: 0})
-    assert (tmp_path / "told-0").read_text() == "0 0 2 2 127.0.0.1"
-    assert (tmp_path / "told-1").read_text() == "1 1 2 2 127.0.0.1"
-
-
 def test_they_start_while_the_run_is_planned_and_end_where_that_fails(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(f"{BEGIN}(pathlib.Path(sys.argv[1]) / f'read-{{rank}}').write_text(input())")
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    told = f"[input(), *map(os.environ.get, {names})]"
+    write = f"(pathlib.Path(sys.argv[1]) / f'told-{{rank}}').write_text(' '.join({told}))"
+    script.write_text(BEGIN + write)
     command = [str(script), str(tmp_path)]
     with starting(command, 2) as begun:
         ranks_there = list(begun)
     assert run_ranks(command, 2, ranks=ranks_there, line="a folder").exit_code == 0
-    assert [(tmp_path / f"read-{rank}").read_text() for rank in range(2)] == ["a folder"] * 2
+    assert (tmp_path / "told-0").read_text() == "a folder 0 0 2 2 127.0.0.1"
+    assert (tmp_path / "told-1").read_text() == "a folder 1 1 2 2 127.0.0.1"
     with pytest.raises(KeyboardInterrupt), starting(command, 2) as begun:
         raise KeyboardInterrupt
     assert [process.returncode for process in begun] == [-signal.SIGTERM] * 2
@@ -74,14 +67,8 @@ def test_who_does_not_end_is_killed(ranks, monkeypatch):
     assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
 
 
-def test_a_rank_that_fails_is_started_again_with_the_others(ranks):
-    text = f"if restarts < '2':\n    if rank == 1: sys.exit(3)\n    {WAIT}"
-    assert ranks(text, max_restarts=2).exit_code == 0
-    assert ranks(text, max_restarts=1).exit_code == 3
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_are_passed_on_and_nothing_starts_again(signum, ranks, tmp_path):
+def test_signals_are_passed_on(signum, ranks, tmp_path):
     def stop():
         while len(list(tmp_path.glob("ready-*"))) < 2:
             time.sleep(0.01)
@@ -94,8 +81,7 @@ def test_signals_are_passed_on_and_nothing_starts_again(signum, ranks, tmp_path)
         "    (pathlib.Path(sys.argv[1]) / f'got-{rank}').write_text(str(signum))\n"
         "    sys.exit(7)\n"
         f"signal.signal({int(signum)}, leave)\n"
-        f"(pathlib.Path(sys.argv[1]) / f'ready-{{rank}}').touch()\n{WAIT}",
-        max_restarts=1,
+        f"(pathlib.Path(sys.argv[1]) / f'ready-{{rank}}').touch()\n{WAIT}"
     )
     assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
     assert [(tmp_path / f"got-{rank}").read_text() for rank in (0, 1)] == [str(int(signum))] * 2

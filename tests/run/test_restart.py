@@ -2,11 +2,17 @@
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir, take_over
-from distributed_training.run.saving.resume import last_of_run
+from distributed_training.run.prepare import (
+    go_on,
+    make_plan,
+    reserve_run_dir,
+    started_again,
+    take_over,
+)
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.support import CPU_MACHINE, refused
@@ -77,12 +83,14 @@ def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
     (tmp_path / "plan.json").touch()
     for folder in (older, newer):
         os.utime(folder, (1, 1))
-    assert last_of_run(tmp_path, older) == older
+    plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
+    assert started_again(plan) == (older, "started again, from step-00000002")
     newer.rmdir()
     saved = tmp_path / "checkpoints/step-00000003"
     saved.mkdir()
-    assert last_of_run(tmp_path, older) == saved
-    assert last_of_run(tmp_path, None) == saved
+    assert started_again(plan)[0] == saved
+    plan.checkpoint = None
+    assert started_again(plan)[0] == saved
 
 
 def merged(config, *texts):

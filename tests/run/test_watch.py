@@ -22,16 +22,13 @@ def watch():
     ("module", "waits"),
     [
         ("torch.distributed.distributed_c10d", True),
-        ("torch.autograd.graph", True),
         ("torch.nn.parallel.distributed", True),  # DDP's forward pass exchanges sizes of buckets
         ("torch._ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed.comm.torch", True),
-        ("deepspeed.ops.adam.cpu_adam", False),
         ("deepspeed.runtime.swap_tensor.async_swapper", False),
         # What DeepSpeed wraps its functions in says nothing about them.
         ("deepspeed.runtime.zero.partition_parameters > deepspeed.utils.nvtx", True),
         ("deepspeed.ops.adam.cpu_adam > deepspeed.utils.nvtx", False),
-        ("distributed_training.engines.deepspeed", False),
         ("__main__", False),
     ],
 )

@@ -48,36 +48,30 @@ def test_initial_weights_are_those_of_the_compute_dtype(
         assert torch.equal(parameter, expected[name].to(dtype).float()), name
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_processes", "advised"),
-    [("dp", 2, True), ("dp", 1, False), ("zero2", 2, True), ("fsdp", 2, False)],
-)
-def test_dividing_is_advised_where_it_would_help(
-    strategy, num_processes, advised, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
-    plan = small_plan(tmp_path, strategy=strategy, machine=GPU_MACHINE, num_processes=num_processes)
-    last = cpu_topology(plan, rank=num_processes - 1)
-    text = ending.explain_out_of_memory(plan, last, "tried to allocate")
-    assert ("strategy=zero3 or fsdp" in text) == advised
-    assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
-    assert f"on rank {last.rank}: tried to allocate\n  1.00 GiB" in text
+LONG = {"batch_size": 128, "max_length": 128}  # tokens of a loss
 
 
 @pytest.mark.parametrize(
-    ("values", "advised"),
+    ("count", "values", "divide", "chunk"),
     [
-        ({"batch_size": 128, "max_length": 128}, True),
-        ({"batch_size": 64, "max_length": 128}, False),
-        ({"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 4096}, False),
-        ({"batch_size": 128, "max_length": 128, "strategy": "tp"}, False),
+        (2, {"strategy": "dp", **LONG}, True, True),
+        (1, {"strategy": "dp"}, False, False),
+        (2, {"strategy": "zero2", **LONG, "batch_size": 64}, True, False),
+        (2, {"strategy": "fsdp", **LONG, "loss_chunk_tokens": 4096}, False, False),
+        (2, {"strategy": "tp", **LONG}, False, False),
     ],
 )
-def test_a_loss_in_chunks_is_advised_where_it_is_long(values, advised, tmp_path, monkeypatch):
+def test_what_needs_less_memory_is_advised_where_it_helps(
+    count, values, divide, chunk, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
-    plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=2, **values)
-    text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
-    assert ("; --set loss_chunk_tokens=8192; " in text) == advised
+    plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=count, **values)
+    last = cpu_topology(plan, rank=count - 1)
+    text = ending.explain_out_of_memory(plan, last, "tried to allocate")
+    assert ("strategy=zero3 or fsdp" in text) == divide
+    assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
+    assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
+    assert f"on rank {last.rank}: tried to allocate\n  1.00 GiB" in text
 
 
 PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)

@@ -6,10 +6,9 @@ until they are written.
         record.json             the run's record as it was then
         rank-00000.safetensors  the part that a rank held of weights and moments, under the model's
                                 names, and its random numbers' state
-        copies-00001.safetensors  without a shared disk: what this node's ranks hold of that, too,
-                                but ranks of other nodes write
 
-Without a shared disk each node has the files of its own ranks, and meta.json.
+Without a shared disk each node has the files of its own ranks, and meta.json. What its ranks hold
+but those of other nodes write is in them, too, under COPY and its name: the node reads that.
 The sampler needs no file: its position is the step. resume.py finds and checks checkpoints.
 """
 
@@ -67,6 +66,7 @@ class Saver:
         # Who makes and removes folders, on a node's disk or for all nodes.
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
         self.thread: int | None = None  # that writes
+        self.step = 0  # of the last save
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
         self._copies: list[Part] = []  # in memory
@@ -81,7 +81,12 @@ class Saver:
         written has ended. Where memory is too small for a copy training waits. Collective."""
         self.finish()
         began = time.monotonic()
-        writing = self._make_folder(step)
+        self.step = step
+        writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
+        if self._leads:
+            resume.remove_unfinished(self.plan.run_dir)
+            writing.mkdir(parents=True)
+        dist.barrier()
         parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
@@ -106,20 +111,8 @@ class Saver:
             self._run(*arguments)
         self._row["stall_s"] = time.monotonic() - began
 
-    def _make_folder(self, step: int) -> Path:
-        """The folder to write a checkpoint into, on every disk that has its own. Collective."""
-        parent = self.plan.run_dir / resume.CHECKPOINTS
-        writing = parent / f".writing-{step:08d}"
-        if self._leads:
-            for unfinished in parent.glob(".writing-*"):
-                shutil.rmtree(unfinished)
-            writing.mkdir(parents=True)
-        dist.barrier()
-        return writing
-
     def _parts_to_write(self, engine: Engine) -> list[Part]:
-        """What this rank writes of the state; what only its node needs once more has `writes`
-        False. Collective."""
+        """What this rank writes of the state. Collective."""
         own = own_parts(engine, self.topology)
         parts = (*engine.state_parts(), *own, *_random_numbers(self.topology))
         held = [part for part in parts if all(part.size)]
@@ -138,15 +131,10 @@ class Saver:
         if all(gather(_has_room(needed, self.plan))):
             self._memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
-    @property
-    def step(self) -> int:
-        """Of the last save."""
-        return int(self._row["step"])
-
     def weights(self, step: int) -> dict[str, torch.Tensor] | None:
         """All weights after `step`, under the model's names, from the copy in host memory; None
         where that does not hold them."""
-        if self._row.get("step") != step or self.topology.world_size > 1:
+        if self.step != step or self.topology.world_size > 1:
             return None
         found = [part for part in self._copies if part.name.startswith("weight/")]
         if not found or any(part.size != part.shape for part in found):
@@ -159,7 +147,7 @@ class Saver:
         return self._ending is not None
 
     def has_ended(self) -> bool:
-        """Whether `finish` will not wait."""
+        """Whether it will not wait."""
         return self._ending is not None and self._ending.done()
 
     def finish(self) -> None:
@@ -187,7 +175,7 @@ class Saver:
         except BaseException as error:
             ending.set_exception(error)
         else:
-            size = sum(meta.files.values()) + sum(meta.copies.values())
+            size = sum(meta.files.values())
             self._row |= {"write_s": time.monotonic() - began, "bytes": size}
             ending.set_result(folder)
 
@@ -196,13 +184,14 @@ class Saver:
         delete all checkpoints but the last. The folder. Collective in the thread's group."""
         first = self.topology.rank == 0
         final = writing.with_name(resume.name_of(meta.step))
-        for host, found in self._on_all(_write_files, writing, parts, self.topology.rank):
-            for name, (size, checksum) in found.items():
-                of = meta.copies if name.startswith("copies") else meta.files
-                of[name] = size
-                meta.checksums[name] = checksum
-                if self.plan.own_disks:
-                    meta.hosts[name] = host
+        own = writing / resume.file_of(self.topology.rank)
+        written = self._on_all(lambda: (socket.gethostname(), *write_parts(own, parts)))
+        for rank, (host, size, checksum) in enumerate(written):
+            name = resume.file_of(rank)
+            meta.files[name] = size
+            meta.checksums[name] = checksum
+            if self.plan.own_disks:
+                meta.hosts[name] = host
         # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
         if self.plan.own_disks:
             self._on_all(_publish if self._leads and not first else None, writing, final, meta)
@@ -233,19 +222,6 @@ def _has_room(num_bytes: int, plan: Plan) -> bool:
     if plan.strategy.swaps_to_disk:  # memory is not there for it
         return False
     return ROOM * num_bytes * plan.processes_here < available_ram_bytes()
-
-
-def _write_files(
-    writing: Path, parts: list[Part], rank: int
-) -> tuple[str, dict[str, tuple[int, int]]]:
-    """This host, and of each file that this rank has written its bytes and CRC-32."""
-    own = [part for part in parts if part.writes]
-    copies = [replace(part, writes=True) for part in parts if not part.writes]
-    name, name_of_copies = resume.files_of(rank)
-    files = {name: write_parts(writing / name, own)}
-    if copies:
-        files[name_of_copies] = write_parts(writing / name_of_copies, copies)
-    return socket.gethostname(), files
 
 
 def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:

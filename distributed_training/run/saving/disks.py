@@ -6,14 +6,15 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distributed_training.parallel.agree import from_rank_0, gather
-from distributed_training.parallel.tensor_files import Part
-from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
+from distributed_training.parallel.tensor_files import COPY, Part
+from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.record import FAULTS_FILE
+from distributed_training.run.prepare import write_plan
 from distributed_training.run.process import Process
 from distributed_training.run.saving import resume
 from distributed_training.settings.errors import UserError
@@ -36,9 +37,11 @@ def check_disks(plan: Plan, process: Process) -> None:
         if process.local_rank == 0:
             mark.unlink(missing_ok=True)
     if plan.checkpoint is not None:
-        mine = _with_hosts(plan.checkpoint).model_dump() if process.rank == 0 else None
-        meta = resume.Meta(**from_rank_0(mine))
-        _on_each_node(process, _check_files, plan, plan.checkpoint, meta)
+        mine = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
+        host, values = from_rank_0((socket.gethostname(), mine and mine.model_dump()))
+        meta = resume.Meta(**values)
+        meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
+        _on_each_node(process, _check_files, plan.checkpoint, meta, plan)
 
 
 def _on_each_node(process: Process, do: Callable[..., None], *arguments: Any) -> None:
@@ -74,8 +77,7 @@ def _make_folder(process: Process, plan: Plan, mark: Path) -> None:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
         if process.rank:
-            (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
-            (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
+            write_plan(plan)
     except FileExistsError:
         what = f"rank {process.rank} on {host} sees another node's {plan.run_dir}"
         raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None
@@ -84,21 +86,14 @@ def _make_folder(process: Process, plan: Plan, mark: Path) -> None:
         raise UserError(what, str(error.strerror), "set output_dir elsewhere") from None
 
 
-def _with_hosts(checkpoint: Path) -> resume.Meta:
-    """What a checkpoint of this node says of itself, and where its files are."""
-    meta = resume.read_meta(checkpoint)
-    meta.hosts = meta.hosts or dict.fromkeys(meta.files, socket.gethostname())
-    return meta
-
-
-def _check_files(process: Process, plan: Plan, checkpoint: Path, meta: resume.Meta) -> None:
-    names = resume.files_to_read(checkpoint, meta, plan, process.rank)
+def _check_files(process: Process, checkpoint: Path, meta: resume.Meta, plan: Plan) -> None:
     if process.rank:  # where the run was planned they have been read
-        resume.check_files(checkpoint, meta, names)
+        resume.check_files(checkpoint, meta, plan, process.rank)
 
 
 def copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
-    """This rank's share of what the ranks of its node hold and none of them writes. Collective."""
+    """This rank's share of what the ranks of its node hold and none of them writes, to be written
+    under other names. Collective."""
     own: dict[str, Part] = {}
     for part in held:  # both ends of a V hold the tied embedding
         key = f"{part.name} {part.start} {part.size}"
@@ -113,4 +108,5 @@ def copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
             if key not in written:
                 holders.setdefault(key, []).append(rank)
     shares = {key: ranks[n % len(ranks)] for n, (key, ranks) in enumerate(holders.items())}
-    return [own[key] for key, rank in shares.items() if rank == topology.rank]
+    mine = [own[key] for key, rank in shares.items() if rank == topology.rank]
+    return [replace(part, name=COPY + part.name, writes=True) for part in mine]

@@ -9,18 +9,20 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import socket
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from distributed_training.plan.plan import PLAN_FILE, Plan
+from distributed_training.plan.plan import Plan
 from distributed_training.records.record import RECORD_FILE, RunState, load_state, write_json
 from distributed_training.run.saving import claims
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32, parse_json, shown
 
@@ -51,11 +53,8 @@ class Meta(BaseModel, strict=True):
     base_fingerprint: int = 0  # of the weights that adapters belong to (Engine)
     counters: dict[str, float]  # of the engine (engines/base.py)
     files: dict[str, int]  # name -> bytes
-    checksums: dict[str, int]  # CRC-32 of each, and of copies
-    # Without a shared disk: what a node reads of other nodes' files under the same layout, once
-    # more in files of its own, and the host that has each file.
-    copies: dict[str, int] = {}
-    hosts: dict[str, str] = {}
+    checksums: dict[str, int]  # CRC-32 of each
+    hosts: dict[str, str] = {}  # without a shared disk: which has each file
 
 
 def name_of(step: int) -> str:
@@ -68,13 +67,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / CHECKPOINTS).glob("step-*"))
 
 
-def last_of_run(run_dir: Path, resumed_from: Path | None) -> Path | None:
-    """Where a run that is started again goes on: the last checkpoint that it has saved since its
-    plan was written; until there is one, where it was resumed from. Later ones in its folder were
-    passed over then."""
-    planned_at = (run_dir / PLAN_FILE).stat().st_mtime
-    own = [one for one in list_checkpoints(run_dir) if one.stat().st_mtime >= planned_at]
-    return own[-1] if own else resumed_from
+def remove_unfinished(run_dir: Path) -> None:
+    """What was being written; published checkpoints and exports stay."""
+    for folder in (run_dir, run_dir / CHECKPOINTS):
+        for unfinished in folder.glob(".writing-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
@@ -107,9 +104,9 @@ def read_meta(folder: Path) -> Meta:
     return Meta.model_validate(values)
 
 
-def files_of(rank: int) -> tuple[str, str]:
-    """Names of what a process writes: its file, and that of the copies for its node."""
-    return f"rank-{rank:05d}.safetensors", f"copies-{rank:05d}.safetensors"
+def file_of(rank: int) -> str:
+    """The file that a process writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
@@ -117,47 +114,39 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int 
     node, which suffice under the same layout. Raises ElsewhereError where other hosts have what is
     needed.
     """
+
+    def absent() -> list[str]:
+        return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
+
     names = list(meta.files)
-    absent = _absent(folder, names)
     ranks = plan.ranks_beside(rank) if plan is not None and meta.spread == plan.spread else None
-    if absent and ranks is not None:
-        known = {**meta.files, **meta.copies}
-        names = [name for rank in ranks for name in files_of(rank) if name in known]
-        absent = _absent(folder, names)
-    if absent and meta.hosts:
-        hosts = sorted({meta.hosts[name] for name in absent if name in meta.hosts})
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-        missing = f"{', '.join(absent[:3])}{more}"
+    if ranks is not None and absent():
+        names = [file_of(each) for each in ranks]
+    if meta.hosts and (lacking := absent()):
+        hosts = sorted({meta.hosts[name] for name in lacking if name in meta.hosts})
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        missing = ", ".join(lacking[:3]) + more
         what = f"checkpoint {folder} is not whole on {socket.gethostname()}; it lacks {missing}"
         why = f"written on {', '.join(hosts)}, without a shared disk" if hosts else ""
         raise ElsewhereError(what, why, TOGETHER)
     return names
 
 
-def _absent(folder: Path, names: list[str]) -> list[str]:
-    return [name for name in [*names, META_FILE] if not (folder / name).is_file()]
+def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
+    """`files_to_read`; raises UserError unless all their bytes are as they were written."""
 
+    def find_damage(name: str) -> str:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if crc32(folder / name) != meta.checksums.get(name):
+            return f"{name} has other contents than were written"
+        return ""
 
-def check_files(folder: Path, meta: Meta, names: Sequence[str]) -> None:
-    """Raise UserError unless these files of a checkpoint are there with all bytes as written."""
+    names = files_to_read(folder, meta, plan, rank)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for damage in pool.map(lambda name: _find_damage(folder / name, meta), names):
-            if damage:
-                raise UserError(f"checkpoint {folder} is damaged", damage, INSTEAD)
-
-
-def _find_damage(file: Path, meta: Meta) -> str:
-    """What is wrong with a checkpoint's file; "" where it is as it was written."""
-    name = file.name
-    if not file.is_file():
-        return f"{name} is missing"
-    size = file.stat().st_size
-    written = {**meta.files, **meta.copies}[name]
-    if size != written:
-        return f"{name} is {size} bytes long instead of {written}"
-    if crc32(file) != meta.checksums.get(name):
-        return f"{name} has other contents than were written"
-    return ""
+        for damage in filter(None, pool.map(find_damage, names)):
+            raise UserError(f"checkpoint {folder} is damaged", damage, INSTEAD)
+    return names
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -166,8 +155,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return checkpoint if (checkpoint / META_FILE).is_file() else None
 
 
-def find_resume(plan: Plan) -> tuple[Path, Path] | None:
-    """(run folder, checkpoint) to continue from, or None to start afresh.
+def find_resume(plan: Plan) -> Path | None:
+    """The checkpoint to continue from, in its run's folder, or None to start afresh.
 
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
     its newest checkpoint that can be read, and warns of what it passes over. A path names a run
@@ -177,10 +166,19 @@ def find_resume(plan: Plan) -> tuple[Path, Path] | None:
     "auto" finds none, the plan's notes say why.
     """
     resume = plan.config.resume
-    if resume is None:
-        return None
-    checkpoint = _newest(plan) if resume == "auto" else _named(resume, plan)
-    return None if checkpoint is None else (checkpoint.parents[1], checkpoint)
+    if resume is None or resume == AUTO:
+        return _newest(plan) if resume else None
+    checkpoint = named_checkpoint(resume)
+    meta = read_meta(checkpoint)
+    if differences := _differences(meta, plan):
+        fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
+        if "global_batch_size" in differences:
+            fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
+        raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
+    check_files(checkpoint, meta, plan)
+    _load_state(checkpoint, meta)  # the run goes on with its record
+    claims.refuse_held(checkpoint.parents[1])
+    return checkpoint
 
 
 def named_checkpoint(resume: str) -> Path:
@@ -192,50 +190,32 @@ def named_checkpoint(resume: str) -> Path:
     return checkpoint
 
 
-def _named(resume: str, plan: Plan) -> Path:
-    checkpoint = named_checkpoint(resume)
-    meta = read_meta(checkpoint)
-    if differences := _differences(meta, plan):
-        fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
-        if "global_batch_size" in differences:
-            fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
-        raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
-    check_files(checkpoint, meta, files_to_read(checkpoint, meta, plan))
-    _load_state(checkpoint, meta)  # the run goes on with its record
-    claims.refuse_held(checkpoint.parents[1])
-    return checkpoint
-
-
 def _newest(plan: Plan) -> Path | None:
     claims.refuse_doubling(plan.output_dir, identity(plan))
-    strategy = plan.strategy.name
     found = list[tuple[Path, Meta]]()
     obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         run_dir = checkpoint.parents[1]
         if run_dir.is_symlink():  # latest
             continue
-        state = None
         why = "is damaged"
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
                 why = f"is of other work: {differences}"
-            else:
-                state = _load_state(checkpoint, meta)
+            elif _load_state(checkpoint, meta).status == "ok":
                 why = "has finished"
-        if state is None or state.status == "ok":
+            else:
+                why = ""
+        if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
-            continue
-        if not claims.is_locked(run_dir):
+        elif not claims.is_locked(run_dir):  # of another strategy, as none of this one goes on
             found.append((checkpoint, meta))
-        elif meta.spread.get("strategy") == strategy:
-            raise claims.going_on(run_dir)
     # Of the same strategy before others: runs that are compared go on each for itself.
-    found.sort(key=lambda each: each[1].spread.get("strategy") != strategy)
+    found.sort(key=lambda each: each[1].spread.get("strategy") != plan.strategy.name)
     for checkpoint, meta in found:
         with _passing_over(checkpoint):
-            check_files(checkpoint, meta, files_to_read(checkpoint, meta, plan))
+            check_files(checkpoint, meta, plan)
             return checkpoint
     if found:
         obstacle = "every checkpoint of this work is damaged"
@@ -259,7 +239,7 @@ def _load_state(checkpoint: Path, meta: Meta) -> RunState:
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
-        first = meta.hosts[files_of(0)[0]]
+        first = meta.hosts[file_of(0)]
         raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
     return state_of(checkpoint)
 
