@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -11,10 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.engines.base import StepResult
@@ -37,6 +40,8 @@ FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
 SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
+CAUSE = "cause of the end"  # a key of the store
+CAUSE_WITHIN = timedelta(seconds=2)
 CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/variants.json)
 
 
@@ -106,7 +111,7 @@ def advise_nonfinite(saved: Sequence[Path]) -> str:
     return f"{fix} --resume auto --on_nonfinite rollback"
 
 
-def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn:
+def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:
     """Record and print what went wrong, then leave at once."""
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch says only which stage of a pipeline failed
@@ -132,6 +137,15 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException) -> NoReturn
         status = "interrupted"
         saved = list_checkpoints(plan.run_dir)
         said = f"interrupted; {'go on with --resume auto' if saved else 'nothing was trained'}"
+    if plan.own_disks:  # what this node notes the others do not see
+        with contextlib.suppress(RuntimeError):  # the store's process has ended
+            if not lost:
+                store.set(CAUSE, reason)
+            else:
+                store.wait([CAUSE], CAUSE_WITHIN)
+                reason = store.get(CAUSE).decode()
+                said = f"{rank} {records.LOST}; {reason}"
+                lost = False
     once = status == "interrupted" or isinstance(error, UserError)  # each rank finds the same
     first = True
     try:

@@ -86,7 +86,6 @@ class Profile:
                 schedule=torch.profiler.schedule(
                     wait=wait, warmup=1, active=len(self.steps), repeat=1
                 ),
-                on_trace_ready=self._write,
             )
             self._profiler.start()
         return self
@@ -102,14 +101,6 @@ class Profile:
         if self._done == self.steps[-1]:
             self._stop()
 
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        if self._done < self.steps[0]:  # a signal came before the first one ended
-            return
-        if self._on_gpu:
-            dump_memory_history(self._memory)
-        profiler.export_chrome_trace(str(self._trace))
-        self._written = True
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After a signal, what there is by then is written; after a failure of one process, the
         profiler of another could wait for it for ever."""
@@ -117,6 +108,12 @@ class Profile:
             self._stop()
 
     def _stop(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        if self._done >= self.steps[0]:  # no signal came before the first one ended
+            if self._on_gpu:
+                dump_memory_history(self._memory)
+            self._profiler.export_chrome_trace(str(self._trace))
+            self._written = True
+        self._profiler = None

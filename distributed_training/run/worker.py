@@ -77,7 +77,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
         try:
             return _train(given, topology, watch, ask, startup)
         except BaseException as error:  # others may wait in a collective that never completes
-            end_failed(given, topology, error)
+            end_failed(given, topology, error, store)
 
 
 def warm_up(process: Process) -> None:

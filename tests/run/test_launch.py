@@ -78,32 +78,37 @@ def test_exit_code_of_processes_that_left_no_record(codes, signum, code, spawn, 
 
 
 @pytest.mark.parametrize(
-    ("codes", "said"),
+    ("status", "codes", "code", "said"),
     [
-        ({3: -9, 1: -9, 0: 1}, "rank 1, 3: killed by SIGKILL; most often"),
-        ({2: -11, 0: 1}, "rank 2: killed by SIGSEGV"),
-        ({0: -9, 1: -6}, "rank 0: killed by SIGKILL"),
-        ({0: 1, 1: 0}, "rank 1: left before the run's end, with exit code 0"),
-        ({0: 1}, "a process ended without a message"),
+        ("running", {3: -9, 1: -9, 0: 1}, 1, "failed: rank 1, 3: killed by SIGKILL; most often"),
+        ("running", {2: -11, 0: 1}, 1, "failed: rank 2: killed by SIGSEGV"),
+        ("running", {0: -9, 1: -6}, 1, "failed: rank 0: killed by SIGKILL"),
+        ("running", {0: 1, 1: 0}, 1, "failed: rank 1: left before the run's end, with exit code 0"),
+        ("running", {0: 1}, 1, "failed: a process ended without a message"),
+        ("failed", WHOLE, 1, "failed: "),
+        ("oom", {0: 1}, 1, "oom: "),
+        ("interrupted", {0: 143}, 143, ""),
+        ("interrupted", {0: 143, 1: 1}, 130, ""),
+        ("ok", WHOLE, 0, ""),
+        ("ok", KILLED, 0, "note: rank 1: killed by SIGKILL"),
+        ("ok", {0: 1}, 1, ""),
     ],
 )
-def test_who_was_killed_is_recorded(codes, said, spawn, tmp_path, capsys):
-    start_record(tmp_path)
-    assert spawn(codes) == 1
+def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
+    start_record(tmp_path).update(status=status)
+    assert spawn(codes) == code
     state = load_state(tmp_path)
-    assert state.status == "failed"
-    assert state.error.startswith(said)
-    assert capsys.readouterr().err == f"failed: {state.error}\n"
+    assert state.status == ("failed" if status == "running" else status)
+    printed = capsys.readouterr().err
+    assert printed.startswith(said)
+    assert bool(printed) == bool(said)
+    if status == "running":
+        assert printed == f"failed: {state.error}\n"
 
 
-@pytest.mark.parametrize(("push", "code"), [(None, 0), ("user/name", 1)])
-def test_a_process_killed_after_the_end_takes_nothing_back(push, code, spawn, tmp_path, capsys):
+def test_a_process_killed_while_it_pushes_has_failed(spawn, tmp_path):
     start_record(tmp_path).update(status="ok")
-    assert spawn(KILLED, push=push) == code
-    assert load_state(tmp_path).status == "ok"
-    said = capsys.readouterr().err
-    assert said.startswith("note: rank 1: killed by SIGKILL") == (code == 0)
-    assert spawn({0: 1}) == 1, "it could not push, say"
+    assert spawn(KILLED, push="user/name") == 1
 
 
 def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
@@ -114,22 +119,6 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
     mark_stopped(tmp_path, "failed", "rank 0: IndexError: what it was sent was nonsense")
     assert spawn(KILLED) == 1
     assert load_state(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
-
-
-@pytest.mark.parametrize(
-    ("status", "codes", "code"),
-    [
-        ("ok", WHOLE, 0),
-        ("interrupted", {0: 143}, 143),
-        ("interrupted", {0: 143, 1: 1}, 130),
-        ("failed", WHOLE, 1),
-        ("oom", {0: 1}, 1),
-    ],
-)
-def test_exit_code_follows_the_record(status, codes, code, spawn, tmp_path):
-    start_record(tmp_path).update(status=status)
-    assert spawn(codes) == code
-    assert load_state(tmp_path).status == status
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):

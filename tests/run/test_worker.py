@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed_training.engines import deepspeed, native
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
+from distributed_training.records.record import load_state, start_record
 from distributed_training.run import assemble, ending, worker
 from distributed_training.run.process import Process
 from distributed_training.settings.config import build_config
@@ -72,6 +77,19 @@ def test_what_needs_less_memory_is_advised_where_it_helps(
     assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
     assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
     assert f"on rank {last.rank}: tried to allocate\n  1.00 GiB" in text
+
+
+def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    store = dist.HashStore()
+    for rank, error in enumerate((ValueError("a bad line"), RuntimeError("Broken pipe"))):
+        run_dir = tmp_path / str(rank)
+        run_dir.mkdir()
+        start_record(run_dir)
+        plan = SimpleNamespace(run_dir=run_dir, own_disks=True, offload_dir=None)
+        with pytest.raises(SystemExit):
+            ending.end_failed(plan, SimpleNamespace(rank=rank, local_rank=0), error, store)
+        assert load_state(run_dir).error == "rank 0: ValueError: a bad line"
 
 
 PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)

@@ -19,7 +19,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, short_path
 from distributed_training.records.record import RECORD_FILE, load_record
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import publish
 
 LENGTHS = 64  # of texts that a model sees are multiples of this
@@ -139,7 +139,12 @@ def write_folder(
     merge: bool = False,
 ) -> None:
     """Write what a run has learnt, under the model's names, as `folder`, all of it or nothing.
-    Adapters alone, unless they are to `merge` or nobody else has the weights beside them."""
+    Adapters alone, unless they are to `merge` or nobody else has the weights beside them. Raises
+    RunError, and leaves an older one, where a number is not finite."""
+    for name, values in state.items():
+        if not values.isfinite().all():
+            what = f"{folder.name}/ is not written: {name} has numbers that are not finite"
+            raise RunError(what, fix="lower learning_rate")
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
     config = plan.config

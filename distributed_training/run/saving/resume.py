@@ -264,10 +264,10 @@ def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     if saved == now:
         return None
     names = [f"{spread['strategy']} x {spread['num_processes']}" for spread in (saved, now)]
-    if names[0] == names[1]:
-        key = next(key for key in saved if saved[key] != now.get(key))
-        names = [f"{names[0]} ({key} {spread.get(key)})" for spread in (saved, now)]
-    return f"saved {names[0]} -> resuming {names[1]}: resharding"
+    if names[0] != names[1]:
+        return f"saved {names[0]} -> resuming {names[1]}: resharding; the folder keeps its name"
+    key = next(key for key in saved if saved[key] != now.get(key))
+    return f"saved {names[0]} with {key} {saved[key]} -> resuming with {now.get(key)}: resharding"
 
 
 def _differences(meta: Meta, plan: Plan) -> str:
