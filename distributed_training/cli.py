@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.advise.cluster import parse_cluster
-from distributed_training.run.launch import CPU_PROCESSES, PLANNED, start, start_planned
+from distributed_training.plan.machine import detect_machine
+from distributed_training.run.launch import (
+    CPU_PROCESSES,
+    PLANNED,
+    requested_processes,
+    start,
+    start_planned,
+)
+from distributed_training.run.process import current_process
+from distributed_training.run.ranks import run_ranks
 from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
@@ -189,9 +198,10 @@ def doctor(argv: Sequence[str], program: Program) -> int:
     add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
     add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     arguments = parser.parse_args(argv)
-    if arguments.nodes:
-        return _load("tools.nodes").run(arguments.num_gpus, program.script)
-    return _load("tools.doctor").main(output_dir_of(program)[1])
+    if not arguments.nodes:
+        return _load("tools.doctor").main(output_dir_of(program)[1])
+    code = _start_processes(["doctor", *argv], program, arguments.num_gpus)
+    return _load("tools.nodes").main() if code is None else code
 
 
 def train(argv: Sequence[str], program: Program) -> int:
@@ -268,19 +278,48 @@ def push(argv: Sequence[str], program: Program) -> int:
 
 
 def links(argv: Sequence[str], program: Program) -> int:
-    """How fast this machine's processes talk to each other."""
+    """How fast processes talk to each other: six operations over every group of the mesh."""
     parser = _parser(program, "links", links.__doc__)
-    return _load("tools.links").start(argv, program.script, output_dir_of(program)[1], parser)
+    add = parser.add_argument
+    add("--num_gpus", metavar="N", help="processes; all, the default: one a GPU, or 2 without GPUs")
+    for axis in ("pp", "dp_shard", "tp"):
+        size = f"processes along {axis}; what is left is dp_replicate"
+        add(f"--{axis}", metavar="N", type=int, default=1, help=size)
+    add("--largest", metavar="MIB", type=int, help="largest tensor; 1024 on GPUs, 16 without")
+    add("--seconds", metavar="S", type=float, default=0.15, help="for a figure (default 0.15)")
+    folder = output_dir_of(program)[1] / "links"
+    add("--out", metavar="FOLDER", type=Path, default=folder, help="of the record and picture")
+    arguments = parser.parse_args(argv)
+    if arguments.largest is not None and arguments.largest < 1:
+        raise UserError("--largest is at least 1 (MiB)")
+    code = _start_processes(["links", *argv], program, arguments.num_gpus)
+    return _load("tools.links").main(arguments) if code is None else code
+
+
+def _start_processes(argv: Sequence[str], program: Program, num_gpus: str | None) -> int | None:
+    """Start the processes of a command, all that are here unless `num_gpus` says otherwise; their
+    exit code, None in one of them."""
+    if current_process(os.environ) is not None:
+        return None
+    count = requested_processes(num_gpus or "all", detect_machine(), {})
+    if count == 1:
+        fix = "type --num_gpus 2, or start with torchrun on the nodes"
+        raise UserError("one process has no links", fix=fix)
+    return run_ranks([str(program.script), *argv], count).exit_code
 
 
 def overlap(argv: Sequence[str], program: Program) -> int:
     """How much communication hides behind computing, from the traces of a run."""
-    return _load("tools.overlap").main(argv)
+    parser = _parser(program, "overlap", overlap.__doc__)
+    parser.add_argument("run", type=Path, help="folder of a run with --profile STEPS")
+    return _load("tools.overlap").main(parser.parse_args(argv).run)
 
 
 def calibrate(argv: Sequence[str], program: Program) -> int:
     """What `plan --calibrate` runs in its processes."""
-    return _load("tools.calibrate").main(argv)
+    parser = _parser(program, "calibrate", calibrate.__doc__)
+    parser.add_argument("file", type=Path, help="where the JSON goes")
+    return _load("tools.calibrate").main(parser.parse_args(argv).file)
 
 
 Command = Callable[[Sequence[str], Program], int]

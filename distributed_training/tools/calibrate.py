@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
 from distributed_training.settings.config import build_config
-from distributed_training.settings.parser import Parser
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.tools.links import time_group
 from distributed_training.tools.measuring import BUDGET_S, Clock, Group, open_group
@@ -192,10 +190,8 @@ def calibrate(group: Group, budget_s: float = BUDGET_S) -> dict[str, Any]:
     return found
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = Parser(description="Measure this machine for the planner.")
-    parser.add_argument("file", type=Path, help="where the JSON goes")
-    file = parser.parse_args(argv).file
+def main(file: Path) -> int:
+    """Measure as one of a launcher's processes, or alone; the exit code."""
     start = time.perf_counter()
     with open_group() as group:
         found = calibrate(group)

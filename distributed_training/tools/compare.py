@@ -50,6 +50,7 @@ from distributed_training.records.tables import (
     validation_loss,
 )
 from distributed_training.run.launch import requested_processes
+from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, user_path
@@ -320,21 +321,19 @@ def keep(wanted: Wanted, run: Run) -> str:
 def wait_for(command: Sequence[str], log: Any) -> int:
     """The exit code of a program in a session of its own; on Ctrl-C or SIGTERM it is told to stop
     first. Raises KeyboardInterrupt then."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGINT)
+    with handling({signal.SIGTERM: signal.default_int_handler}):
         try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            return process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def training_seconds(metrics: Path) -> list[float]:

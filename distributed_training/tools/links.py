@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,17 +23,13 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.topology import Topology, show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import plural, write_json
-from distributed_training.run.launch import requested_processes
-from distributed_training.run.process import current_process
-from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.errors import UserError
-from distributed_training.tools.measuring import BUDGET_S, Clock, Group, open_group
+from distributed_training.tools.measuring import Clock, Group, open_group
 
 # Operation -> messages that follow each other in a ring of n processes.
 STEPS: dict[str, Callable[[int], int]] = {
@@ -173,7 +168,7 @@ def table(groups: dict[str, Any]) -> str:
         for kind, row in found["operations"].items():
             last = row["points"][-1]
             rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-            rate, algorithm, bus = (f"{each / 1e9:.2f}" for each in rates)
+            rate, algorithm, bus = (f"{each / 1e9:.2f}".replace("inf", "-") for each in rates)
             fit = f"{100 * row['fit_error']:.0f}%"
             rows.append([kind, f"{1e6 * row['latency_s']:.0f}", rate, fit, algorithm, bus])
         lines += [f"{axis}, {found['members']} processes", ""]
@@ -203,14 +198,15 @@ def draw(groups: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def work(options: argparse.Namespace, axes: dict[str, int]) -> None:
-    """This process's part. Collective."""
+def main(options: argparse.Namespace) -> int:
+    """This process's part; the exit code. Collective."""
     with open_group() as group:
         process = group.process
+        axes = mesh_of(options, process.world_size)
         largest = (options.largest or LARGEST_MIB[group.device.type]) * 2**20
         groups = measure(group, axes, largest, options.seconds)
     if process.rank > 0:
-        return
+        return 0
     backend = "nccl" if group.device.type == "cuda" else "gloo"
     record = {
         "what": "seconds of operations between processes, the slowest rank's",
@@ -235,6 +231,7 @@ def work(options: argparse.Namespace, axes: dict[str, int]) -> None:
         each = slowest / process.local_world_size
         print(f"between nodes, for plan: --network_gbit {8 * each / 1e9:.3g}")
     print(f"record and picture in {short_path(folder)}")
+    return 0
 
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
@@ -245,26 +242,3 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
         what = f"{show_axes(axes)} does not divide {plural(world_size, 'process')}"
         raise UserError(what, "links measures between two or more", "set --num_gpus 2 or more")
     return {**axes, "dp_replicate": world_size // fixed}
-
-
-def start(
-    argv: Sequence[str], script: Path, output_dir: Path, parser: argparse.ArgumentParser
-) -> int:
-    """Start the processes where no launcher did, or be one of them."""
-    add = parser.add_argument
-    add("--num_gpus", default="all", help="processes; all: one a GPU, or 2 without GPUs")
-    for axis in ("pp", "dp_shard", "tp"):
-        add(f"--{axis}", type=int, default=1, help="size of that axis; the rest is dp_replicate")
-    add("--largest", type=int, help="MiB of the largest tensor; 1024 on GPUs, 16 without")
-    add("--seconds", type=float, default=BUDGET_S, help="to repeat a figure for")
-    add("--out", type=Path, default=output_dir / "links", help="folder of the record and picture")
-    options = parser.parse_args(argv)
-    if options.largest is not None and options.largest < 1:
-        raise UserError("--largest is at least 1 (MiB)")
-    process = current_process(os.environ)
-    if process is not None:
-        work(options, mesh_of(options, process.world_size))
-        return 0
-    count = requested_processes(options.num_gpus, detect_machine(), {})
-    mesh_of(options, count)  # refused here rather than by every process
-    return run_ranks([str(script), "links", *argv], count).exit_code

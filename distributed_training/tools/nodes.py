@@ -10,19 +10,12 @@ MOST_FOR_PAIRS processes, of more each with the next.
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.machine import detect_machine
 from distributed_training.records.record import plural
-from distributed_training.run.launch import requested_processes
-from distributed_training.run.process import current_process
-from distributed_training.run.ranks import run_ranks
-from distributed_training.settings.errors import UserError
 from distributed_training.tools.links import time_group
 from distributed_training.tools.measuring import Clock, Group, open_group
 
@@ -105,17 +98,10 @@ def describe(links: Sequence[Link]) -> str:
     return "\n".join(lines)
 
 
-def run(num_gpus: str | None, script: Path) -> int:
-    """Measure as one of a launcher's processes, else start some here; the exit code."""
-    process = current_process(os.environ)
-    if process is None:
-        count = requested_processes(num_gpus or "all", detect_machine(), {})
-        if count == 1:
-            what = "one process has no links"
-            raise UserError(what, fix="type --num_gpus 2, or start with torchrun on the nodes")
-        return run_ranks([str(script), "doctor", "--nodes"], count).exit_code
+def main() -> int:
+    """This process's part; the exit code."""
     with open_group() as group:
         links = measure_links(group)
-    if process.rank == 0:
+    if group.process.rank == 0:
         print(describe(links))
     return 0

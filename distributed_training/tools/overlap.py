@@ -28,7 +28,6 @@ from tabulate import tabulate
 from distributed_training.records.display import short_path
 from distributed_training.records.record import TRACE_FILE, plural
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.parser import Parser
 
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
@@ -236,10 +235,8 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="folder of a run with --profile STEPS")
-    folder = parser.parse_args(argv).run
+def main(folder: Path) -> int:
+    """Describe and draw a run; the exit code."""
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")

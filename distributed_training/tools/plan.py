@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed_training.advise import scaling
+from distributed_training.advise.checks import check_memory
 from distributed_training.advise.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.advise.rank import Choice, choose_spread, rank_layouts
 from distributed_training.advise.show import as_dict, batch_script, command, table, why_first
@@ -152,16 +153,11 @@ def _legend(cluster: Cluster) -> str:
 def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
     """The layout that needs least, and the machine that would have it."""
     if roomy := [c for c in choices if find_room_on_gpu(c.plan, c.prediction.memory) != "no"]:
-        count = cluster.processes_a_node
-        ram = cluster.machine.ram_bytes / GIB
-        least_ram = min(choice.prediction.memory.host_bytes for choice in roomy) * count / GIB
-        what = f"{count} processes need about {least_ram:.1f} GiB of RAM"
-        why = f"{ram:.1f} GiB are available; the kernel would kill them"
-        return UserError(what, why, "use a smaller model, or fewer processes: --num_gpus")
+        least = min(roomy, key=lambda choice: choice.prediction.memory.host_bytes)
+        check_memory(least.plan, least.prediction.memory, lambda _: [])  # RAM is what lacks
     least = min(choices, key=lambda choice: choice.prediction.memory.needed_bytes)
     needed = least.prediction.memory.needed_bytes / GIB
-    config = least.plan.config
-    what = f"{config.model} fits nowhere on {cluster.name}"
+    what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
     why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB a process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:

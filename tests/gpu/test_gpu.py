@@ -195,7 +195,7 @@ def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
         "memory": "memory-rank*.pickle",
     }  # fmt: skip
     folder = next(tmp_path.glob("*-*/record.json")).parent
-    assert main([str(folder)]) == 0
+    assert main(folder) == 0
     ranks = read_run(folder)
     assert len(ranks) == count
     for rank in ranks:

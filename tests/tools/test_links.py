@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 
 from distributed_training.predict.traffic import sent_bytes
-from distributed_training.tools.links import STEPS, fit_line, summarise
+from distributed_training.tools.links import STEPS, fit_line, mesh_of, summarise
 from tests.conftest import heavy_pool, light_pool
+from tests.support import refused
 
 
 def test_a_line_is_found_exactly():
@@ -68,9 +70,12 @@ def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
     assert (tmp_path / "links.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    "typed", [("--num_gpus", "1"), ("--num_gpus", "3", "--tp", "2"), ("--largest", "0")]
-)
+@pytest.mark.parametrize("typed", [("--num_gpus", "1"), ("--largest", "0")])
 def test_refusals(typed):
     shown = light_pool().script(["links", *typed])
     assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
+
+
+def test_a_mesh_that_does_not_divide_the_processes_is_refused():
+    with refused("does not divide 3 processes"):
+        mesh_of(argparse.Namespace(pp=1, dp_shard=1, tp=2), 3)

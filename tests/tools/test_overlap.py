@@ -123,7 +123,7 @@ def test_two_processes_leave_a_trace_each(traced, capsys):
     assert run["profile"] == {
         "first_step": 4, "last_step": 5, "traces": "trace-rank*.json.gz", "memory": None,
     }  # fmt: skip
-    assert main([str(folder)]) == 0
+    assert main(folder) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines()[:-1])) <= 80
     rows = [line.split() for line in text.splitlines()]
@@ -140,9 +140,9 @@ def test_two_processes_leave_a_trace_each(traced, capsys):
 
 def test_refusals(tmp_path):
     with refused("holds no trace-rank*.json.gz", "--profile"):
-        main([str(tmp_path)])
+        main(tmp_path)
     (tmp_path / "trace-rank0.json.gz").write_text("no gzip")
     with refused("trace-rank0.json.gz is no trace"):
-        main([str(tmp_path)])
+        main(tmp_path)
     with refused("rank 3 has no steps"):
         read_trace({"traceEvents": [event("gemm", (0, 1))]}, 3)
