@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
-from distributed_training.settings.keys import Key, by_group, nearest_key, read_keys
+from distributed_training.settings.keys import Key, nearest_key, read_keys
 from distributed_training.settings.parser import Parser, not_negative
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
@@ -91,7 +93,7 @@ def build_parser(
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--force", action="store_true", help="run what is predicted not to fit")
     add("--local_rank", help=hidden)  # deepspeed passes it
-    for title, members in by_group(keys).items():
+    for title, members in itertools.groupby(keys, attrgetter("group")):
         group = parser.add_argument_group(title)
         for key in members:
             text = about_key(key, f"default {key.default!r}").replace("%", "%%")

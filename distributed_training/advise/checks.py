@@ -33,7 +33,7 @@ Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does
 
 
 def run_checks(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
-    """Run every check, cheapest first."""
+    """Run every check, cheapest first; at last what `push` will need."""
     check_packages(plan)
     check_gpus(plan)
     check_settings(plan)
@@ -41,6 +41,10 @@ def run_checks(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
     check_shared_memory(plan)
     check_disk(plan)
     check_extensions(plan)
+    if plan.config.push is not None:
+        if not plan.config.export:
+            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
+        check_push(plan.config.push)
 
 
 def check_packages(plan: Plan) -> None:
@@ -69,7 +73,7 @@ def check_gpus(plan: Plan) -> None:
 
 
 def check_settings(plan: Plan) -> None:
-    """Engine and machine do what CONFIG asks for, and what `push` needs at the end is there."""
+    """Engine and machine do what CONFIG asks for."""
     config = plan.config
     strategy = f"strategy={plan.strategy.name!r}"
     if config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
@@ -80,15 +84,11 @@ def check_settings(plan: Plan) -> None:
     # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
-    swaps = plan.strategy.offload_device("param") == "nvme"
+    swaps = plan.strategy.offload["param"] == "nvme"
     if swaps and not plan.machine.num_gpus and largest >= MIB:
         what = f"{strategy} with model={config.model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
-    if config.push is not None:
-        if not config.export:
-            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
-        check_push(config.push)
 
 
 def check_memory(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:

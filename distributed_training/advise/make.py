@@ -15,6 +15,7 @@ from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import fit_to_data
+from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.sources import find_sources
@@ -53,7 +54,12 @@ def decide_plan(
             "memory is near the edge: runs of this kind have needed up to "
             f"{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU"
         )
-    return replace(plan, prediction=prediction.as_record(), notes=notes)
+    return replace(
+        plan,
+        prediction=prediction.as_record(),
+        notes=notes,
+        deepspeed_json=fill_deepspeed_json(plan),
+    )
 
 
 def draft_plan(

@@ -19,15 +19,14 @@ from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, find_room, find_room_on_gpu, predict
 from distributed_training.predict.stages import with_orders
-from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
     MESH_AXES,
+    defaults_for,
     list_strategies,
     load_strategy,
-    strategy_defaults,
     strategy_options,
 )
 
@@ -162,12 +161,6 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
     return with_values(config, strategy=name, from_defaults=tuple(defaults), **defaults)
 
 
-def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
-    """A strategy's defaults for the keys that CONFIG leaves open."""
-    defaults = strategy_defaults(name).items()
-    return {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
-
-
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     """What to set so that a plan's work fits the cluster that it is for: the same strategy with
     more micro-batches or with recomputation, then the quickest of all."""
@@ -234,9 +227,19 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
         step = best.prediction.step
         why = "the first that fits" if step is None else f"predicted {step.seconds:.3g} s a step"
         notes.append(f"{said}, the planner's choice: {why}")
-        config = with_values(as_chosen(config, name), **settings)
+        config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)
     if config.batch_size == AUTO:
-        size = _busy_batch(config, cluster)
+        # The smallest power of two within BUSY of the best predicted tokens/s of those that fit
+        speeds: dict[int, float] = {}
+        for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
+            with contextlib.suppress(UserError):
+                plan = lay_out_on(cluster, with_values(config, batch_size=size))
+                prediction = predict(plan, cluster.rates)
+                needed = prediction.memory.needed_bytes
+                if prediction.room == "yes" and needed < (config.below_bytes or sys.maxsize):
+                    speeds[size] = prediction.tokens_per_s or size
+        enough = BUSY * max(speeds.values(), default=0.0)
+        size = next((size for size, speed in speeds.items() if speed >= enough), 1)
         notes.append(f"batch_size is {size}: the fewest sequences that keep a GPU busy, predicted")
         config = with_values(config, batch_size=size)
     return config
@@ -255,17 +258,3 @@ def _none_found(
     lay_out_on(cluster, tried)
     what = f"strategy='auto' finds none that fits {config.model} with batch_size={tried.batch_size}"
     return UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
-
-
-def _busy_batch(config: RunConfig, cluster: Cluster) -> int:
-    """The smallest power of two within BUSY of the best predicted tokens/s of those that fit."""
-    speeds: dict[int, float] = {}
-    most_bytes = config.below_bytes or sys.maxsize
-    for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
-        with contextlib.suppress(UserError):
-            plan = lay_out_on(cluster, with_values(config, batch_size=size))
-            prediction = predict(plan, cluster.rates)
-            if prediction.room == "yes" and prediction.memory.needed_bytes < most_bytes:
-                speeds[size] = prediction.tokens_per_s or size
-    best = max(speeds.values(), default=0.0)
-    return next((size for size, speed in speeds.items() if speed >= BUSY * best), 1)

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from distributed_training.advise.cluster import Cluster, parse_cluster
 from distributed_training.advise.rank import Choice, choose_spread, rank_layouts, with_progress
 from distributed_training.advise.show import count
-from distributed_training.settings.config import AUTO, RunConfig, replace
+from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
 
@@ -137,12 +137,12 @@ def speeds(
     found = []
     for model in with_progress(MODELS, "layouts of each model"):
         with contextlib.suppress(UserError):  # a model that fits nowhere
-            config = replace(build(None), model=model)
+            config = with_values(build(None), model=model)
             if open_batch:
-                config = replace(config, strategy=AUTO, batch_size=AUTO)
+                config = with_values(config, strategy=AUTO, batch_size=AUTO)
                 config = choose_spread(config, cluster, [])
             own = {"model": model, "batch_size": config.batch_size}
-            choices = rank_layouts(lambda name, own=own: replace(build(name), **own), cluster)  # type: ignore[misc]
+            choices = rank_layouts(lambda name, own=own: with_values(build(name), **own), cluster)  # type: ignore[misc]
             if choices and choices[0].prediction.fits:
                 found.append(choices[0])
     if not found:

@@ -163,6 +163,11 @@ class ModelSpec:
         save_weights(state, _load(self.family), self.size, folder, eos_token_id)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether they lie in the folder that CONFIG names."""
+        return self.weights_dir is not None and bool(weight_files(self.weights_dir))
+
+    @property
     def stores_transposed(self) -> bool:
         """Whether Hugging Face's matrices are [in, out]."""
         return bool(_load(self.family).STORES_TRANSPOSED)

@@ -16,8 +16,7 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.mesh import OPEN_BATCH, fill_mesh
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import new_run_dir
-from distributed_training.settings.config import AUTO, RunConfig, load_preset
-from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.config import AUTO, RunConfig, load_preset, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import load_strategy
 

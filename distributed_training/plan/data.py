@@ -12,8 +12,7 @@ from distributed_training.data.corpus import ask_hub, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.config import AUTO
-from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.config import AUTO, with_values
 from distributed_training.settings.errors import UserError
 
 QUICKLY_CUT = 4_000_000  # bytes

@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from distributed_training.records.record import Batch
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.plan.plan import Plan
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.strategies import Strategy
 
 
-def fill_deepspeed_json(
-    strategy: Strategy, config: RunConfig, batch: Batch, offload_dir: str
-) -> dict[str, Any]:
-    """The strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says; UserError where
-    it holds another value."""
-    document = copy.deepcopy(dict(strategy.document))
-    source = strategy.source
+def fill_deepspeed_json(plan: Plan) -> dict[str, Any] | None:
+    """The strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says, None where it
+    has none; UserError where it holds another value."""
+    if not plan.strategy.traits.takes_deepspeed_json:
+        return None
+    config = plan.config
+    batch = plan.batch
+    document = copy.deepcopy(dict(plan.strategy.document))
+    source = plan.strategy.source
     decided = {
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
@@ -55,7 +56,7 @@ def fill_deepspeed_json(
     for part in ("offload_optimizer", "offload_param"):
         section = document.get("zero_optimization", {}).get(part) or {}
         if section.get("nvme_path") == AUTO:
-            section["nvme_path"] = offload_dir
+            section["nvme_path"] = str(plan.offload_dir)
     left = ", ".join(_auto_paths(document))
     if left:
         raise UserError(f'{source}: "auto" is not understood at {left}', fix="write a value")

@@ -14,11 +14,10 @@ from typing import Any
 from distributed_training.data import hub
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec, weight_files
+from distributed_training.models import ModelSpec
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.config import replace as with_values
+from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 
 
@@ -111,7 +110,7 @@ def _choose_weights(
         return "random", None
     if asked not in (AUTO, "pretrained"):
         return asked, Path(asked).resolve()
-    if spec.weights_dir is not None and weight_files(spec.weights_dir):
+    if spec.has_weights:
         return str(spec.weights_dir), spec.weights_dir
     if hub_id is None or tokenizer == EMBEDDED:
         why = "they need their own tokenizer" if hub_id else f"{model} is not published"

@@ -31,7 +31,7 @@ def estimate_state(plan: Plan) -> StateBytes:
     each["optimizer"] += own_bytes(plan)
     parts = {part: size * plan.layout.num_learning for part, size in each.items()}
     if plan.config.lora_rank:
-        device = plan.strategy.offload_device("param")
+        device = plan.strategy.offload["param"]
         where = {"none": "parameters", "cpu": "host", "nvme": "disk"}[device]
         parts[where] += _frozen_bytes(plan) * plan.layout.num_parameters
     return StateBytes(**{part: round(size) for part, size in parts.items()})
@@ -68,7 +68,7 @@ def bytes_a_parameter(
         each["gradients"] = 4
     each |= {"host": 0, "disk": 0}
     for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
-        device = strategy.offload_device(what)
+        device = strategy.offload[what]
         if device != "none":
             each["disk" if device == "nvme" else "host"] += each[part]
             each[part] = 0

@@ -12,16 +12,15 @@ from typing import Any
 from filelock import FileLock
 
 from distributed_training.advise.make import decide_plan
-from distributed_training.advise.rank import defaults_for
 from distributed_training.data.samples import Data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import FAULTS_FILE, new_run_dir
 from distributed_training.run.saving import claims, resume
-from distributed_training.settings import config as settings
-from distributed_training.settings.config import AUTO, KEYS, RunConfig
+from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import defaults_for
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
@@ -43,7 +42,7 @@ def make_plan(
         config, notes = take_over(config, num_processes)
     plan = decide_plan(config, machine, num_processes, processes_here, cut)
     plan.notes.extend(notes)
-    return _with_deepspeed_json(_at_checkpoint(plan))
+    return _at_checkpoint(plan)
 
 
 def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[str]]:
@@ -68,9 +67,9 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
         taken["engine_work"] = before.config.engine_work
     batch = ("batch_size", "grad_accum_steps")
     if set(batch).intersection(config.typed):
-        return settings.replace(config, **taken), notes
+        return with_values(config, **taken), notes
     taken |= {name: decided[name] for name in batch}
-    config, cut = _share_batch(settings.replace(config, **taken), before, num_processes)
+    config, cut = _share_batch(with_values(config, **taken), before, num_processes)
     return config, [*notes, cut] if cut else notes
 
 
@@ -82,13 +81,6 @@ def _at_checkpoint(plan: Plan) -> Plan:
         if change := resume.describe_change(resume.read_meta(found).spread, plan.spread):
             plan.notes.append(change)
     return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
-
-
-def _with_deepspeed_json(plan: Plan) -> Plan:
-    if not plan.strategy.traits.takes_deepspeed_json:
-        return plan
-    document = fill_deepspeed_json(plan.strategy, plan.config, plan.batch, str(plan.offload_dir))
-    return replace(plan, deepspeed_json=document)
 
 
 def reserve_run_dir(plan: Plan) -> Plan:
@@ -110,7 +102,8 @@ def _reserve(plan: Plan) -> Plan:
             names = (plan.strategy.name, plan.model.label, plan.num_processes)
             run_dir = new_run_dir(plan.output_dir, *names)
             offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
-            plan = _with_deepspeed_json(replace(plan, run_dir=run_dir, offload_dir=offload_dir))
+            plan = replace(plan, run_dir=run_dir, offload_dir=offload_dir)
+            plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
     claims.claim(plan.run_dir, resume.identity(plan))
     write_plan(plan)
     with contextlib.suppress(OSError):  # a file system without links
@@ -151,7 +144,7 @@ def go_on(
     before = load_plan(run_dir)
     saved, note = started_again(before)
     if saved:
-        config = settings.replace(config, resume=str(saved))
+        config = with_values(config, resume=str(saved))
     config, cut = _share_batch(config, before, num_processes)
     return config, [f"{note}; {cut}" if cut else note]
 
@@ -171,7 +164,7 @@ def _share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[R
         return config, ""
     most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
     batch = {"batch_size": most, "grad_accum_steps": each // most}
-    config = settings.replace(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
+    config = with_values(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
     cut = " x ".join(f"{key} {value}" for key, value in batch.items())
     return config, f"the global batch stays {size}: {cut} x {num_processes}"
 

@@ -83,7 +83,7 @@ class Watch:
 
     def begin(self, run_dir: Path, topology: Topology, config: RunConfig) -> None:
         """The run is known; from now on the others are watched, too."""
-        claims.join(run_dir)
+        claims.hold(run_dir)
         self.run_dir = run_dir
         self._given_s = config.hang_timeout_s
         # Compilers and traces hold up a step now and then.

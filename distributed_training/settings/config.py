@@ -10,11 +10,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, expand_home, load_json, shown, user_path
-from distributed_training.settings.keys import Key, Options, by_key, key, read_keys, validate
+from distributed_training.settings.files import (
+    ROOT,
+    Model,
+    did_you_mean,
+    expand_home,
+    load_json,
+    shown,
+    user_path,
+)
+from distributed_training.settings.keys import Key, Options, by_key, key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # until whoever has not come counts as missing
@@ -215,9 +223,21 @@ def describe_work(config: RunConfig, global_batch_size: int) -> dict[str, Any]:
     return {name: words[name] for name in names} | {"global_batch_size": global_batch_size}
 
 
-def replace(config: RunConfig, **changes: Any) -> RunConfig:
+def with_values(config: RunConfig, **changes: Any) -> RunConfig:
     """A copy with other values; raises UserError for one that its key does not accept."""
     return validate(RunConfig, {**dict(config), **changes}, KEYS)
+
+
+def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
+    """`values` as `model`, whose keys are `keys`; raise UserError for one that is not accepted."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+    key = keys[name]
+    value = values[name]
+    fix = did_you_mean(value, key.choices) if isinstance(value, str) else ""
+    raise UserError(f"{name}={shown(value)} is not accepted", f"{name} is {key.accepts()}", fix)
 
 
 def build_config(

@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import Model, did_you_mean, nearest, shown
+from distributed_training.settings.files import nearest, shown
 
 _WORDS: dict[str, dict[str, Any]] = {
     "boolean": dict.fromkeys(("true", "yes", "on", "1"), True)
@@ -109,26 +109,6 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
         for name, schema in fields
         if "work" in schema
     }
-
-
-def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
-    """`values` as `model`, whose keys are `keys`; raise UserError for one that is not accepted."""
-    try:
-        return model(**values)
-    except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-    key = keys[name]
-    value = values[name]
-    fix = did_you_mean(value, key.choices) if isinstance(value, str) else ""
-    raise UserError(f"{name}={shown(value)} is not accepted", f"{name} is {key.accepts()}", fix)
-
-
-def by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """Heading -> keys."""
-    groups: dict[str, list[Key]] = {}
-    for each in keys:
-        groups.setdefault(each.group, []).append(each)
-    return groups
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:

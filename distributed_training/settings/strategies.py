@@ -96,10 +96,12 @@ class Strategy:
         """DeepSpeed's ZeRO stage; 0 without a DeepSpeed JSON."""
         return int(self.document.get("zero_optimization", {}).get("stage", 0))
 
-    def offload_device(self, what: str) -> str:
-        """ "none", "cpu" or "nvme" for `what` = "optimizer" or "param"."""
-        section = self.document.get("zero_optimization", {}).get(f"offload_{what}") or {}
-        return str(section.get("device", "none"))
+    @property
+    def offload(self) -> dict[str, str]:
+        """Where the state of "optimizer" and "param"eters is kept: "none", "cpu" or "nvme"."""
+        zero = self.document.get("zero_optimization", {})
+        sections = {what: zero.get(f"offload_{what}") or {} for what in _OFFLOADED}
+        return {what: section.get("device", "none") for what, section in sections.items()}
 
     @property
     def pipelined(self) -> bool:
@@ -116,22 +118,22 @@ class Strategy:
     @property
     def steps_on_host(self) -> bool:
         """Whether the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
-        return self.offload_device("optimizer") != "none"
+        return self.offload["optimizer"] != "none"
 
     @property
     def fetches_parameters(self) -> bool:
         """Whether parameters are elsewhere than on the device and come when a block runs."""
-        return self.offload_device("param") != "none"
+        return self.offload["param"] != "none"
 
     @property
     def swaps_to_disk(self) -> bool:
         """Whether state moves to files, through DeepSpeed's libaio extension."""
-        return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
+        return "nvme" in self.offload.values()
 
     @property
     def swap_buffer_values(self) -> int:
         """Values that the buffers hold through which parameters come from files and go there."""
-        if self.offload_device("param") != "nvme":
+        if self.offload["param"] != "nvme":
             return 0
         section = {"buffer_count": 5, "buffer_size": 1e8}  # DeepSpeed's defaults
         section |= self.document["zero_optimization"]["offload_param"]
@@ -150,8 +152,10 @@ class Strategy:
         elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
             parts.append("parameters, gradients, optimizer state over dp_shard")
         parts = parts or ["nothing (replicas)"]
-        devices = {label: self.offload_device(what) for what, label in _OFFLOADED.items()}
-        parts += [f"{label} kept on {on}" for label, on in devices.items() if on != "none"]
+        kept = self.offload.items()
+        parts += [
+            f"{_OFFLOADED[what]} kept on {device}" for what, device in kept if device != "none"
+        ]
         return "; ".join(parts)
 
 
@@ -170,6 +174,12 @@ def strategy_defaults(name: str) -> dict[str, Any]:
     return {} if name == AUTO else _find(name)[1].defaults
 
 
+def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
+    """A strategy's defaults for the keys that CONFIG leaves open."""
+    defaults = strategy_defaults(name).items()
+    return {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
+
+
 def strategy_options(name: str) -> type[Options]:
     """Keys that a strategy's own engine adds to CONFIG."""
     if name == AUTO:
@@ -183,6 +193,25 @@ def load_strategy(config: RunConfig) -> Strategy:
     an unknown name and for a JSON that does not parse or means another strategy."""
     path, folder = _find(config.strategy)
     traits, _ = _find_traits(folder.engine, path.parent)
+    own = _read(path, folder, traits, config)
+    given = config.deepspeed_config
+    if given is None:
+        return own
+    if not traits.takes_deepspeed_json:
+        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
+        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
+    theirs = _read(path, folder.model_copy(update={"deepspeed": given}), traits, config)
+    found = theirs.describe_sharding()
+    wanted = own.describe_sharding()
+    if found != wanted:
+        what = f"{theirs.source} means {found!r} but strategy={own.name!r} means {wanted!r}"
+        raise UserError(what, fix="change one of them")
+    return theirs
+
+
+def _read(path: Path, folder: _Folder, traits: Traits, config: RunConfig) -> Strategy:
+    """What a folder's config.json at `path` says, with CONFIG's sizes of axes in place of its own;
+    UserError where the engine has no such axes."""
     engine = f"{path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
@@ -190,31 +219,45 @@ def load_strategy(config: RunConfig) -> Strategy:
     source = path
     mesh = folder.mesh or {}
     document = folder.deepspeed or {}
-    if isinstance(document, str):
-        beside = path.parent / document
-        source = beside if beside.is_file() else ROOT / document
-        document = load_json(source, "DeepSpeed JSON")
+    can = traits.axes
+    why = f"it has the axes {', '.join(can)}"
     if traits.takes_deepspeed_json:
-        mesh = _deepspeed_mesh(document, source)
+        if isinstance(document, str):
+            beside = path.parent / document
+            source = beside if beside.is_file() else given_path(document)
+            document = load_json(source, "DeepSpeed JSON")
+        parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
+        stage = parsed.zero_optimization.stage
+        stages = parsed.pipeline.stages
+        if stages != 1 and stage > 1:
+            what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
+            reason = "a pipeline needs its gradients whole until its last micro-batch"
+            raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
+        mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
+        can = ("pp",) if stages != 1 else ()
+        why = "DeepSpeed divides over all processes"
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
-            why = f"its axes are {', '.join(traits.axes)}"
+            its = f"its axes are {', '.join(traits.axes)}"
             fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
-            raise UserError(f"{engine} has no axis {axis!r}", why, fix)
+            raise UserError(f"{engine} has no axis {axis!r}", its, fix)
+    given_axes = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
+    for axis, size in given_axes.items():
+        if axis not in can:
+            what = f"{axis}={size} cannot be set with strategy={folder.name!r}"
+            others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
+            raise UserError(what, why, f"set it to None, or strategy to {others}")
     known = traits.schedules or ("1f1b",)
-    strategy = Strategy(
-        name=config.strategy,
+    return Strategy(
+        name=folder.name,
         source=source.resolve(),
         document=document,
-        mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
-        named_axes=tuple(mesh),
+        mesh={**dict.fromkeys(MESH_AXES, 1), **mesh, **given_axes},
+        named_axes=tuple({**mesh, **given_axes}),
         schedule=config.pipeline_schedule if config.pipeline_schedule in known else known[0],
         engine=folder.engine,
         traits=traits,
     )
-    if config.deepspeed_config is not None:
-        strategy = _with_deepspeed_config(strategy, config.deepspeed_config)
-    return _with_axes(strategy, config)
 
 
 def _find(name: str) -> tuple[Path, _Folder]:
@@ -250,49 +293,3 @@ def _read_folder(path: Path) -> _Folder:
     if (folder.mesh is None) == (folder.deepspeed is None):
         raise UserError(what, "it has one of mesh, deepspeed", _FORM)
     return folder
-
-
-def _deepspeed_mesh(document: Any, source: Path) -> dict[str, int]:
-    """The axes of a DeepSpeed JSON; UserError where it is none that this package understands."""
-    parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
-    stage = parsed.zero_optimization.stage
-    stages = parsed.pipeline.stages
-    if stages != 1 and stage > 1:
-        what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
-        why = "a pipeline needs its gradients whole until its last micro-batch"
-        raise UserError(what, why, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
-    pp = {"pp": stages} if "pipeline" in document else {}
-    return {"dp_shard": -1, **pp}
-
-
-def _with_deepspeed_config(own: Strategy, given: str) -> Strategy:
-    """The strategy with the user's own DeepSpeed JSON, which must mean the same strategy."""
-    if not own.traits.takes_deepspeed_json:
-        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
-        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    path = given_path(given).resolve()
-    document = load_json(path, "DeepSpeed JSON")
-    mesh = {**own.mesh, "pp": 1, **_deepspeed_mesh(document, path)}
-    theirs = replace(own, source=path, document=document, mesh=mesh)
-    found, wanted = (each.describe_sharding() for each in (theirs, own))
-    if found != wanted:
-        what = f"{path} means {found!r} but strategy={own.name!r} means {wanted!r}"
-        raise UserError(what, fix="change one of them")
-    return theirs
-
-
-def _with_axes(strategy: Strategy, config: RunConfig) -> Strategy:
-    """The strategy with CONFIG's sizes of axes in place of its own."""
-    can = strategy.traits.axes
-    why = f"it has the axes {', '.join(can)}"
-    if strategy.traits.takes_deepspeed_json:
-        can = ("pp",) if strategy.pipelined else ()
-        why = "DeepSpeed divides over all processes"
-    given = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
-    for axis, size in given.items():
-        if axis not in can:
-            what = f"{axis}={size} cannot be set with strategy={strategy.name!r}"
-            others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
-            raise UserError(what, why, f"set it to None, or strategy to {others}")
-    named = tuple(dict.fromkeys((*strategy.named_axes, *given)))
-    return replace(strategy, mesh={**strategy.mesh, **given}, named_axes=named)

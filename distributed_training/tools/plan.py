@@ -25,7 +25,7 @@ from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import run_ranks
-from distributed_training.settings.config import AUTO, RunConfig, replace
+from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import user_path
 from distributed_training.settings.gpus import GIB
@@ -63,7 +63,7 @@ def run(
         cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, [])
     if config.batch_size == AUTO:
-        config = choose_spread(replace(config, strategy=AUTO), cluster, [])
+        config = choose_spread(with_values(config, strategy=AUTO), cluster, [])
         arguments.overrides.append(f"batch_size={config.batch_size}")
     choices = rank_layouts(build, cluster, config.strategy)
     if not choices:

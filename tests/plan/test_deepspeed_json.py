@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,12 @@ def fill(tmp_path, document, strategy="zero2", batch=BATCH, **config):
     path.write_text(json.dumps(document))
     given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
     built = build_config(given)
-    return fill_deepspeed_json(load_strategy(built), built, batch, "/fast/disk")
+    return filled_in(load_strategy(built), built, batch)
+
+
+def filled_in(strategy, config, batch):
+    plan = SimpleNamespace(strategy=strategy, config=config, batch=batch, offload_dir="/fast/disk")
+    return fill_deepspeed_json(plan)
 
 
 def value_at(document, path):
@@ -46,7 +52,7 @@ def test_filling_leaves_no_auto_and_takes_config(name):
     strategy = named_strategy(name)
     before = copy.deepcopy(strategy.document)
     config = build_config({**CONFIG, "strategy": name})
-    filled = fill_deepspeed_json(strategy, config, BATCH, "/fast/disk")
+    filled = filled_in(strategy, config, BATCH)
     assert '"auto"' in json.dumps(before)
     assert '"auto"' not in json.dumps(filled)
     assert {path: value_at(filled, path) for path in DECIDED} == {

@@ -30,7 +30,7 @@ if rank := os.fork():
     os.write(tell, b"x")
 else:
     os.read(began, 1)
-    claims.join(run_dir)
+    claims.hold(run_dir)
     print(os.getpid(), flush=True)
 time.sleep(60)
 """

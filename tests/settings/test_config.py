@@ -15,7 +15,7 @@ from distributed_training.settings.config import (
     RunConfig,
     build_config,
     describe_work,
-    replace,
+    with_values,
 )
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, key
@@ -68,7 +68,7 @@ def test_every_key_reaches_its_field_and_the_work(name):
     changed = build_config({name: OTHER[name]})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: OTHER[name]}
     assert build_config({}, overrides=[f"{name}={OTHER[name]}"]) == changed
-    assert replace(RunConfig(), **{name: OTHER[name]}, typed=changed.typed) == changed
+    assert with_values(RunConfig(), **{name: OTHER[name]}, typed=changed.typed) == changed
     assert RunConfig.model_validate_json(changed.model_dump_json()) == changed
     same = describe_work(RunConfig(), 8) == describe_work(changed, 8)
     assert same == (name in NOT_WORK)
@@ -189,7 +189,7 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
 def test_bad_value_is_refused_with_key_value_and_rule(name, value):
-    for build in (build_config, lambda values: replace(RunConfig(), **values)):
+    for build in (build_config, lambda values: with_values(RunConfig(), **values)):
         with refused(f"{name}={value!r}"[:150], "is not accepted", f"{name} is "):
             build({name: value})
 

@@ -43,7 +43,7 @@ def test_engine_follows_from_the_folder(name):
     assert strategy.engine == (on_deepspeed if name in DEEPSPEED else "native")
     assert strategy.traits == ENGINES[strategy.engine]
     assert strategy.zero_stage == STAGES.get(name, 0)
-    devices = (strategy.offload_device("optimizer"), strategy.offload_device("param"))
+    devices = (strategy.offload["optimizer"], strategy.offload["param"])
     assert devices == DEVICES.get(name, ("none", "none"))
     assert strategy.steps_on_host == (name in ("offload", "infinity"))
     assert strategy.swaps_to_disk == (name == "infinity")

@@ -56,7 +56,7 @@ def claim(run_dir: Path, identity: Mapping[str, Any]) -> None:
     _seen[run_dir] = mine
 
 
-def join(run_dir: Path) -> None:
+def hold(run_dir: Path) -> None:
     """This process is one of those whose run it is."""
     found = _read(run_dir)
     if found and found.kernel == _kernel() and run_dir not in _held:

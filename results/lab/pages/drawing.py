@@ -53,7 +53,7 @@ def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
     away: dict[str, list[str]] = {"host": [], "disk": []}
     places = {"cpu": "host", "nvme": "disk"}
     for name, what in (("parameters", "param"), ("optimizer", "optimizer")):
-        device = strategy.offload_device(what)
+        device = strategy.offload[what]
         if device != "none":
             away[places[device]].append(name)
     if strategy.steps_on_host:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from operator import attrgetter
+
 from distributed_training.cli import about_key
 from distributed_training.settings.config import KEYS
-from distributed_training.settings.keys import by_group
 
 
 def config_reference() -> str:
     """Markdown lists of every key with its default, by need, and of those that are the work."""
     lines = []
-    for title, keys in by_group(KEYS.values()).items():
+    for title, keys in itertools.groupby(KEYS.values(), attrgetter("group")):
         lines.append(f"### {title}\n")
         for key in keys:
             also = ", ".join(f"`{alias}`" for alias in key.aliases)
