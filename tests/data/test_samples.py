@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,17 +29,12 @@ def in_memory(train, validation=None, name="made"):
 def make_corpus(num_texts=12, validation=True, seed=0):
     """Texts of several lines of random length, one line in five blank."""
     random = np.random.default_rng(seed)
-
-    def text(index):
-        lines = [
-            " ".join(random.choice(WORDS, random.integers(1, 30))) if random.random() > 0.2 else " "
-            for _ in range(6)
-        ]
-        return "\n".join([f"text {index}", *lines])
-
-    texts = [text(index) for index in range(num_texts)]
-    held_out = [text("v1"), text("v2")] if validation else None
-    return in_memory(texts, held_out)
+    texts = []
+    for index in range(num_texts + 2):
+        sizes = np.where(random.random(6) > 0.2, random.integers(1, 30, 6), 0)
+        lines = [" ".join(random.choice(WORDS, size)) or " " for size in sizes]
+        texts.append("\n".join([f"text {index}", *lines]))
+    return in_memory(texts[2:], texts[:2] if validation else None)
 
 
 def prepare(tmp_path, tokenizer, corpus=None, **config):
@@ -54,6 +50,12 @@ def token_stream(tokenizer, texts):
 
 def all_rows(samples):
     return samples.batch(np.arange(len(samples)))
+
+
+def jsonl(folder, rows):
+    file = folder / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return read_corpus(str(file))
 
 
 @pytest.mark.parametrize("seq_len", [7, 100])
@@ -75,12 +77,10 @@ def test_padded_samples_are_lines_or_records(records, seq_len, tokenizer, tmp_pa
     corpus = make_corpus()
     texts = corpus.train.texts
     if records:
-        file = tmp_path / "a.jsonl"
-        file.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "the end"]))
-        corpus = read_corpus(str(file))
-    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
-    if not records:
+        corpus = jsonl(tmp_path, [{"text": text} for text in [*texts, "the end"]])
+    else:
         texts = [line for text in texts for line in text.splitlines() if line.strip()]
+    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
     inputs, targets = all_rows(data.train)
     assert len(inputs) == len(texts)
     real = 0
@@ -131,12 +131,11 @@ def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path
 
 
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
+    def encode(texts, marks):
+        return [np.full(40, 69_999, np.int32) for _ in texts]
+
     monkeypatch.setattr(tokenizer, "num_tokens", 70_000)
-    monkeypatch.setattr(
-        tokenizer,
-        "encode_batch",
-        lambda texts, marks: [np.full(40, 69_999, np.int32) for _ in texts],
-    )
+    monkeypatch.setattr(tokenizer, "encode_batch", encode)
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
 
@@ -152,43 +151,39 @@ def cache_folders(tmp_path):
     return sorted(path for path in tmp_path.iterdir() if path.is_dir())
 
 
-def test_cache_is_reused_until_content_or_settings_change(tokenizer, tmp_path, monkeypatch):
-    first = prepare(tmp_path, tokenizer)
+def test_cache_and_fingerprint_are_of_content_and_settings(tokenizer, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    first = prepare(cache, tokenizer)
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "encode_batch", None)
-        second = prepare(tmp_path, tokenizer)
-        prepare(tmp_path, tokenizer, max_length=32, num_samples=3)  # cut anew, not tokenised anew
+        second = prepare(cache, tokenizer, eval_samples=1)
+        cut_anew = [prepare(cache, tokenizer, **{key: 5}) for key in ("max_length", "num_samples")]
     np.testing.assert_array_equal(all_rows(first.train)[0], all_rows(second.train)[0])
     assert first.fingerprint == second.fingerprint
     tokenizer.save(tmp_path / "other")
     vocabulary = (tmp_path / "other" / "vocab.json").read_text()
     (tmp_path / "other" / "vocab.json").write_text(vocabulary + "\n")
-    for count, (other_tokenizer, corpus, config) in enumerate(
-        [
-            (tokenizer, make_corpus(seed=1), {}),
-            (tokenizer, make_corpus(validation=False), {}),
-            (tokenizer, None, {"pack": False}),
-            (Tokenizer(tmp_path / "other"), None, {}),
-        ],
-        start=3,  # the first, and the tokenizer's
-    ):
-        prepare(tmp_path, other_tokenizer, corpus, **config)
-        assert len(cache_folders(tmp_path)) == count
+    others = [
+        prepare(cache, tokenizer, make_corpus(seed=1)),
+        prepare(cache, tokenizer, make_corpus(validation=False)),
+        prepare(cache, tokenizer, pack=False),
+        prepare(cache, Tokenizer(tmp_path / "other")),
+    ]
+    assert len(cache_folders(cache)) == 1 + len(others)
+    assert len({data.fingerprint for data in (first, *cut_anew, *others)}) == 7
 
 
-@pytest.mark.parametrize("keep", [0, 0.99, None, "but a bit"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "but a bit"])
 @pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
-def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
-    first = prepare(tmp_path, tokenizer, pack=False)
-    expected = all_rows(first.train)[0]
+def test_a_damaged_cache_is_rebuilt(name, damage, tokenizer, tmp_path, caplog):
+    expected = all_rows(prepare(tmp_path, tokenizer, pack=False).train)[0]
     (folder,) = cache_folders(tmp_path)
     content = (folder / name).read_bytes()
-    (folder / name).unlink()
-    if keep == "but a bit":
-        (folder / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    elif keep is not None:
-        length = keep if isinstance(keep, int) else int(keep * len(content))
-        (folder / name).write_bytes(content[:length])
+    if damage == "missing":
+        (folder / name).unlink()
+    else:
+        parts = {"cut": content[:-9], "but a bit": bytes([content[0] ^ 1]) + content[1:]}
+        (folder / name).write_bytes(parts[damage])
     again = prepare(tmp_path, tokenizer, pack=False)
     np.testing.assert_array_equal(all_rows(again.train)[0], expected)
     assert (folder / name).read_bytes() == content
@@ -196,32 +191,21 @@ def test_a_damaged_cache_is_rebuilt(name, keep, tokenizer, tmp_path, caplog):
     assert str(folder) in caplog.text
 
 
-def test_fingerprint_changes_with_what_is_trained_on(tokenizer, tmp_path):
-    corpus = make_corpus()
-    fingerprints = [
-        prepare(tmp_path, tokenizer, corpus, **config).fingerprint
-        for config in ({}, {"max_length": 8}, {"num_samples": 5}, {"pack": False})
-    ]
-    fingerprints.append(prepare(tmp_path, tokenizer, make_corpus(seed=1)).fingerprint)
-    assert len(set(fingerprints)) == len(fingerprints)
-    assert prepare(tmp_path, tokenizer, corpus, eval_samples=1).fingerprint == fingerprints[0]
-
-
 def race(folder, barrier, answers):
     """One of two processes that want the same corpus at the same moment."""
+    tokenizer = Tokenizer(EMBEDDED_DIR)
+    encode = tokenizer.encode_batch
+    calls = []
 
-    class SlowTokenizer(Tokenizer):
-        calls = 0
+    def slowly(texts, *, marks):
+        calls.append(texts)
+        time.sleep(0.3)
+        return encode(texts, marks=marks)
 
-        def encode_batch(self, texts, *, marks):
-            SlowTokenizer.calls += 1
-            time.sleep(0.3)
-            return super().encode_batch(texts, marks=marks)
-
-    tokenizer = SlowTokenizer(EMBEDDED_DIR)
+    tokenizer.encode_batch = slowly
     barrier.wait(60)
     inputs, _ = all_rows(prepare(folder, tokenizer).train)
-    answers.put((SlowTokenizer.calls, inputs))
+    answers.put((len(calls), inputs))
 
 
 def test_two_processes_make_one_cache(tmp_path):
@@ -245,74 +229,48 @@ QUESTIONS = [
 ]
 
 
-def answers(tmp_path, rows=QUESTIONS):
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return read_corpus(str(file))
-
-
 def answer_stream(tokenizer):
-    """The reference: (ids, whether each is learnt) of every record, with its end-of-text."""
+    """The reference: (ids, targets or IGNORE_INDEX) of every record, with its end-of-text."""
     rows = []
     for row in QUESTIONS:
         prompt, completion = tokenizer.encode_batch([row["prompt"], row["completion"]])
-        learnt = [False] * len(prompt) + [True] * (len(completion) + 1)
-        rows.append(([*prompt, *completion, tokenizer.eos_id], learnt))
+        answer = [*completion, tokenizer.eos_id]
+        rows.append(([*prompt, *answer], [IGNORE_INDEX] * len(prompt) + answer))
     return rows
 
 
+@pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("seq_len", [8, 64])
-def test_packed_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
-    data = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), max_length=seq_len)
-    pairs = [pair for row in answer_stream(tokenizer) for pair in zip(*row, strict=True)]
-    ids, learnt = (np.array(part) for part in zip(*pairs, strict=True))
-    blocks = []
-    for first in range(0, len(ids) - seq_len, seq_len):
-        wanted = np.where(learnt, ids, IGNORE_INDEX)[first + 1 : first + seq_len + 1]
-        if (wanted != IGNORE_INDEX).any():  # a block of a prompt alone teaches nothing
-            blocks.append((ids[first : first + seq_len], wanted))
-    inputs, targets = (
-        np.concatenate([all_rows(data.train)[place], all_rows(data.validation)[place]])
-        for place in (0, 1)
-    )
-    np.testing.assert_array_equal(inputs, [block for block, _ in blocks])
-    np.testing.assert_array_equal(targets, [wanted for _, wanted in blocks])
-    if seq_len == 8:
-        assert len(blocks) < (len(ids) - 1) // seq_len  # some were left out
-
-
-@pytest.mark.parametrize("seq_len", [8, 64])
-def test_padded_answers_are_the_only_targets(seq_len, tokenizer, tmp_path):
-    corpus = answers(tmp_path)
-    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=False, max_length=seq_len)
+def test_answers_are_the_only_targets(seq_len, pack, tokenizer, tmp_path):
+    corpus = jsonl(tmp_path, QUESTIONS)
+    data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=seq_len, pack=pack)
+    blocks = answer_stream(tokenizer)
+    if pack:
+        ids, wanted = (np.concatenate(part) for part in zip(*blocks, strict=True))
+        starts = range(0, len(ids) - seq_len, seq_len)
+        blocks = [(ids[i : i + seq_len + 1], wanted[i : i + seq_len + 1]) for i in starts]
     expected = []
-    for ids, learnt in answer_stream(tokenizer):
-        wanted = np.where(learnt, ids, IGNORE_INDEX)[1 : seq_len + 1]
-        if (wanted != IGNORE_INDEX).any():
-            expected.append(
-                np.pad(wanted, (0, seq_len - len(wanted)), constant_values=IGNORE_INDEX)
-            )
-    found = np.concatenate([all_rows(data.train)[1], all_rows(data.validation)[1]])
+    for ids, wanted in blocks:
+        row = [*zip(ids[:-1], wanted[1:], strict=True)][:seq_len]
+        if any(target != IGNORE_INDEX for _, target in row):  # a prompt alone teaches nothing
+            expected.append(row + [(tokenizer.eos_id, IGNORE_INDEX)] * (seq_len - len(row)))
+    parts = zip(all_rows(data.train), all_rows(data.validation), strict=True)
+    found = np.stack([np.concatenate(part) for part in parts], axis=-1)
     np.testing.assert_array_equal(found, expected)
-    assert len(expected) < len(QUESTIONS) or seq_len == 64
+    assert len(expected) < len(blocks) or seq_len == 64  # some were left out
 
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_step_counts_exactly_the_targets_that_it_has(pack, tokenizer, tmp_path):
     """Under every cut of the global batch, and none has no target: the loss is divided by it."""
     config = {"max_length": 24, "pack": pack}
-    samples = prepare(tmp_path / "cache", tokenizer, answers(tmp_path), **config).train
-    assert (samples.num_targets > 0).all()
-    for step in range(40):
+    samples = prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path, QUESTIONS), **config).train
+    for step in range(20):
         counts = set()
         for micro, number, replicas in [(1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 1, 2)]:
-            ranks = [
-                make_sampler(
-                    num_samples=len(samples), micro_batch_size=micro, num_microbatches=number,
-                    num_replicas=replicas, replica=replica,
-                ).step_batch(samples, step)
-                for replica in range(replicas)
-            ]  # fmt: skip
+            cut = {"micro_batch_size": micro, "num_microbatches": number, "num_replicas": replicas}
+            sampler = partial(make_sampler, num_samples=len(samples), **cut)
+            ranks = [sampler(replica=n).step_batch(samples, step) for n in range(replicas)]
             real = [targets for rank in ranks for _, targets in rank.micro_batches]
             counts |= {rank.num_targets for rank in ranks}
             counts.add(sum(int((targets != IGNORE_INDEX).sum()) for targets in real))
@@ -326,6 +284,6 @@ def test_every_step_counts_exactly_the_targets_that_it_has(pack, tokenizer, tmp_
 
 
 def test_answers_that_nobody_sees_are_no_data(tokenizer, tmp_path):
-    corpus = answers(tmp_path, [{"prompt": "so long " * 50, "completion": " yes"}] * 9)
+    corpus = jsonl(tmp_path, [{"prompt": "so long " * 50, "completion": " yes"}] * 9)
     with refused("too short", "gives 0 for training"):
         prepare(tmp_path / "cache", tokenizer, corpus, pack=False)

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from distributed_training.data.corpus import read_embedded
 from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
 from tests.support import refused
 
@@ -25,38 +24,23 @@ SAMPLES = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
 def test_any_text_comes_back(texts, tokenizer):
-    batch = tokenizer.encode_batch(texts)
+    batch = tokenizer.encode_batch([*texts, f"a{END_OF_TEXT}b"])  # a mention is not the token
     assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
-    assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
+    assert [tokenizer.decode(ids.tolist()) for ids in batch[:-1]] == texts
     assert all((ids < tokenizer.num_tokens).all() for ids in batch)
     assert all(tokenizer.eos_id not in ids for ids in batch)
 
 
-def test_ids_equal_those_of_transformers(tokenizer):
-    ours, theirs = tokenizer, AutoTokenizer.from_pretrained(EMBEDDED_DIR)
-    texts = [*SAMPLES, *(text[:2000] for text in read_embedded()[:20])]
-    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
-        assert ids.tolist() == theirs(text)["input_ids"]
-    assert ours.eos_id == theirs.eos_token_id
-    assert ours.num_tokens == len(theirs)
-
-
-def test_the_mark_in_a_text_is_not_the_token(tokenizer):
-    """A text that mentions the mark must not end there."""
-    (ids,) = tokenizer.encode_batch([f"a{END_OF_TEXT}b"])
-    assert tokenizer.eos_id not in ids
-
-
-def test_saved_folder_opens_in_transformers(tokenizer, tmp_path):
+def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
-    text = SAMPLES[4]
-    assert theirs(text)["input_ids"] == tokenizer.encode_batch([text])[0].tolist()
-    assert theirs.eos_token == END_OF_TEXT
-    assert theirs.eos_token_id == tokenizer.eos_id
+    for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
+        assert ids.tolist() == theirs(text)["input_ids"]
+    assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
+    assert tokenizer.num_tokens == len(theirs)
 
 
 def test_fingerprint_is_of_both_files(tokenizer, tmp_path):
@@ -70,23 +54,18 @@ def test_fingerprint_is_of_both_files(tokenizer, tmp_path):
     assert len(prints) == 3
 
 
-def test_missing_file_is_named(tmp_path):
-    shutil.copytree(EMBEDDED_DIR, tmp_path / "copy")
-    (tmp_path / "copy" / "merges.txt").unlink()
-    with refused("copy cannot be read", "vocab.json and merges.txt", "auto"):
-        Tokenizer(tmp_path / "copy")
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "merges", "words"),
     [
-        ("{", "", "cannot be read"),
+        ("{}", None, "cannot be read; "),
+        ("{", "", "set tokenizer to auto"),
         (json.dumps({END_OF_TEXT: 0, "a": 1}), "x y\n", "cannot be read"),
         ('{"a": 0}', "", f"has no {END_OF_TEXT} token"),
     ],
 )
 def test_unusable_files_are_refused(vocabulary, merges, words, tmp_path):
     (tmp_path / "vocab.json").write_text(vocabulary)
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
+    if merges is not None:
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     with refused(str(tmp_path), words):
         Tokenizer(tmp_path)
