@@ -22,6 +22,8 @@ from distributed_training.settings.errors import UserError
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
+# A paragraph from a capital letter to a full stop or colon, without code or grammar.
+_SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 # Standard library folders that hold tests, vendored code or generated tables, not prose or code.
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
@@ -126,22 +128,8 @@ def is_hub_name(dataset: str) -> bool:
     return named and not Path(dataset).exists()
 
 
-def ask_hub(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
-    """Files of a dataset of the Hub by split, none without `download`; UserError where it is not
-    available."""
-    name, _, config = dataset.partition(":")
-    try:
-        return hub.fetch_dataset(name, config or None, download=download)
-    except OSError as error:
-        words = ", ".join(repr(word) for word in (name, config) if word)
-        what = f"{key}={dataset!r} is neither a path nor a dataset that the Hugging Face Hub gives"
-        command = f'python -c "import datasets; datasets.load_dataset({words})"'
-        fix = f"if it exists, on a machine with internet access run: {command}; then copy "
-        raise UserError(what, str(error), f"{fix}~/.cache/huggingface here") from None
-
-
 def _read_from_hub(key: str, dataset: str) -> Corpus:
-    splits = ask_hub(key, dataset, download=True)
+    splits = hub.ask_for_dataset(key, dataset, download=True)
     what = f"{key}={dataset!r}"
     if "train" not in splits:
         raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
@@ -156,7 +144,11 @@ def _find_source(path: Path, what: str) -> Source:
     if not path.exists():
         fix = f'give a {", ".join(kinds)} file, a folder of them, "wikitext-2" or "embedded"'
         raise UserError(f"{what} does not exist", fix=fix)
-    files = _list_files(path, kinds) if path.is_dir() else (path,)
+    files = (path,)
+    if path.is_dir():  # in the order of their names, but for hidden ones
+        below = [file.relative_to(path) for file in sorted(path.rglob("*"))]
+        shown = [path / file for file in below if not any(part[0] == "." for part in file.parts)]
+        files = tuple(file for file in shown if file.suffix in kinds and not file.is_dir())
     found = sorted({file.suffix or "a file without an extension" for file in files})
     texts = set(found) <= set(TEXT_KINDS)
     if not files or not (texts or set(found) <= set(RECORD_KINDS)):
@@ -166,16 +158,6 @@ def _find_source(path: Path, what: str) -> Source:
     for file in files:
         on_disk.check_file(file)
     return Source(form=RUNNING, files=files) if texts else _find_form(files, what)
-
-
-def _list_files(folder: Path, kinds: Iterable[str]) -> tuple[Path, ...]:
-    """Files of these kinds below a folder, in the order of their names, but for hidden ones."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
-        if path.suffix in kinds and not hidden and not path.is_dir():
-            found.append(path)
-    return tuple(found)
 
 
 def _find_form(files: tuple[Path, ...], what: str) -> Source:
@@ -214,16 +196,10 @@ def read_prose() -> list[str]:
     seen = set[str]()
     for text in _shuffle(_read_topics()):
         parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
-        new = [part for part in dict.fromkeys(parts) if part not in seen and _is_prose(part)]
+        new = [part for part in dict.fromkeys(parts) if _SENTENCES.fullmatch(part)]
+        found.append("".join(f"{part}\n" for part in new if part not in seen))
         seen.update(new)
-        found.append("".join(f"{part}\n" for part in new))
     return [text for text in found if text]
-
-
-def _is_prose(paragraph: str) -> bool:
-    """Whether it reads from a capital letter to a full stop or colon, without code or grammar."""
-    whole = re.fullmatch(r"[A-Z].{60,}[.:]", paragraph)
-    return whole is not None and not re.search(r"::=|>>>|\*\*\*|===", paragraph)
 
 
 def _read_topics() -> dict[str, str]:

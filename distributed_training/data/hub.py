@@ -30,10 +30,11 @@ def fetch_wikitext() -> dict[str, Path]:
     return dict(zip(WIKITEXT_FILES, paths, strict=True))
 
 
-def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str, list[Path]]:
-    """Arrow files of any dataset by split, through the datasets library and its cache; without
-    `download` only ask whether it is there. OSError with one line on why when it is not available.
+def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
+    """Arrow files of any dataset (name or name:config) by split, through the datasets library and
+    its cache; without `download` only ask whether it is there. UserError where it is not available.
     """
+    name, _, config = dataset.partition(":")
     unanswered = None
     try:
         import datasets
@@ -52,7 +53,7 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
-        builder = datasets.load_dataset_builder(name, config)
+        builder = datasets.load_dataset_builder(name, config or None)
         if not download:
             return {}
         builder.download_and_prepare()
@@ -62,7 +63,12 @@ def fetch_dataset(name: str, config: str | None, *, download: bool) -> dict[str,
         }
     except Exception as error:  # its own, those of huggingface_hub, pyarrow, the HTTP client
         error = unanswered or error
-        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+        words = ", ".join(repr(word) for word in (name, config) if word)
+        what = f"{key}={dataset!r} is neither a path nor a dataset that the Hugging Face Hub gives"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        command = f'python -c "import datasets; datasets.load_dataset({words})"'
+        fix = f"if it exists, on a machine with internet access run: {command}; then copy "
+        raise UserError(what, why, f"{fix}~/.cache/huggingface here") from None
     finally:
         if unanswered:  # the end of the run may send its model there
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline

@@ -8,7 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distributed_training.data.cache import is_whole
-from distributed_training.data.corpus import ask_hub, is_hub_name, read_corpus
+from distributed_training.data.corpus import is_hub_name, read_corpus
+from distributed_training.data.hub import ask_for_dataset
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.plan.plan import Plan
@@ -25,7 +26,7 @@ def peek_data(plan: Plan) -> Data | None:
     named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
-        ask_hub(key, name, download=False)
+        ask_for_dataset(key, name, download=False)
     if on_hub:
         return None
     corpus = read_corpus(config.dataset, config.validation_dataset)

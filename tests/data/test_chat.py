@@ -85,8 +85,7 @@ def test_of_a_conversation_the_answers_are_learnt():
     assert not ChatTemplate(PLAIN, "<|end|>", "").cut(SAID, "here")[-1].eos, "ends with it already"
     assert template.cut(SAID[:1], "here") == []
 
-
-def test_where_the_template_rewrites_earlier_answers_the_last_is_learnt():
+    # Where the template rewrites earlier answers the last is learnt.
     template = ChatTemplate(FORGETFUL, "<|stop|>", "")
     pieces = template.cut(SAID, "here")
     assert learnt(pieces) == ["<none>\nAnother one<|end|>\n"]
@@ -103,30 +102,27 @@ def test_what_a_template_may_not_do_and_what_it_refuses():
 
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
 def test_samples(form, folder, tmp_path):
-    records = {
-        "messages": {"messages": SAID},
-        "prompt": {"prompt": SAID[0]["content"], "completion": "A sequence"},
+    said = SAID if form == "messages" else [SAID[0], {"role": "assistant", "content": "A list."}]
+    record = {
+        "messages": {"messages": said},
+        "prompt": {"prompt": said[0]["content"], "completion": "A list."},
         "text": {"text": "A list."},
-    }
+    }[form]
     file = tmp_path / "data.jsonl"
-    file.write_text((json.dumps(records[form]) + "\n") * 4)
+    file.write_text((json.dumps(record) + "\n") * 4)
     config = build_config({"max_length": 200, "pack": False, "num_samples": 2})
     tokenizer = Tokenizer(folder)
     data = prepare_data(read_corpus(str(file)), tokenizer, config, tmp_path / "cache")
     assert tokenizer.talks(data.form) == (form != "text")
     theirs = AutoTokenizer.from_pretrained(folder)
-    said = SAID if form == "messages" else [SAID[0], {"role": "assistant", "content": "A sequence"}]
-    expected = theirs("A list.")["input_ids"]
-    if form != "text":
-        expected = theirs.apply_chat_template(said)["input_ids"]
-    inputs, targets = (rows[0] for rows in data.train.batch(np.array([0])))
-    expected = [*expected, tokenizer.eos_id]
-    assert inputs[: len(expected) - 1].tolist() == expected[:-1]
-    if form != "text":
-        answer = [i for i in targets[: len(expected) - 1].tolist() if i != -100]
-        assert tokenizer.decode(answer).endswith("\n")
-        assert answer[-1] == tokenizer.eos_id
-        assert len(answer) < len(expected) - 1
+    whole = theirs("A list.") if form == "text" else theirs.apply_chat_template(said)
+    expected = [*whole["input_ids"], tokenizer.eos_id]
+    inputs, targets = (rows[0].tolist() for rows in data.train.batch(np.array([0])))
+    assert inputs[: len(expected) - 1] == expected[:-1]
+    answer = [i for i in targets if i != -100]
+    assert answer[-1] == tokenizer.eos_id
+    assert (len(answer) == len(expected) - 1) == (form == "text")
+    assert tokenizer.decode(answer).endswith("A list." if form == "text" else "\n")
 
 
 def test_a_saved_folder_opens_in_transformers(folder, tmp_path):

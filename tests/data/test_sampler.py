@@ -43,6 +43,7 @@ def test_the_order_is_the_one_of_earlier_releases():
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],
         [[[1, 8], [EMPTY, EMPTY]], [[EMPTY, EMPTY], [EMPTY, EMPTY]]],
+        [[[0, 8], [7, 4]], [[3, 1], [2, 9]]],  # another order in the next epoch
     ]
     for step, indices in enumerate(expected):
         np.testing.assert_array_equal(sampler.step_indices(step), indices)
@@ -91,14 +92,6 @@ def test_a_step_depends_on_the_global_batch_and_not_on_its_cut(num_samples, tota
             sampler = make_sampler(num_samples=num_samples, **dict(zip(names, cut, strict=True)))
             contents.add(tuple(sampler.step_indices(step).ravel()))
     assert len(contents) == 1
-
-
-def test_the_order_differs_by_epoch_and_by_seed():
-    sampler = make_sampler()
-    first, second = sampler.step_indices(0), sampler.step_indices(sampler.steps_per_epoch)
-    assert not (first == second).all()
-    assert not (first == make_sampler(seed=2).step_indices(0)).all()
-    assert not (np.sort(first.ravel()) == np.arange(8)).all()
 
 
 @given(shapes)
