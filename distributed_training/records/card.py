@@ -14,11 +14,9 @@ from distributed_training.models import find_model
 from distributed_training.records.display import last_part
 from distributed_training.records.record import BEST, Record, plural
 from distributed_training.records.tables import COLUMNS, MARKDOWN
-from distributed_training.settings.config import KEYS
 
 CARD = "README.md"
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
-_OWN_BUSINESS = ("output_dir", "offload_dir", "push", "resume")  # of who trained it
 _TEXT = """---
 {front}
 ---
@@ -36,10 +34,6 @@ Trained on {samples:,} samples of {length} tokens an epoch.
 Strategy `{strategy}` on {processes} ({device}).
 
 {settings}
-
-```
-{command}
-```
 
 ## How to use it
 
@@ -75,8 +69,9 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         for entry in r.evaluations
         if entry["step"] in (0, steps)
     ]
+    # Paths are nobody's business.
     settings = [(key, last_part(str(value))) for key, value in r.work.items()]
-    local = Path("runs", folder.parent.name, folder.name)  # others' paths are nobody's business
+    local = Path("runs", folder.parent.name, folder.name)
     text = _TEXT.format(
         front=_front_matter(r),
         model=config["model"],
@@ -97,7 +92,6 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         processes=plural(r.world_size, "process"),
         device=r.machine["gpu_name"] or "CPU",
         settings=tabulate(settings, ["key", "value"], **MARKDOWN),
-        command=_command(r),
         place=repo_id or local,
         local=shlex.quote(str(local)),
     )  # fmt: skip
@@ -115,14 +109,3 @@ def _front_matter(r: Record) -> str:
         base_model=find_model(r.config["model"]).hub_id if published else None,
         **_PUBLISHED_DATA.get(r.config["dataset"], {}),
     ).to_yaml()
-
-
-def _command(r: Record) -> str:
-    """What starts the same run: each key that is not at its default."""
-    asked = r.config_requested or r.config
-    words = [f"--num_gpus={r.world_size}"] if r.world_size > 1 else []
-    for name, value in asked.items():
-        if name not in KEYS or (value != KEYS[name].default and name not in _OWN_BUSINESS):
-            is_path = isinstance(value, str) and Path(value).is_absolute()
-            words.append(f"--{name}={last_part(value) if is_path else value}")
-    return shlex.join(["python", "real_model_example.py", *words])

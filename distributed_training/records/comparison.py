@@ -23,8 +23,8 @@ from distributed_training.records.tables import (
 
 NOTHING = "-"
 MEASURED = (
-    "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "bubble",
-    "training loss", "validation loss", "validation perplexity",
+    "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "training loss",
+    "validation loss", "validation perplexity",
 )  # fmt: skip
 PREDICTED = {  # what -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),

@@ -19,8 +19,7 @@ from distributed_training.records.tables import MARKDOWN
 NAME_WIDTH = 26
 # Given up in this order where a terminal is too narrow.
 LEAST = (
-    "MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "bubble",
-    "training loss",
+    "MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "training loss",
 )  # fmt: skip
 WORDS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # columns aligned left
 _HEAD = """<!DOCTYPE html>

@@ -107,11 +107,6 @@ def layout_words(record: Record) -> list[str]:
     return words
 
 
-def of_pipelines(number: Number) -> Callable[..., str]:
-    """Only pipelines have one."""
-    return lambda *records: number(*records) if records[0].pipeline else "-"
-
-
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
@@ -137,7 +132,6 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
     "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
-    "bubble": of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
     "training loss": Number(last_loss, "{:.3f}".format, spread=True),
     "validation loss": Number(validation_loss, "{:.4f}".format, spread=True),
     "validation perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),

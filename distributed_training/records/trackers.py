@@ -14,13 +14,6 @@ from distributed_training.records.display import GIB
 from distributed_training.records.record import Record
 
 PROJECT = "distributed-training"
-_STEP = {
-    "loss": "train/loss",
-    "learning_rate": "train/learning_rate",
-    "grad_norm": "train/grad_norm",
-    "tokens_per_s": "speed/tokens_per_s",
-    "step_time_s": "speed/step_time_s",
-}
 
 
 @dataclass(frozen=True)
@@ -32,8 +25,10 @@ class Tracker:
 
     def log_step(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl."""
-        values = {ours: row[name] for name, ours in _STEP.items() if row[name] is not None}
-        self.send({**values, "train/perplexity": perplexity(row["loss"])}, row["step"])
+        values = {f"train/{name}": row[name] for name in ("loss", "learning_rate", "grad_norm")}
+        values["train/perplexity"] = perplexity(row["loss"])
+        values |= {f"speed/{name}": row[name] for name in ("tokens_per_s", "step_time_s")}
+        self.send({name: x for name, x in values.items() if x is not None}, row["step"])
 
     def log_evaluation(self, row: dict[str, Any], peaks: dict[str, int | None]) -> None:
         """An entry of the record's `evaluations`, and rank 0's peaks of memory so far."""

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from distributed_training.data import cache
-from distributed_training.data.corpus import read_corpus, read_embedded
+from distributed_training.data.corpus import read_corpus
 from tests.data.test_samples import all_rows, cache_folders, make_corpus, prepare
-from tests.support import refused
+from tests.support import refused, small_text
 
 WORDS = ["value", "the", "'", "'", "\n\n", "naïve", "日本。", "don't", "x=1", "\t", "12345", "🙂"]
 WORDS += ["\u2028", "end.\n", "\x0b", "\x85"]
@@ -94,10 +94,8 @@ print(before, peak(), len(data.train.tokens))
 
 def test_a_long_text_takes_little_memory(tmp_path):
     """10 MB: the release before streaming took 1 GiB."""
-    text = "".join(read_embedded())[:5_000_000].replace("\r", "")
-    with (tmp_path / "a.txt").open("w") as file:
-        for _ in range(2):
-            file.write(text)
+    text = small_text().read_text()
+    (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     before, peak, num_tokens = map(float, found.split())

@@ -87,7 +87,7 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
     mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
     pipeline = {"schedule": "1f1b", "num_microbatches": 8, "ideal_bubble": 0.1}
     records = [
-        made_record(mesh=mesh, pipeline=pipeline, bubble={"idle_share": 0.2}, run_dir="runs/1-a"),
+        made_record(mesh=mesh, pipeline=pipeline, run_dir="runs/1-a"),
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 200),
     ]
     (work,) = group_by_work(records)

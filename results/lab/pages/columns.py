@@ -9,12 +9,17 @@ from tabulate import tabulate
 from distributed_training.records import tables
 from distributed_training.records.display import GIB, NOT_MEASURED
 from distributed_training.records.record import Record
-from distributed_training.records.tables import MARKDOWN, SETTINGS, Number, of_pipelines, predicted
+from distributed_training.records.tables import MARKDOWN, SETTINGS, Number, predicted
 
 DEFAULT = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
     "peak host memory", "training loss", "validation perplexity", "status",
 )  # fmt: skip
+
+
+def _of_pipelines(number: Number) -> Callable[..., str]:
+    """Only pipelines have one."""
+    return lambda *records: number(*records) if records[0].pipeline else "-"
 
 
 def _parts(record: Record) -> str:
@@ -64,7 +69,8 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "timed steps": lambda r: str(r.performance["num_timed_steps"]),
     "GPU memory by rank": _by_rank,
     "formula + operations + messages + gaps": _parts,
-    "ideal bubble": of_pipelines(
+    "bubble": _of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
+    "ideal bubble": _of_pipelines(
         Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
     ),
     "disk a step": _disk,
