@@ -144,7 +144,7 @@ def _find_source(path: Path, what: str) -> Source:
     if not path.exists():
         fix = f'give a {", ".join(kinds)} file, a folder of them, "wikitext-2" or "embedded"'
         raise UserError(f"{what} does not exist", fix=fix)
-    files = (path,)
+    files: tuple[Path, ...] = (path,)
     if path.is_dir():  # in the order of their names, but for hidden ones
         below = [file.relative_to(path) for file in sorted(path.rglob("*"))]
         shown = [path / file for file in below if not any(part[0] == "." for part in file.parts)]
