@@ -85,7 +85,7 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
         "stage_ranks": list(plan.layout.ranks),
         "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
     }
-    sharding = strategy.describe_sharding()
+    sharding = strategy.sharding
     return {
         "command": shlex.join(["python", *sys.argv]),
         "config": config.to_user_words(),

@@ -42,7 +42,7 @@ def make_plan(
         config, notes = take_over(config, num_processes)
     plan = decide_plan(config, machine, num_processes, processes_here, cut)
     plan.notes.extend(notes)
-    return _at_checkpoint(plan)
+    return resume.at_checkpoint(plan)
 
 
 def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[str]]:
@@ -73,16 +73,6 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
     return config, [*notes, cut] if cut else notes
 
 
-def _at_checkpoint(plan: Plan) -> Plan:
-    """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    found = resume.find_resume(plan)
-    if found is not None:
-        plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
-        if change := resume.describe_change(resume.read_meta(found).spread, plan.spread):
-            plan.notes.append(change)
-    return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
-
-
 def reserve_run_dir(plan: Plan) -> Plan:
     """Make the run's folder, under the next free name where another run was quicker, write the plan
     into it, and let <output_dir>/latest point to it. Raises UserError where it would be a run that
@@ -90,7 +80,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
     """
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(plan.output_dir / ".lock"):
-        return _reserve(_at_checkpoint(plan) if plan.config.resume == AUTO else plan)
+        return _reserve(resume.at_checkpoint(plan) if plan.config.resume == AUTO else plan)
 
 
 def _reserve(plan: Plan) -> Plan:

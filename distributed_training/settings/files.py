@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -125,6 +125,11 @@ def crc32(file: Path, before: int = 0) -> int:
         while count := stream.readinto(chunk):
             checksum = zlib.crc32(memoryview(chunk)[:count], checksum)
     return checksum
+
+
+def crc32_of(values: Mapping[str, Any]) -> int:
+    """CRC-32 of what JSON can say."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:

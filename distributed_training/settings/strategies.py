@@ -139,7 +139,8 @@ class Strategy:
         section |= self.document["zero_optimization"]["offload_param"]
         return int(section["buffer_count"] * section["buffer_size"])
 
-    def describe_sharding(self) -> str:
+    @property
+    def sharding(self) -> str:
         """One phrase for the header: what is divided over processes."""
         parts = []
         if self.pipelined:
@@ -192,26 +193,27 @@ def load_strategy(config: RunConfig) -> Strategy:
     """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
     an unknown name and for a JSON that does not parse or means another strategy."""
     path, folder = _find(config.strategy)
-    traits, _ = _find_traits(folder.engine, path.parent)
-    own = _read(path, folder, traits, config)
+    folders = [folder]
     given = config.deepspeed_config
-    if given is None:
-        return own
-    if not traits.takes_deepspeed_json:
-        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
-        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    theirs = _read(path, folder.model_copy(update={"deepspeed": given}), traits, config)
-    found = theirs.describe_sharding()
-    wanted = own.describe_sharding()
-    if found != wanted:
-        what = f"{theirs.source} means {found!r} but strategy={own.name!r} means {wanted!r}"
-        raise UserError(what, fix="change one of them")
-    return theirs
+    if given is not None:
+        if folder.deepspeed is None:
+            what = f"strategy={folder.name!r} would ignore deepspeed_config={given!r}"
+            raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
+        folders.append(folder.model_copy(update={"deepspeed": given}))
+    own, *theirs = (_read(path, each, config) for each in folders)
+    for strategy in theirs:
+        if strategy.sharding != own.sharding:
+            what = f"{strategy.source} means {strategy.sharding!r} but "
+            what += f"strategy={own.name!r} means {own.sharding!r}"
+            raise UserError(what, fix="change one of them")
+        own = strategy
+    return own
 
 
-def _read(path: Path, folder: _Folder, traits: Traits, config: RunConfig) -> Strategy:
+def _read(path: Path, folder: _Folder, config: RunConfig) -> Strategy:
     """What a folder's config.json at `path` says, with CONFIG's sizes of axes in place of its own;
     UserError where the engine has no such axes."""
+    traits, _ = _find_traits(folder.engine, path.parent)
     engine = f"{path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):

@@ -100,12 +100,16 @@ def going_on(run_dir: Path) -> UserError:
     return UserError(f"the run {shown(str(run_dir))} is going on", why, fix)
 
 
-def refuse_doubling(output_dir: Path, identity: Mapping[str, Any]) -> None:
-    """Raises UserError where a run with that identity is going on in `output_dir`."""
-    for file in sorted(output_dir.glob(f"*/{OWNER_FILE}")):
-        found = None if file.parent.is_symlink() else _read(file.parent)  # latest
+def refuse_doubling(output_dir: Path, identity: Mapping[str, Any]) -> set[Path]:
+    """The runs of this machine that are going on in `output_dir`; UserError where one has that
+    identity."""
+    files = sorted(output_dir.glob(f"*/{OWNER_FILE}"))
+    runs = [file.parent for file in files if not file.parent.is_symlink()]  # latest
+    for run_dir in runs:
+        found = _read(run_dir)
         if found is not None and found.identity == identity:
-            refuse_held(file.parent)
+            refuse_held(run_dir)
+    return set(filter(is_locked, runs))
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -11,9 +11,9 @@ import logging
 import os
 import shutil
 import socket
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from distributed_training.records.record import RECORD_FILE, RunState, load_stat
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, parse_json, shown
+from distributed_training.settings.files import crc32, crc32_of, parse_json, shown
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
@@ -77,11 +77,7 @@ def remove_unfinished(run_dir: Path) -> None:
 def write_meta(folder: Path, meta: Meta) -> None:
     """A checkpoint's meta.json, with a checksum of all that it says."""
     values = json.loads(meta.model_dump_json())
-    write_json(folder / META_FILE, {**values, CHECKSUM: _checksum_of(values)})
-
-
-def _checksum_of(values: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+    write_json(folder / META_FILE, {**values, CHECKSUM: crc32_of(values)})
 
 
 def read_meta(folder: Path) -> Meta:
@@ -98,7 +94,7 @@ def read_meta(folder: Path) -> Meta:
         what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
         raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
     written = values.pop(CHECKSUM, None)
-    if written != _checksum_of(values) or folder.name != name_of(values["step"]):
+    if written != crc32_of(values) or folder.name != name_of(values["step"]):
         why = f"{META_FILE} has other contents than were written, or the folder another name"
         raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
     return Meta.model_validate(values)
@@ -134,6 +130,7 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int 
 
 def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
     """`files_to_read`; raises UserError unless all their bytes are as they were written."""
+    names = files_to_read(folder, meta, plan, rank)
 
     def find_damage(name: str) -> str:
         if not (folder / name).is_file():
@@ -142,7 +139,6 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
             return f"{name} has other contents than were written"
         return ""
 
-    names = files_to_read(folder, meta, plan, rank)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for damage in filter(None, pool.map(find_damage, names)):
             raise UserError(f"checkpoint {folder} is damaged", damage, INSTEAD)
@@ -153,6 +149,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """A run's newest checkpoint, or the folder itself if it is one."""
     checkpoint = [folder, *list_checkpoints(folder)][-1]
     return checkpoint if (checkpoint / META_FILE).is_file() else None
+
+
+def at_checkpoint(plan: Plan) -> Plan:
+    """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
+    found = find_resume(plan)
+    if found is not None:
+        plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
+        if change := describe_change(read_meta(found).spread, plan.spread):
+            plan.notes.append(change)
+    return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
 
 
 def find_resume(plan: Plan) -> Path | None:
@@ -166,8 +172,14 @@ def find_resume(plan: Plan) -> Path | None:
     "auto" finds none, the plan's notes say why.
     """
     resume = plan.config.resume
-    if resume is None or resume == AUTO:
-        return _newest(plan) if resume else None
+    if resume is None:
+        return None
+    if resume != AUTO:
+        return _named(resume, plan)
+    return _newest(plan, claims.refuse_doubling(plan.output_dir, identity(plan)))
+
+
+def _named(resume: str, plan: Plan) -> Path:
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
     if differences := _differences(meta, plan):
@@ -190,8 +202,8 @@ def named_checkpoint(resume: str) -> Path:
     return checkpoint
 
 
-def _newest(plan: Plan) -> Path | None:
-    claims.refuse_doubling(plan.output_dir, identity(plan))
+def _newest(plan: Plan, others: set[Path]) -> Path | None:
+    """As `find_resume` for "auto"; `others` are going on."""
     found = list[tuple[Path, Meta]]()
     obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
@@ -209,7 +221,7 @@ def _newest(plan: Plan) -> Path | None:
                 why = ""
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
-        elif not claims.is_locked(run_dir):  # of another strategy, as none of this one goes on
+        elif run_dir not in others:
             found.append((checkpoint, meta))
     # Of the same strategy before others: runs that are compared go on each for itself.
     found.sort(key=lambda each: each[1].spread.get("strategy") != plan.strategy.name)
