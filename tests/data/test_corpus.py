@@ -48,14 +48,12 @@ def write(path, *lines):
     return str(path)
 
 
-def test_text_file_is_one_text(tmp_path, monkeypatch):
+def test_text_file_is_one_text(tmp_path):
     path = write(tmp_path / "a.txt", "one", "", "two ä ☃")
     corpus = read_corpus(path)
     assert texts_of(corpus.train) == ["one\n\ntwo ä ☃"]
     assert texts_of(corpus.train, by_line=True) == ["one", "two ä ☃"]
     assert (corpus.name, corpus.validation, corpus.train.form) == (path, None, RUNNING)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_corpus("~/a.txt") == corpus
 
 
 @pytest.mark.parametrize(
@@ -106,12 +104,11 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
         texts_of(read_corpus(str(tmp_path)).train)
 
 
-@pytest.mark.parametrize("name", ["a", "missing.txt", "a" * 300 + ".txt", "~nobody-at-all/a.txt"])
-def test_unusable_path_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "a", "one")
-    with refused("dataset=", "without an extension" if name == "a" else ""):
-        read_corpus(name)
+def test_unusable_path_is_refused(tmp_path):
+    with refused("dataset=", "without an extension"):
+        read_corpus(write(tmp_path / "a", "one"))
+    with refused("dataset=", "does not exist"):
+        read_corpus(str(tmp_path / "missing.txt"))
 
 
 def test_articles_begin_at_level_one_headings():

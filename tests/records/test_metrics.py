@@ -33,9 +33,7 @@ def test_throughput_and_mfu_by_hand():
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.5e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA GH200 480GB", 989.5e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
@@ -44,7 +42,6 @@ def test_throughput_and_mfu_by_hand():
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("AMD Instinct MI300X", None),
-        ("", None),
         (None, None),
     ],
 )

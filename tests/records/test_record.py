@@ -58,26 +58,14 @@ def test_the_first_cause_is_kept_and_replaces_its_consequence(tmp_path):
     assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
     mark_stopped(tmp_path, "oom", "rank 1 ran out")
     mark_stopped(tmp_path, "failed", "rank 3 failed later")
-    mark_stopped(tmp_path, "failed", f"rank 2 {LOST}: closed", consequence=True)
+    record.update(step=3, status="interrupted")  # as rank 0 saw it, while it saved
     state = load_state(tmp_path)
-    assert (state.status, state.error) == ("oom", "rank 1 ran out")
+    assert (state.status, state.error, state.step) == ("oom", "rank 1 ran out", 3)
     assert state.finished_at >= state.started_at
     record.update(status="ok")
+    assert load_state(tmp_path).error is None
     mark_stopped(tmp_path, "failed", "abort at exit")
     assert load_state(tmp_path).status == "ok"
-
-
-def test_why_a_run_is_about_to_stop_is_not_lost_while_it_saves(tmp_path):
-    record = start_record(tmp_path)
-    mark_stopped(tmp_path, "interrupted", "the launcher was killed")
-    record.update(step=3)
-    record.update(status="interrupted")
-    assert load_state(tmp_path).error == "the launcher was killed"
-    record.update(status="ok")
-    assert load_state(tmp_path).error is None
-    (tmp_path / RECORD_FILE).unlink()
-    record.update(status="interrupted")
-    assert load_state(tmp_path).status == "interrupted"
 
 
 def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(tmp_path):

@@ -45,11 +45,4 @@ def test_version_1_is_read_by_its_names_and_nothing_is_lost():
     record = Record.model_validate(old)
     assert record.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1}
     assert (record.batch.num_microbatches, record.batch.num_replicas) == (2, 4)
-    assert record.of_then == [1]
-
-
-def test_a_record_goes_through_json_and_keeps_unknown_keys():
-    values = record_values(of_tomorrow={"a": 1}, performance__of_tomorrow=2.5)
-    record = Record.model_validate(values)
-    assert record.of_tomorrow == {"a": 1}
-    assert Record.model_validate_json(record.model_dump_json()) == record
+    assert Record.model_validate_json(record.model_dump_json()).of_then == [1]

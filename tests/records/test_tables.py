@@ -1,6 +1,7 @@
+"""What the documents, which are checked against their records, do not show."""
+
 import pytest
 
-from distributed_training.records.tables import layout_words
 from results.lab.pages.columns import COLUMNS, table
 from tests.support import made_record
 
@@ -15,34 +16,6 @@ def cells(text):
 def one_row(columns=tuple(COLUMNS), **changes):
     (row,) = cells(table([made_record(**changes)], columns))
     return row
-
-
-SETTINGS = {
-    "strategy": "zero2", "model": "gpt2-medium", "processes": "4", "batch": "4 x 512",
-    "precision": "bf16", "compile": "yes", "CUDA graph": "no", "compression": "none",
-    "dataset": "wikitext-2",
-}  # fmt: skip
-
-
-def test_cells_are_the_records_figures():
-    nothing = ("bubble", "ideal bubble", "formula + operations + messages + gaps", "ms predicted")
-    assert one_row() == {
-        **SETTINGS,
-        **dict.fromkeys((*nothing, "GiB predicted"), "-"),
-        "tokens/s": "131,072",
-        "ms a step": "125.0",
-        "timed steps": "59",
-        "MFU": "31.4%",
-        "peak GPU memory": "12.00 GiB",
-        "GPU memory by rank": "12.0, 11.0, 10.0, 9.0 GiB",
-        "peak host memory": "5.00 GiB",
-        "disk a step": "none",
-        "training loss": "3.062",
-        "validation loss": "3.0000",
-        "validation perplexity": "20.1",
-        "steps": "64 of 64",
-        "status": "ok",
-    }
 
 
 def test_what_was_not_measured_says_so():
@@ -60,8 +33,10 @@ def test_what_was_not_measured_says_so():
         "training loss", "validation loss", "validation perplexity",
     }  # fmt: skip
     row = one_row(finished=False, status="oom")
-    told = {column: text for column, text in row.items() if text != "-"}
-    assert told == {**SETTINGS, "steps": "0 of 64", "status": "oom"}
+    known = {"strategy", "model", "processes", "batch", "precision", "compile", "CUDA graph"}
+    known |= {"compression", "dataset", "steps", "status"}
+    assert {column for column, text in row.items() if text != "-"} == known
+    assert (row["status"], row["steps"]) == ("oom", "0 of 64")
 
 
 def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic():
@@ -84,23 +59,6 @@ def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic()
 def test_a_run_that_diverged_has_a_row(column, changes):
     row = one_row(**changes)
     assert (row["status"], row[column]) == ("ok", "nan")
-
-
-@pytest.mark.parametrize(
-    ("axes", "words"),
-    [
-        ({"dp_shard": 4}, []),
-        ({"dp_replicate": 2, "dp_shard": 2}, ["dp_replicate2", "dp_shard2"]),
-        ({"tp": 4}, ["tp4"]),
-        ({"pp": 2, "tp": 2}, ["pp2", "tp2", "zb-v-m8"]),
-    ],
-)
-def test_rows_of_one_strategy_are_told_apart_by_their_layout(axes, words):
-    whole = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
-    pipeline = {"schedule": "zb-v", "num_microbatches": 8} if whole["pp"] > 1 else None
-    record = made_record(mesh=whole, pipeline=pipeline)
-    assert layout_words(record) == words
-    assert COLUMNS["strategy"](record) == " ".join(["zero2", *words])
 
 
 @pytest.mark.parametrize(
