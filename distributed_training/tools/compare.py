@@ -183,6 +183,8 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
     if built is None:
         raise UserError(runs[0].why if runs else "the plan has no runs")
     command = [sys.executable, str(script)]
+    if arguments.max_restarts:
+        command.append(f"--max_restarts={arguments.max_restarts}")
     if arguments.force:
         command.append("--force")
     if arguments.preset is not None:
@@ -358,31 +360,25 @@ def comparisons_of(runs: Sequence[Run]) -> list[Comparison]:
         words = [f"{key} {value}" for key, value in run.layout.items() if key in work]
         groups.setdefault(", ".join(words), []).append(run)
     found = []
-    for done, members in groups.items():
-        if any(run.finished for run in members):
-            done = ""  # the records say it
-        by_name: dict[str, list[Run]] = {}
-        for name, run in zip(names_of(members), members, strict=True):
-            by_name.setdefault(name, []).append(run)
-        layouts = [
-            Layout(
-                name=name,
-                records=[run.finished for run in alike if run.finished is not None],
-                num_runs=len(alike),
-                why=next((run.why for run in alike if run.why), ""),
-            )
-            for name, alike in by_name.items()
-        ]
-        found.append(Comparison(work=done, layouts=layouts))
+    for asked, members in groups.items():
+        layouts = []
+        names = names_of(members)
+        for name in dict.fromkeys(names):
+            alike = [run for run, its in zip(members, names, strict=True) if its == name]
+            records = [run.finished for run in alike if run.finished is not None]
+            why = next((run.why for run in alike if run.why), "")
+            layouts.append(Layout(name=name, records=records, num_runs=len(alike), why=why))
+        said = any(layout.records for layout in layouts)  # by the records
+        found.append(Comparison(work="" if said else asked, layouts=layouts))
     return found
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
     """Each run's strategy, and the settings in which their layouts differ."""
-    telling = [key for key in differing([run.layout for run in runs]) if key != "strategy"]
+    telling = set(differing([run.layout for run in runs])) - {"strategy"}
     names = []
     for run in runs:
-        words = [f"{key}={run.layout[key]}" for key in telling if key in run.layout]
+        words = [f"{key}={value}" for key, value in run.layout.items() if key in telling]
         names.append(" ".join([run.values["strategy"], *words]))
     return names
 

@@ -160,11 +160,10 @@ def disk(output_dir: Path) -> Iterator[Finding]:
 
 
 def _write_speed(folder: Path) -> float:
-    data = os.urandom(MIB)
+    data = os.urandom(PROBE_BYTES)
     start = time.perf_counter()
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        for _ in range(PROBE_BYTES // MIB):
-            file.write(data)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return PROBE_BYTES / (time.perf_counter() - start)

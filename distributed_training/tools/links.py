@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.topology import Topology, show_axes
+from distributed_training.plan.topology import show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.provenance import provenance
@@ -141,13 +142,9 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(group: Group, axes: dict[str, int], largest: int, budget_s: float) -> dict[str, Any]:
     """Axis -> its size and `summarise` of its slowest group. Collective."""
-    process = group.process
-    topology = Topology(
-        world_size=process.world_size, rank=process.rank, local_rank=process.local_rank,
-        device_type=group.device.type, **axes,
-    )  # fmt: skip
-    mesh = topology.build_mesh()
-    groups: dict[str, Any] = {axis: mesh.get_group(axis) for axis, size in axes.items() if size > 1}
+    used = {axis: size for axis, size in axes.items() if size > 1}
+    mesh = init_device_mesh(group.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    groups: dict[str, Any] = {axis: mesh.get_group(axis) for axis in used}
     if len(groups) > 1:
         groups["all"] = None
     sizes = [4**power for power in range(5, 30) if 4**power <= largest]

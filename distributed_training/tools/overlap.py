@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from tabulate import tabulate
 
 from distributed_training.records.display import short_path
@@ -214,24 +213,25 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
     start = min(rank.window[0] for rank in ranks)
     end = max(rank.window[1] for rank in ranks)
     apart = (end - start) / 3000  # what is closer than a third of a pixel is drawn as one
-    colours = {kind: f"C{place}" for place, kind in enumerate(KINDS, start=1)}
+    colours = {name: f"C{place}" for place, name in enumerate(("computes", *KINDS))}
+    colours["exposed"] = "black"
+    drawn = {}
     for place, rank in enumerate(ranks):
-        lanes = [(0.52, 0.32, rank.computing, "C0")]
-        lanes += [(0.18, 0.32, spans, colours[kind]) for kind, spans in rank.by_kind.items()]
-        lanes += [(0.08, 0.08, rank.exposed, "black")]
-        for low, height, spans, colour in lanes:
+        lanes = [("computes", 0.52, 0.32, rank.computing)]
+        lanes += [(kind, 0.18, 0.32, spans) for kind, spans in rank.by_kind.items()]
+        lanes += [("exposed", 0.08, 0.08, rank.exposed)]
+        for name, low, height, spans in lanes:
             bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, apart)]
-            axes.broken_barh(bars, (place + low, height), color=colour, linewidth=0)
+            span = (place + low, height)
+            drawn[name] = axes.broken_barh(bars, span, color=colours[name], linewidth=0)
     places = [place + 0.5 for place in range(len(ranks))]
     axes.set_yticks(places, labels=[f"rank {r.rank}" for r in ranks])
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, (end - start) / 1000)
     axes.set_xlabel(f"milliseconds; {plural(ranks[0].steps, 'step')}")
-    used = [kind for kind in KINDS if any(kind in rank.by_kind for rank in ranks)]
-    patches = [Patch(color="C0", label="computes")]
-    patches += [Patch(color=colours[kind], label=kind) for kind in used]
-    patches.append(Patch(color="black", label="exposed"))
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=9)
+    used = [name for name in colours if name in drawn]
+    handles = [drawn[name] for name in used]
+    figure.legend(handles, used, loc="outside upper center", ncols=len(used), fontsize=9)
     figure.savefig(path, metadata={"Software": None})
 
 

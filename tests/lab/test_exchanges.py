@@ -38,14 +38,3 @@ def test_bytes_are_the_formulas(name):
     if name in slow_links.CASES:
         for cases in TIMES["rates"].values():  # the interface counts headers, too
             assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07
-
-
-def test_only_steps_that_the_link_takes_most_of_are_told():
-    """8 Mbit/s are 1 MB/s."""
-    full = {"round_s": [1.5, 1.25, 3.0], "counted_bytes": 1_000_000}
-    busy = {"round_s": [1.5, 1.25, 3.0], "counted_bytes": 100_000}
-    rates = {rate: {"much": full, "little": busy} for rate in ("8", "0.8")}
-    rows = slow_links.summarise(rates)
-    assert (rows["much"]["s at 8 Mbit/s"], rows["much"]["link's share at 8"]) == (1.25, 0.8)
-    assert rows["little"]["s at 8 Mbit/s"] is rows["little"]["link's share at 8"] is None
-    assert rows["little"]["link's share at 0.8"] == pytest.approx(0.8)

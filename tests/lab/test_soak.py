@@ -1,4 +1,4 @@
-"""A soak of two faults; results/lab/faults/soak.py does hundreds."""
+"""A soak of one fault; results/lab/faults/soak.py does hundreds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from results.lab.faults.soak import soak
 
 def test_random_faults_cost_no_more_than_the_steps_since_a_checkpoint():
     record = soak(
-        seed=3, num_faults=2, strategies=("dp",), kinds=("rank told to stop", "not finite"),
+        seed=3, num_faults=1, strategies=("dp",), kinds=("not finite",),
         warm=True,
     )  # fmt: skip
     assert record["failures"] == []
-    assert record["num_faults"] >= 2
+    assert record["num_faults"] >= 1
     assert 0 < record["goodput"] <= 1
     assert all(mission["bit_identical"] for mission in record["missions"])

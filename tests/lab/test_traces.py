@@ -53,23 +53,6 @@ def test_a_timeline_is_the_first_steps_in_whole_microseconds():
     }
 
 
-def test_a_row_is_the_ranks():
-    def rank(exposed, count):
-        parts = {"computing": 0.5, "communicating": 0.4, "exposed": exposed, "neither": 0.1}
-        traced = {"step": 2.0, **{name: 2.0 * share for name, share in parts.items()}}
-        return {"timed_s": 1.5 + exposed, "traced_s": traced, "operations": {"all-reduce": count}}
-
-    runs = {"a": {"ranks": [rank(0.25, 2), rank(0.5, 3)]}, "b": {"failed": "why"}}
-    assert summarise(runs) == {
-        "a": pytest.approx(
-            {
-                "ms a step": 2000, "operations": 3, "% computing": 50, "% communicating": 40,
-                "% exposed": 37.5, "% neither": 10, "from": 25, "to": 50,
-            }
-        )
-    }  # fmt: skip
-
-
 def test_runs_of_two_processes(tmp_path):
     common = {name: value for name, value in SMALL.items() if name != "generate"}
     planned = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import struct
 
 import pytest
 
@@ -86,32 +85,22 @@ def test_without_a_gpu_operators_of_all_threads_hide_those_of_gloo():
         }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", "reduce-scatter"),
-        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send/receive"),
-        ("gloo:all_gather", "all-gather"), ("gloo:recvAnySource", "send/receive"),
-        ("gloo:all_to_all", "all-to-all"), ("gloo:barrier", "other"),
-    ],
-)  # fmt: skip
-def test_operations_by_name(name, kind):
-    assert kind_of(name) == kind
+def test_operations_by_name():
+    for name, kind in {
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)": "reduce-scatter",
+        "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t": "send/receive",
+        "gloo:all_gather": "all-gather", "gloo:recvAnySource": "send/receive",
+        "gloo:all_to_all": "all-to-all", "gloo:barrier": "other",
+    }.items():  # fmt: skip
+        assert kind_of(name) == kind
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    """A run of two processes: what it printed, its record, its folder."""
-    runs = tmp_path_factory.mktemp("traced")
-    values = {**SMALL, "strategy": "dp", "profile": 2, "max_steps": 5, "output_dir": runs}
+def test_two_processes_leave_a_trace_each(tmp_path, capsys):
+    values = {**SMALL, "strategy": "dp", "profile": 2, "max_steps": 5, "output_dir": tmp_path}
     shown = heavy_pool().script(settings({**values, "export": False}), num_processes=2)
     assert_ok(shown)
-    (folder,) = run_folders(runs)
-    return shown, only_record(runs), folder
-
-
-def test_two_processes_leave_a_trace_each(traced, capsys):
-    shown, run, folder = traced
+    run = only_record(tmp_path)
+    (folder,) = run_folders(tmp_path)
     traces = "trace-rank*.json.gz of the run's folder, for ui.perfetto.dev"
     assert f"profile steps 4 to 5 in {traces}" in " ".join(shown.stdout.split())
     assert "USDT" not in shown.stderr
@@ -134,8 +123,7 @@ def test_two_processes_leave_a_trace_each(traced, capsys):
         assert exposed <= talks
         assert computes + exposed + neither == pytest.approx(step, abs=0.3)  # rounded
     assert any(row[:1] == ["all-reduce"] for row in rows)
-    width, _ = struct.unpack(">II", (folder / "overlap.png").read_bytes()[16:24])
-    assert width == 900
+    assert (folder / "overlap.png").stat().st_size > 5000
 
 
 def test_refusals(tmp_path):
