@@ -29,8 +29,6 @@ class Layout:
 
     blocks_per_stage: tuple[int, ...]  # blocks of each stage, in the model's order
     ranks: tuple[int, ...]  # place along pp that holds each stage
-    num_parameters: int  # of the process that holds most, without padding, before dp_shard divides
-    num_learning: int  # of its parameters, or beside them, where they are frozen
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -64,22 +62,9 @@ def build_layout(candidate: Candidate) -> Layout:
     config = candidate.config
     size = candidate.model.size
     pp = candidate.mesh["pp"]
-    tp = candidate.mesh["tp"]
     ranks = candidate.schedule.ranks(pp)
     counts = _cut(config, size, ranks) if pp > 1 else [size.num_layers]
-    held = [0] * pp
-    blocks = [0] * pp
-    for stage, rank in enumerate(ranks):
-        held[rank] += stage_parameters(size, counts, stage)
-        blocks[rank] += counts[stage]
-    most = -(-max(held) // tp)
-    learning = most
-    if config.lora_rank:
-        each, _ = size.count_adapters(config.lora_rank, config.lora_targets, tp)
-        learning = max(blocks) * each
-    return Layout(
-        blocks_per_stage=tuple(counts), ranks=ranks, num_parameters=most, num_learning=learning
-    )
+    return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
 def why_indivisible(candidate: Candidate) -> tuple[str, str]:

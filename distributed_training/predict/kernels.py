@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import P2P_CHANNELS
@@ -55,7 +54,7 @@ class Work(Shapes):
         super().__init__(plan)
         self.rates = rates
         self.node_size = plan.processes_here
-        self.eager = 1.0 if plan.config.compile else FITTED.eager_factor
+        self.eager = 1.0 if plan.config.compile else FITTED.elementwise.eager
 
     def operations(self) -> dict[tuple[str, int], Cost]:
         """Of each kind of operation of each stage, for one micro-batch."""
@@ -92,10 +91,9 @@ class Work(Shapes):
             share = len(self.size.adapted(self.config.lora_targets)) / len(self.size.matrix_names)
             forward += Cost(0, 4 * moved * share)
             inputs += Cost(0, 7 * moved * share)
-        elementwise = self._elementwise(FITTED.forward_kernels)
+        elementwise = self._elementwise()
         forward += elementwise + attention + exchange
-        inputs += self._elementwise(FITTED.backward_kernels)
-        inputs += attention.times(BACKWARD_ATTENTION) + exchange
+        inputs += elementwise.times(2) + attention.times(BACKWARD_ATTENTION) + exchange
         weights += Cost(0, self._gradient_bytes() / self.rates.memory_bytes)
         if self.frozen:
             weights = Cost()
@@ -118,10 +116,9 @@ class Work(Shapes):
             rate = self.rates.memory_bytes
         moved = each * self.width / 2 * self.tokens * vocabulary
         traffic = Cost(0, moved / rate)
-        share = FITTED.logit_traffic_forward
         return (
-            self._gemm(self.tokens, d, vocabulary) + traffic.times(share),
-            self._gemm(self.tokens, vocabulary, d) + traffic.times(1 - share),
+            self._gemm(self.tokens, d, vocabulary) + traffic.times(0.5),
+            self._gemm(self.tokens, vocabulary, d) + traffic.times(0.5),
             Cost() if self.frozen else self._gemm(d, self.tokens, vocabulary),
         )
 
@@ -175,8 +172,9 @@ class Work(Shapes):
             rate = self.rates.fp32_gemm_flops / 2
         return Cost(2 * self.tokens * length * self.size.attention_width / self.tp / rate)
 
-    def _elementwise(self, fitted: Any) -> Cost:
-        """Of a block, one way."""
+    def _elementwise(self) -> Cost:
+        """Of a block, forward; a backward pass reads and writes twice as much."""
+        fitted = FITTED.elementwise
         values = fitted.between * self.between + fitted.split * self.by_gpt2 / self.tp
         moved = values * self.eager * self.hidden
         starts = fitted.starts * self.eager * self.rates.kernel_s

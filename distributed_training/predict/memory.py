@@ -12,20 +12,15 @@ from dataclasses import dataclass
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.stages import find_orders
-from distributed_training.predict.state import estimate_copy, estimate_state
+from distributed_training.predict.state import estimate_copy, estimate_state, state_of
 from distributed_training.predict.traffic import Formulas
 
 COMPONENTS = (
     "parameters", "gradients", "optimizer", "copies", "buffers", "activations", "logits",
 )  # fmt: skip
-# Bytes a logit: (kept from forward to backward, at the worst moment), for 16-bit arithmetic. The
-# compiled loss keeps 16-bit logits and writes the gradient over them. Eagerly log_softmax keeps its
-# fp32 result, and its backward pass holds two more of that size. Over tp the probabilities are kept
-# in fp32, and the 16-bit gradient comes on top.
-LOGIT_BYTES = {"compiled": (2, 2), "eager": (4, 12), "split": (4, 6)}
-WIDE_LOGIT_BYTES = {"compiled": (4, 4), "eager": (4, 12), "split": (4, 8)}  # in fp32
 SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
+SWAP_BYTES = 2  # a value in the buffers of RAM between files and GPU, in fp32 runs, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +49,13 @@ class MemoryEstimate:
     @property
     def needed_bytes(self) -> int:
         """What a GPU must have for it."""
-        return round(self.peak_bytes * (1 + FITTED.allocator_spare)) + self.context_bytes
+        return self.peak_bytes + self.context_bytes
 
     @property
     def likely_bytes(self) -> tuple[int, int]:
         """From the least to the most that a GPU is likely to have to have."""
-        spread = self.needed_bytes - self.context_bytes
-        least, most = (round(share * spread) + self.context_bytes for share in self.likely)
-        return least, most
+        least, most = (round(share * self.peak_bytes) for share in self.likely)
+        return least + self.context_bytes, most + self.context_bytes
 
 
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
@@ -92,22 +86,20 @@ def _host_bytes(plan: Plan, peak: int, tokenised: bool) -> int:
     """RAM of a process, without the copy for a checkpoint."""
     fitted = FITTED.process_bytes
     held = fitted.cuda if plan.machine.num_gpus else fitted.cpu
-    held += FITTED.swap_bytes * plan.strategy.swap_buffer_values
-    if plan.strategy.traits.takes_deepspeed_json:
-        held += fitted.deepspeed
-    if plan.mesh["tp"] > 1:
-        held += fitted.tp
+    held += SWAP_BYTES * plan.strategy.swap_buffer_values
+    if plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1:
+        held += fitted.libraries
     if plan.num_processes == 1 and not tokenised:
         held += fitted.tokenising
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     model = 4 * plan.size.num_parameters
     held += model if plan.machine.num_gpus else max(peak, model)
-    return round(held + FITTED.pinned_factor * estimate_state(plan).host)
+    return int(held + estimate_state(plan).host)
 
 
 def block_bytes(plan: Plan) -> float:
     """What one block keeps of one micro-batch for its backward pass, in the first process."""
-    return _Process(plan, 0).block_bytes()
+    return _Process(plan, 0).block_bytes(plan.config.activation_checkpointing)
 
 
 class _Process(Formulas):
@@ -152,14 +144,13 @@ class _Process(Formulas):
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
         plan = self.plan
         held = self.parameters
-        scale = held / plan.layout.num_parameters  # of the fullest place, without padding
-        state = estimate_state(plan)
-        parts = {
-            "parameters": state.parameters * scale,
-            "gradients": state.gradients * scale,
-            "optimizer": state.optimizer * scale,
-            "copies": 0.0,
-            "buffers": 0.0,
+        state = state_of(self)
+        parts: dict[str, float] = {
+            "parameters": state.parameters,
+            "gradients": state.gradients,
+            "optimizer": state.optimizer,
+            "copies": 0,
+            "buffers": 0,
         }
         if self.strategy.traits.rounded_weights:
             parts["copies"] = self._gathered_by_zero3()
@@ -223,15 +214,15 @@ class _Process(Formulas):
                 found += 4 * embedding
         return found
 
-    def block_bytes(self) -> float:
+    def block_bytes(self, checkpointing: str) -> float:
         """What one block keeps of one micro-batch for its backward pass."""
         split = 1 / self.tp
         between = self.between
-        if self.config.activation_checkpointing == "full":
+        if checkpointing == "full":
             return self.hidden * between
         values = 2 * between + self.split_values * split
         values += 2  # whole: what both column-split layers multiply
-        if self.config.activation_checkpointing == "selective":
+        if checkpointing == "selective":
             # Inputs, and what attention and matrix products return; the last of them only eagerly,
             # as nobody's gradient needs it.
             returned = (self.size.values_in + self.size.attention_width) / self.size.hidden_size
@@ -242,13 +233,17 @@ class _Process(Formulas):
         return self.hidden * values + self.tokens * statistics
 
     def _logits(self) -> tuple[float, float, float]:
-        """Bytes (kept from forward to backward pass, at the worst moment, until a W to come)."""
+        """Bytes (kept from forward to backward pass, at the worst moment, until a W to come).
+
+        The compiled loss keeps logits and writes their gradient over them. Eagerly log_softmax
+        keeps its fp32 result, and its backward pass holds two more of that size. Over tp the
+        probabilities are kept in fp32, and the gradient comes on top.
+        """
         rows = self.size.padded_vocab_size
         chunk = self.config.loss_chunk_tokens
-        kind = "compiled" if self.config.compile else "eager"
+        kept, worst = (self.width, self.width) if self.config.compile else (4, 12)
         if self.tp > 1:
-            kind = "split"
-        kept, worst = (LOGIT_BYTES if self.width == 2 else WIDE_LOGIT_BYTES)[kind]
+            kept, worst = 4, 4 + self.width
         count = self.tokens * rows / self.tp
         if not chunk:
             return kept * count, worst * count, SPLIT_LOGIT_BYTES * count
@@ -262,21 +257,24 @@ class _Process(Formulas):
     def _activations(self) -> tuple[float, float]:
         """(of blocks, of logits) at the fullest moment, following the process's own order."""
         blocks = self.plan.layout.blocks_per_stage
-        each = self.block_bytes()
+        mode = self.config.activation_checkpointing
+        each = self.block_bytes(mode)
         kept, worst, waiting = self._logits()
         # From I to W. Compiled: every matrix's input and the gradient of its output
         # (parallel/zero_bubble.py), together as large as the activations that they replace; over tp
-        # the gradients of both sums are whole where what lies between layers is not. Eagerly, by
-        # records of when autograd cut the pass: so much more than those.
+        # the gradients of both sums are whole where what lies between layers is not. Eagerly these
+        # gradients come on top of the activations.
+        matrices = self.size.block_matrices
         compiled = bool(self.config.compile)
         if compiled:
             pending = 2 * (1 - self.between) * self.hidden
             waiting = 0.0
         else:
-            pending = FITTED.split_values * self.by_gpt2 * self.hidden
-        backward = FITTED.backward_values * self.by_gpt2 * self.hidden / self.tp
-        if self.config.activation_checkpointing != "none":
-            backward += FITTED.recomputed_bytes * self.hidden / 2 / self.tp
+            pending = self.tokens * self.width * sum(rows for rows, _ in matrices)
+        # Inside a block the gradients of what attention and MLP give to their last matrices.
+        backward = self.tokens * self.width * self.size.values_out / self.tp
+        if mode != "none":
+            backward += self.block_bytes("none")
         held = held_logits = 0.0
         most = (0.0, 0.0)
         for action, stage, _ in find_orders(self.plan)[self.place]:

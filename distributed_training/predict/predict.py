@@ -82,17 +82,13 @@ def predict(plan: Plan, rates: Rates | None, *, tokenised: bool = False) -> Pred
 
 def kind_of(plan: Plan, rates: Rates, step: StepTime) -> str:
     """What a step's time depends on, by which its likely error is told."""
-    if rates.on_host:
-        return "cpu"
-    if step.bound_by in ("disk", "host RAM"):
-        return "away"
     part = "host" if step.bound_by == "host" else "gpu"
-    if part in rates.measured:
-        return "measured"
+    if rates.on_host or part in rates.measured or step.bound_by in ("disk", "host RAM"):
+        return "other"
     if part == "host":
         return "host"
     if not rates.recorded:
-        return "other_gpu"
+        return "other"
     return "graph" if plan.config.cuda_graphs is True else "launched"
 
 

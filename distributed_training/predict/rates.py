@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from distributed_training.predict.constants import FITTED
-from distributed_training.settings.gpus import Gpu
+from distributed_training.settings.gpus import ADAPTER_BYTES_PER_S, Gpu
 
 RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
-# Tiles of a matrix product's result, and what they cost by an element: smaller ones load more.
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED.tile_costs.small))
+# Tiles of a matrix product's result, and what smaller ones cost by an element: they load more.
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED.tile_cost))
 # Parts of a sum that are added up, and what that costs.
-SPLITS = ((1, 1.0), (2, FITTED.tile_costs.halved), (4, FITTED.tile_costs.quartered))
+SPLITS = ((1, 1.0), (2, FITTED.tile_cost), (4, FITTED.tile_cost))
 
 
 def host_costs(seconds: SimpleNamespace, factor: float = 1.0) -> SimpleNamespace:
@@ -38,11 +38,11 @@ class Rates:
     gemm_flops: float  # of large 16-bit matrix products
     fp32_gemm_flops: float
     memory_bytes: float  # that element-wise kernels read and write
-    head_memory_bytes: float | None = None  # the same in the loss, the update; None: no other
+    head_memory_bytes: float | None = None  # the same in the loss, in the update; None: no other
     update_memory_bytes: float | None = None
     attention_flops: float  # of causal attention over long sequences
     link_bytes: float  # that a process sends in a collective inside a node
-    network_bytes: float = FITTED.network_bytes_per_s
+    network_bytes: float = ADAPTER_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1: matrix products are not cut into waves
     attention_half: float = FITTED.attention_half
     kernel_s: float = FITTED.kernel_s
@@ -67,14 +67,15 @@ def rates_of(gpu: Gpu) -> Rates:
     """
     shares = FITTED.gpu_shares
     major, minor = gpu.compute_capability
-    needed_w = vars(FITTED.full_power)[f"{major}.{minor}"] * gpu.flops / 1e12
+    powers = vars(FITTED.full_power)
+    needed_w = powers.get(f"{major}.{minor}", powers["others"]) * gpu.flops / 1e12
     gemm = shares.gemm * gpu.flops * min(1.0, math.sqrt(gpu.power_w / needed_w))
     memory = min(
         shares.memory * gpu.memory_gb_s * 1e9, FITTED.multiprocessor_bytes_per_s * gpu.num_sms
     )
     return Rates(
         gemm_flops=gemm,
-        fp32_gemm_flops=shares.fp32_gemm * gpu.fp32_tflops * 1e12,
+        fp32_gemm_flops=shares.gemm * gpu.fp32_tflops * 1e12,
         memory_bytes=memory,
         attention_flops=shares.attention * gemm,
         link_bytes=FITTED.link_share * gpu.link_gb_s * 1e9,
@@ -87,9 +88,17 @@ def rates_of(gpu: Gpu) -> Rates:
 def cpu_rates(num_cpus: int, num_processes: int) -> Rates:
     """Rates of a process without a GPU, with an equal share of the cores."""
     cores = num_cpus / num_processes
+    core = FITTED.cpu_core
+    link = FITTED.cpu_link
     return Rates(
-        **{name: rate * cores for name, rate in vars(FITTED.cpu_core).items()},
-        **vars(FITTED.cpu_process),
+        gemm_flops=core.gemm_flops * cores,
+        fp32_gemm_flops=core.fp32_gemm_flops * cores,
+        memory_bytes=core.memory_bytes * cores,
+        head_memory_bytes=core.head_memory_bytes * cores,
+        attention_flops=FITTED.gpu_shares.attention * core.fp32_gemm_flops * cores,
+        link_bytes=link.bytes_per_s,
+        network_bytes=link.bytes_per_s,
+        link_latency_s=link.latency_s,
         host=host_costs(FITTED.cpu_launching_s, max(1.0, 1 / cores)),
         on_host=True,
         core_share=min(1.0, cores),
@@ -196,7 +205,7 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
         found |= _link_rates(document["collectives"], base.on_host)
     block = document["seconds"].get("compiled_block")
     if block is not None:
-        found["host"] = host_costs(base.host, block / FITTED.compiled_block_s)
+        found["host"] = host_costs(base.host, block / FITTED.launching_s.block)
         found["measured"] = ("host", "gpu")
     return replace(base, **found)
 

@@ -16,6 +16,10 @@ from distributed_training.predict.rates import Rates
 from distributed_training.predict.stages import find_orders
 from distributed_training.predict.traffic import formulas_by_place
 
+# Bytes a parameter that a step on a disk reads and writes: fp32 weights and both moments 12 + 12,
+# gradients 4 + 4, rounded weights 2 for each pass and 2 when they are new.
+SWAPPED_BYTES = 38
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
@@ -59,11 +63,11 @@ class _Step(Work):
         return self._add_up(total, slowest, on_gpu, phase)
 
     def _launching(self) -> dict[tuple[str, int], float]:
-        """Seconds in which the host launches each kind of operation of each stage."""
-        forward = FITTED.forward_launches
-        shares = {"F": forward, "B": 1 - forward, "I": forward, "W": 1 - 2 * forward}
+        """Seconds in which the host launches each kind of operation of each stage: a block's are
+        in equal parts those of F, I and W."""
+        shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
-            (kind, stage): self._host_block() * number * share + self.rates.host.operation
+            (kind, stage): self._host_block() * number * share + self.rates.host.exchange
             for stage, number in enumerate(self.plan.layout.blocks_per_stage)
             for kind, share in shares.items()
         }
@@ -78,8 +82,6 @@ class _Step(Work):
             launching = self._host_block() * blocks * self.micro_batches + step_host
         gpu = phase + data + update
         if self.rates.on_host:
-            if self.pp > 1:
-                launching += 2 * self.micro_batches * self.rates.host.operation
             seconds = gpu + launching + waits
         else:
             seconds = max(gpu, launching) + waits
@@ -95,10 +97,7 @@ class _Step(Work):
         }
         parts["host"] = max(0.0, seconds - sum(parts.values()))
         listed = sum(parts.values())
-        starved = max(gpu, launching) > FITTED.starved * (on_gpu + data + update)
-        if starved and not self.rates.on_host:  # the GPU waits for launches
-            parts["host"] = max(gpu, launching)
-        elif listed > seconds:  # the slowest stage's, which others' beat
+        if listed > seconds:  # the slowest stage's, which others' beat
             parts = {name: part * seconds / listed for name, part in parts.items()}
         return StepTime(seconds=seconds, parts=parts)
 
@@ -120,61 +119,44 @@ class _Step(Work):
         )
         if apart:
             return seconds
-        beside = min(seconds, computing * FITTED.overlapped_share)
+        beside = min(seconds, computing)
         return FITTED.interference * beside + seconds - beside
 
     def _away(self) -> tuple[float, float]:
         """Seconds of an optimizer on the host, and of files."""
         strategy = self.strategy
-        share = self.plan.layout.num_learning / self.shards
+        share = max(process.learning for process in self.processes) / self.shards
         if strategy.swaps_to_disk:
             together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
-            return 0.0, FITTED.swapped_bytes * together / self.rates.disk_bytes
+            return 0.0, SWAPPED_BYTES * together / self.rates.disk_bytes
         if strategy.steps_on_host:
             together = share * min(self.node_size, self.shards)
             return self.rates.host_adam_s * together, 0.0
         return 0.0, 0.0
 
     def _host_block(self) -> float:
-        """Seconds to launch one block, forward and backward."""
+        """Seconds to launch one block, forward and backward, and what it exchanges."""
         host = self.rates.host
-        config = self.plan.config
-        cost = host.block
-        if not config.compile:
-            split = self.plan.schedule.splits_backward
-            cost = host.split_block if split else host.eager_block
+        exchanges = 0
         if self.tp > 1:
-            cost += host.tensor_parallel
-        if self.strategy.zero_stage == 3:
-            cost += host.zero3_block
-            if self.shards > 1:
-                cost += host.zero3_gather
+            exchanges += 1
+        if self.strategy.zero_stage == 3:  # gathered for either pass; gradients where shared
+            exchanges += 2 if self.shards == 1 else 3
         elif self.plan.uses_fsdp:
-            cost += host.fsdp_unit
-        return cost
+            exchanges += 1
+        block = host.block if self.plan.config.compile else host.eager_block
+        return float(block + exchanges * host.exchange)
 
     def _host_step(self, place: int) -> tuple[float, float]:
         """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
         host = self.rates.host
         strategy = self.strategy
-        process = self.processes[place]
-        blocks = process.num_blocks
-        tensors = self.size.block_tensors * blocks
+        blocks = self.processes[place].num_blocks
+        tensors = host.tensor * self.size.block_tensors * blocks
         if not strategy.traits.takes_deepspeed_json:
-            each = 0.0
-            if self.plan.uses_ddp:
-                each += host.ddp_tensor
-            if self.plan.uses_fsdp or self.tp > 1:
-                each += host.dtensor
-            if self.pp > 1 and not self.plan.uses_fsdp:
-                each += host.stage_tensor
-            return host.step + each * tensors, 0.0
+            return host.step + (tensors if self.plan.num_processes > 1 else 0.0), 0.0
+        wait = host.wait * blocks
         if strategy.zero_stage == 3:
-            wait = host.zero3_shared_wait if self.shards > 1 else host.zero3_wait
-            if strategy.swaps_to_disk:
-                wait += host.swapped_block
-            return host.step, wait * blocks
+            return host.step, wait if self.shards == 1 else 2 * wait
         # A hook for each tensor runs in every micro-batch, whether or not it exchanges anything.
-        count = self.micro_batches
-        wait = host.zero_wait * blocks * count + host.zero_update * tensors / self.shards
-        return host.step + host.zero_tensor * tensors * count, wait
+        return host.step + tensors * self.micro_batches, wait / self.shards

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.traffic import formulas_by_place
+from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy
 
 
@@ -27,22 +27,25 @@ class StateBytes:
 
 def estimate_state(plan: Plan) -> StateBytes:
     """Of the process that holds most of the model."""
+    return state_of(max(formulas_by_place(plan), key=lambda process: process.parameters))
+
+
+def state_of(process: Formulas) -> StateBytes:
+    """Of one process; of weights that do not learn a pipeline's stage with shards has gathered
+    whole ones, too."""
+    plan = process.plan
     each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
     each["optimizer"] += own_bytes(plan)
-    parts = {part: size * plan.layout.num_learning for part, size in each.items()}
-    if plan.config.lora_rank:
+    parts = {part: size * process.learning for part, size in each.items()}
+    if process.frozen:
+        divided = plan.uses_fsdp or plan.strategy.zero_stage == 3
+        frozen = process.width / process.shards if divided else process.width
+        if plan.uses_fsdp and process.pp > 1:
+            frozen += process.width
         device = plan.strategy.offload["param"]
         where = {"none": "parameters", "cpu": "host", "nvme": "disk"}[device]
-        parts[where] += _frozen_bytes(plan) * plan.layout.num_parameters
+        parts[where] += frozen * process.parameters
     return StateBytes(**{part: round(size) for part, size in parts.items()})
-
-
-def _frozen_bytes(plan: Plan) -> float:
-    """Bytes of a weight that does not learn, which a pipeline's stage with shards has gathered."""
-    width = 4 if plan.config.precision == "fp32" else 2
-    divided = plan.uses_fsdp or plan.strategy.zero_stage == 3
-    shard = width / plan.mesh["dp_shard"] if divided else width
-    return shard + (width if plan.uses_fsdp and plan.mesh["pp"] > 1 else 0)
 
 
 def bytes_a_parameter(
@@ -94,9 +97,8 @@ def estimate_copy(plan: Plan) -> int:
     hold the same divide, and what each process has for itself."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
-    held = max(formulas.learning for formulas in formulas_by_place(plan))
-    each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"])
-    own = own_bytes(plan)
+    held = max(process.learning for process in formulas_by_place(plan))
+    each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]) + own_bytes(plan)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
-        own += 12
-    return round(held * (each + own))
+        each += 12
+    return round(held * each)

@@ -19,6 +19,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, nearest, parse_as, shown
 
 GIB = 2**30
+ADAPTER_BYTES_PER_S = 50e9  # of a GPU between nodes: one 400 Gbit/s adapter each
 Positive = Annotated[float, Field(gt=0)]
 _EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 

@@ -91,24 +91,6 @@ def test_parameters_of_a_stage_are_those_of_its_module(num_stages):
         assert held == stage_parameters(DEEP, counts, index)  # its vocabulary has no padding
 
 
-@pytest.mark.parametrize(
-    ("config", "num_processes", "expected"),
-    [
-        ({"strategy": "dp"}, 2, SIZES["gpt2"].num_parameters),
-        ({"strategy": "tp"}, 4, SIZES["gpt2"].num_parameters / 4),
-        # The first stage of V: blocks 0 and 11, embeddings, final norm and the tied copy.
-        (
-            {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"},
-            2,
-            2 * (12 * 768**2 + 13 * 768) + (2 * 50257 + 1024 + 2) * 768,
-        ),
-    ],
-)
-def test_parameters_of_the_fullest_process(config, num_processes, expected):
-    layout = layout_for(num_processes, model="gpt2", **config)
-    assert layout.num_parameters == expected
-
-
 def test_a_cut_of_ones_own():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))
