@@ -37,7 +37,7 @@ def plan_of(machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
-        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1 does not go with strategy"),
+        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 does not go with strategy"),
         ({"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}, "single bucket"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 does not go with strategy='dp'"),

@@ -46,7 +46,7 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
 def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
     """Blocks 0 and 11, embeddings, final norm and the tied copy."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
-    parts = peak(tmp_path, 2, **words).fullest
+    parts = peak(tmp_path, 2, **words).by_place[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
 
 

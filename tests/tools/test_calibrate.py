@@ -77,7 +77,7 @@ def test_rates_are_those_that_the_measured_times_mean():
         "matrix_products": products,
         "memory_bytes_per_s": {"add": 9.0, "gelu": 1e12, "adamw": 1e12},
         "attention": attention,
-        "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * FITTED.compiled_block_s},
+        "seconds": {"kernel": 5e-6, "launch": 5e-6, "compiled_block": 2 * FITTED.launching_s.block},
         "collectives": between,
     }
     base = dataclasses.replace(

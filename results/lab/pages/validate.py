@@ -43,9 +43,12 @@ class Row:
     prediction: Prediction
 
     @property
-    def began_empty(self) -> bool:
+    def memory_compares(self) -> bool:
         """Whether the peak is the run's own: less than a quarter of the fullest rank's had been
-        left by earlier runs of the process. What of that was in use early records do not say."""
+        left by earlier runs of the process. What of that was in use early records do not say. Nor
+        do they say which order a search had found, by durations of its day."""
+        if self.plan.schedule.searched:
+            return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
             for rank in self.record.memory.get("by_rank", [])
@@ -233,7 +236,7 @@ def setting_pages() -> set[str]:
 
 def memory_errors(rows: Iterable[Row]) -> list[float]:
     """Of runs whose peak is their own."""
-    return [row.memory_error for row in rows if row.began_empty]
+    return [row.memory_error for row in rows if row.memory_compares]
 
 
 def calibrated_errors() -> list[float]:
@@ -276,7 +279,7 @@ def worst_times() -> str:
 
 
 def worst_memory() -> str:
-    return worst(lambda row: row.memory_error, (row for row in gpu_rows() if row.began_empty))
+    return worst(lambda row: row.memory_error, (row for row in gpu_rows() if row.memory_compares))
 
 
 def _layout(row: Row) -> str:
@@ -286,7 +289,7 @@ def _layout(row: Row) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         f"  {row.name}",
-        f"{row.memory_error:+.1%}" if row.began_empty else "-",
+        f"{row.memory_error:+.1%}" if row.memory_compares else "-",
         f"{row.time_error:+.1%}",
     )
 
