@@ -71,8 +71,6 @@ CASES = {
         "tied/local-sgd": {"strategy": "local_sgd", "local_steps": 1, **cut(1)},
         "tied/tp2": {**split(tp=2), **cut(2)},
         "tied/tp2-whole-norms": {**split(tp=2), **cut(1), **WHOLE_NORMS, **FULL},
-        # The only family whose blocks take what the embedding returns as it is.
-        "tied/tp2-compiled": {**split(tp=2), **cut(1), "compile": True},
         "tied/hybrid": {**HYBRID, **cut(4)},
         "untied/fsdp": {"strategy": "fsdp", **cut(1)},
         "untied/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
