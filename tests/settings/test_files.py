@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.settings.config import PATHS, build_config
 from distributed_training.settings.files import load_json, shown, user_path
 from tests.support import refused
 
@@ -16,8 +17,9 @@ def test_home_is_expanded_and_else_a_path_is_taken_as_written(monkeypatch):
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
 def test_paths_that_the_system_refuses(text):
-    with refused("dataset=", "cannot be used as a path"):
-        user_path("dataset", text)
+    for key in PATHS:
+        with refused(f"{key}=", "cannot be used as a path"):
+            build_config({key: text})
 
 
 def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):

@@ -176,7 +176,8 @@ def find_resume(plan: Plan) -> Path | None:
         return None
     if resume != AUTO:
         return _named(resume, plan)
-    return _newest(plan, claims.refuse_doubling(plan.output_dir, identity(plan)))
+    others = claims.refuse_doubling(plan.output_dir, identity(plan))
+    return _newest(plan, others)
 
 
 def _named(resume: str, plan: Plan) -> Path:
