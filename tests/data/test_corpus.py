@@ -56,18 +56,12 @@ def test_text_file_is_one_text(tmp_path):
     assert (corpus.name, corpus.validation, corpus.train.form) == (path, None, RUNNING)
 
 
-@pytest.mark.parametrize(
-    ("content", "texts"),
-    [
-        ('{"text": "1\\n2", "id": 1}\n\n{"text": "  "}\n{"text": "\\u2603"}', ["1\n2", "☃"]),
-        ('{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
-        ('{"text": "a\u2028b\x85"}', ["a\u2028b\x85"]),
-    ],
-    ids=["blank ones are left out", "Windows", "other ends of lines"],
-)
-def test_jsonl_gives_its_records(content, texts, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(content.encode())
+def test_jsonl_gives_its_records(tmp_path):
+    """But for blank ones; other ends of lines than LF and CRLF may be in a text."""
+    rows = ['{"text": "1\\n2", "id": 1}', "", '{"text": "  "}', '{"text": "\\u2603\u2028b\x85"}\n']
+    (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
     corpus = read_corpus(str(tmp_path / "a.jsonl"))
+    texts = ["1\n2", "☃\u2028b\x85"]
     assert texts_of(corpus.train) == texts_of(corpus.train, by_line=True) == texts
     assert corpus.train.form == TEXT
 

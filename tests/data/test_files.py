@@ -81,20 +81,15 @@ def write_rows(path, rows):
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_prompts_of_every_kind_give_the_same_pieces(suffix, tmp_path):
-    rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(5)]
-    corpus = read_corpus(write_rows(tmp_path / f"a{suffix}", rows))
-    assert corpus.train.form == PROMPT
-    found = [(piece.text, piece.in_loss) for piece in corpus.train.read(by_line=False)]
-    expected = [[(row["prompt"], False), (row["completion"], True)] for row in rows]
-    assert found == [pair for pairs in expected for pair in pairs]
-
-
-def test_a_folder_may_have_records_of_several_kinds(tmp_path):
+def test_records_of_every_kind_give_the_same_pieces(tmp_path):
+    rows = [{"prompt": f'"{n}" + 1,\n=', "completion": f" {n + 1} ä"} for n in range(5)]
     for name in ("a.parquet", "b.csv", "c.jsonl"):
-        write_rows(tmp_path / name, ROWS)
-    assert texts_of(read_corpus(str(tmp_path)).train) == 3 * [row["text"] for row in ROWS]
+        write_rows(tmp_path / name, rows)
+    source = read_corpus(str(tmp_path)).train
+    assert source.form == PROMPT
+    expected = [[(row["prompt"], False), (row["completion"], True)] for row in rows]
+    found = [(piece.text, piece.in_loss) for piece in source.read(by_line=False)]
+    assert found == 3 * [pair for pairs in expected for pair in pairs]
 
 
 @pytest.mark.parametrize(

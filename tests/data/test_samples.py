@@ -1,7 +1,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
@@ -160,17 +159,22 @@ def test_cache_and_fingerprint_are_of_content_and_settings(tokenizer, tmp_path, 
         cut_anew = [prepare(cache, tokenizer, **{key: 5}) for key in ("max_length", "num_samples")]
     np.testing.assert_array_equal(all_rows(first.train)[0], all_rows(second.train)[0])
     assert first.fingerprint == second.fingerprint
-    tokenizer.save(tmp_path / "other")
-    vocabulary = (tmp_path / "other" / "vocab.json").read_text()
-    (tmp_path / "other" / "vocab.json").write_text(vocabulary + "\n")
+    for name in ("vocab.json", "merges.txt"):
+        tokenizer.save(tmp_path / name)
+        file = tmp_path / name / name
+        content = file.read_text().rstrip()
+        if name == "merges.txt":
+            content = content.rpartition("\n")[0]  # without the last merge
+        file.write_text(f"{content}\n")
     others = [
         prepare(cache, tokenizer, make_corpus(seed=1)),
         prepare(cache, tokenizer, make_corpus(validation=False)),
         prepare(cache, tokenizer, pack=False),
-        prepare(cache, Tokenizer(tmp_path / "other")),
+        prepare(cache, Tokenizer(tmp_path / "vocab.json")),
+        prepare(cache, Tokenizer(tmp_path / "merges.txt")),
     ]
     assert len(cache_folders(cache)) == 1 + len(others)
-    assert len({data.fingerprint for data in (first, *cut_anew, *others)}) == 7
+    assert len({data.fingerprint for data in (first, *cut_anew, *others)}) == 8
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "but a bit"])
@@ -248,22 +252,18 @@ def test_answers_are_the_only_targets(seq_len, pack, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_step_counts_exactly_the_targets_that_it_has(pack, tokenizer, tmp_path):
-    """Under every cut of the global batch, and none has no target: the loss is divided by it."""
+    """And none has no target: the loss is divided by it."""
     config = {"max_length": 24, "pack": pack}
     samples = prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path, QUESTIONS), **config).train
     for step in range(20):
-        counts = set()
-        for micro, number, replicas in [(1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 1, 2)]:
-            cut = {"micro_batch_size": micro, "num_microbatches": number, "num_replicas": replicas}
-            sampler = partial(make_sampler, num_samples=len(samples), **cut)
-            ranks = [sampler(replica=n).step_batch(samples, step) for n in range(replicas)]
-            real = [targets for rank in ranks for _, targets in rank.micro_batches]
-            counts |= {rank.num_targets for rank in ranks}
-            counts.add(sum(int((targets != IGNORE_INDEX).sum()) for targets in real))
-            assert {rank.num_tokens for rank in ranks} == {ranks[0].num_tokens}
-            assert ranks[0].num_tokens > ranks[0].num_targets
-        assert len(counts) == 1
-        assert counts != {0}
+        samplers = [make_sampler(num_samples=len(samples), replica=replica) for replica in (0, 1)]
+        ranks = [sampler.step_batch(samples, step) for sampler in samplers]
+        real = [targets for rank in ranks for _, targets in rank.micro_batches]
+        count = sum(int((targets != IGNORE_INDEX).sum()) for targets in real)
+        assert {rank.num_targets for rank in ranks} == {count}
+        assert count > 0
+        assert {rank.num_tokens for rank in ranks} == {ranks[0].num_tokens}
+        assert ranks[0].num_tokens > count
     assert samples.learnt_share == pytest.approx(
         (all_rows(samples)[1] != IGNORE_INDEX).sum() / samples.lengths.sum()
     )

@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
+from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
 from tests.support import refused
 
 SAMPLES = [
@@ -41,17 +40,6 @@ def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
         assert ids.tolist() == theirs(text)["input_ids"]
     assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
     assert tokenizer.num_tokens == len(theirs)
-
-
-def test_fingerprint_is_of_both_files(tokenizer, tmp_path):
-    shutil.copytree(EMBEDDED_DIR, tmp_path / "copy")
-    copy = Tokenizer(tmp_path / "copy")
-    assert copy.fingerprint == tokenizer.fingerprint
-    prints = {tokenizer.fingerprint}
-    for name in ("vocab.json", "merges.txt"):
-        (copy.folder / name).write_text((copy.folder / name).read_text() + "\n")
-        prints.add(copy.fingerprint)
-    assert len(prints) == 3
 
 
 @pytest.mark.parametrize(
