@@ -112,13 +112,10 @@ def test_missing_sections_are_made(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"train_batch_size": 64},
-            ("train_batch_size=64", "60 = 4 replicas x 5 micro-batches x 3"),
-        ),
-        ({"optimizer.type": "Adam"}, ("optimizer.type='Adam'", "AdamW")),
-        ({"optimizer.params": {"lr": 1.0}}, ("optimizer.params.lr=1.0", "learning_rate")),
-        ({"optimizer.params": {"eps": 1e-6}}, ("optimizer.params.eps=1e-06",)),
+        ({"train_batch_size": 64}, ("train_batch_size=64", "60 = 4 replicas x 5 micro")),
+        ({"optimizer": {"type": "Adam"}}, ("optimizer.type='Adam'", "AdamW")),
+        ({"optimizer": {"params": {"lr": 1.0}}}, ("params.lr=1.0", "learning_rate")),
+        ({"optimizer": {"params": {"eps": 1e-6}}}, ("optimizer.params.eps=1e-06",)),
         ({"optimizer": None}, ("optimizer", "is not a JSON object")),
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule", "remove")),
         ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "remove")),
