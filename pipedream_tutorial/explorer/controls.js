@@ -56,26 +56,16 @@ function buildControls(store, say) {
   const zoom = el("input", { type: "range", id: "zoom", min: 1, max: 32, step: 1 });
   zoom.oninput = () => store.change({ zoom: Number(zoom.value) });
   byId("switches").append(el("label", { className: "switch" }, "zoom", zoom));
-  byId("rate").onchange = () => enter(store, say, "rate", byId("rate").value);
+  for (const key of ["rate", "scale"]) byId(key).onchange = () => enter(store, say, key, byId(key).value);
 }
 
 // What was typed; where it is refused, the field shows again what holds.
 function enter(store, say, key, text) {
-  try {
-    store.change({ [key]: accepted(key, text) });
-    say("", "same");
-  } catch (error) {
-    if (!(error instanceof RuleError)) throw error;
-    store.change({});
-    say(`error: ${error.message}`, "illegal");
-  }
-}
-
-// A slider shows what was typed, too: its range and its steps make room for it.
-function setSlider(slider, number, most) {
-  slider.max = Math.max(most, 2 ** Math.ceil(Math.log2(Math.max(number, 1))));
-  slider.step = Number.isInteger(number * 4) ? 0.25 : "any";
-  slider.value = number;
+  const error = refusal(() => {
+    store.change({ [key]: key === "scale" ? acceptedList(text, store.chosen.p) : accepted(key, text) });
+  });
+  if (error) store.change({});
+  say(error && `error: ${error}`, "illegal");
 }
 
 function fillMenu(select, names, value) {
@@ -87,16 +77,19 @@ function fillMenu(select, names, value) {
   select.value = value;
 }
 
-// Shows the state; `level` may allow some schedules and controls only. `scheduled`: null on an error.
-function showControls(store, chosen, level, scheduled) {
+// Shows the state; `level` may allow some schedules and controls only.
+function showControls(chosen, level) {
   const own = [...Object.keys(SCHEDULES), "search"];
   fillMenu(byId("schedule"), level?.schedules ?? [...own, ...(chosen.csv ? ["csv"] : [])], chosen.schedule);
   fillMenu(byId("other"), ["", ...own], chosen.other);
   const locked = (key) => Boolean(level) && !level.controls.includes(key);
   for (const [key, [, , ends]] of Object.entries(SLIDERS)) {
     const number = Fraction.parse(chosen[key]).toNumber();
-    if (RULES[key].whole) byId(key).value = number;
-    else setSlider(byId(key), number, ends[1]);
+    if (!RULES[key].whole) { // it makes room for what was typed
+      byId(key).max = Math.max(ends[1], 2 ** Math.ceil(Math.log2(Math.max(number, 1))));
+      byId(key).step = Number.isInteger(number * 4) ? 0.25 : "any";
+    }
+    byId(key).value = number;
     byId(`${key}-field`).value = key === "K" && !number ? "none" : String(chosen[key]);
     byId(`${key}-box`).hidden = locked(key) || !isOfUse(key, chosen);
   }
@@ -105,7 +98,7 @@ function showControls(store, chosen, level, scheduled) {
   byId("uneven").hidden = locked("scale");
   byId("zoom").value = chosen.zoom;
   byId("rate").value = chosen.rate;
-  showScales(store, scheduled);
+  byId("scale").value = chosen.scale.join() || "none";
 }
 
 function isOfUse(key, { schedule, other, recompute }) {
@@ -113,33 +106,4 @@ function isOfUse(key, { schedule, other, recompute }) {
   if ((key === "p" || key === "m") && schedule === "csv") return Boolean(other);
   const needs = { v: ["interleaved"], saving: ["dualpipe-v", "dualpipe"] }[key];
   return !needs || needs.includes(schedule) || needs.includes(other);
-}
-
-// One small slider for each p-th of the layers, or for each stage where a rank has several.
-function showScales(store, schedule) {
-  const { p, scale } = store.chosen;
-  const perRank = schedule?.stagesPerRank ?? 1;
-  const count = scale.length || p;
-  const set = (now) => store.change({ scale: now.length === p && now.every((f) => f === "1") ? [] : now });
-  byId("chunked").parentElement.hidden = perRank === 1 && count === p;
-  byId("chunked").checked = count > p;
-  byId("chunked").onchange = () => {
-    const parts = byId("chunked").checked ? p * perRank : p;
-    set(range(parts).map((k) => scale[Math.floor((k * count) / parts)] ?? "1"));
-  };
-  const box = byId("scales");
-  if (box.children.length !== count) {
-    box.replaceChildren(...range(count).map(() =>
-      el("label", {}, el("span"), el("input", { type: "range", min: 0.25, max: 4 }), el("output")),
-    ));
-  }
-  [...box.children].forEach((label, part) => {
-    const factor = scale[part] ?? "1";
-    const [name, slider, shown] = label.children;
-    const rank = schedule?.numStages === count ? `, rank ${schedule.places.get(keyOf("F", part, 0)).rank}` : "";
-    name.textContent = `part ${part}${rank}`;
-    setSlider(slider, Fraction.parse(factor).toNumber(), 4);
-    slider.oninput = () => set(range(count).map((k) => (k === part ? slider.value : scale[k] ?? "1")));
-    shown.textContent = `× ${factor}`;
-  });
 }

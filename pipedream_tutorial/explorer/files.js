@@ -1,13 +1,145 @@
-// CSV in and out, and measured traces in.
+// Orders as CSV, one line a rank, one operation a cell: what the tutorial's --csv writes and torch
+// loads (schedules/ops.py). And measured runs from a Chrome trace that it wrote (simulate/trace.py).
 "use strict";
+
+const WRITTEN = /^(\d{1,9})([FBIW])(\d{1,9})$/;
+const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
+
+// The line ends are those of Python's csv module.
+function toCsv({ orders, copies, ops }) {
+  if (copies > 1) throw new RuleError("a CSV cannot say that there are two copies of the model");
+  if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV has no operation that recomputes");
+  return orders.map((order) => order.map((item) => item.text).join() + "\r\n").join("");
+}
+
+function fromCsv(text) {
+  const lines = text.replace(/^\ufeff/, "").split(/\r\n|\r|\n/);
+  const orders = lines.map((line, number) => {
+    const cells = line.split(",").map((cell) => cell.trim().replace(/^"(.*)"$/, "$1"));
+    return cells.filter(Boolean).map((cell) => parseItem(cell, `line ${number + 1}`));
+  });
+  while (orders.length && !orders.at(-1).length) orders.pop();
+  if (!orders.length) throw new RuleError("it holds no operation; write cells such as 0F0 and 0B0");
+  const ops = orders.flat(2).flatMap((item) => item.parts);
+  const schedule = new Schedule(orders, 1 + Math.max(...ops.map((op) => op.stage)));
+  checkOnceAndWhole(schedule, 1 + Math.max(...ops.map((op) => op.microbatch)));
+  simulate(repeat(schedule, 2), buildCosts(schedule, { F: 1, I: 1, W: 1, c: 0 }));
+  return schedule;
+}
+
+function parseItem(cell, where) {
+  const pair = WRITTEN_PAIR.exec(cell);
+  if (pair) return new Pair(parseItem(pair[1], where), parseItem(pair[2], where));
+  const op = WRITTEN.exec(cell);
+  if (op) return new Op(op[2], Number(op[1]), Number(op[3]));
+  throw new RuleError(`${where}: "${cell.slice(0, 40)}" is no operation; write 2F0 or 2B0`);
+}
+
+function checkOnceAndWhole({ ops, places, numStages }, m) {
+  const rankOf = new Map();
+  const there = new Set();
+  for (const { text, stage } of ops) {
+    const { rank } = places.get(text);
+    const other = rankOf.get(stage) ?? rank;
+    if (other !== rank) throw new RuleError(`stage ${stage} is on ranks ${other} and ${rank}`);
+    if (there.has(text)) throw new RuleError(`${text} is in the orders twice`);
+    rankOf.set(stage, rank);
+    there.add(text);
+  }
+  for (let stage = 0; stage < numStages; stage++) {
+    for (let i = 0; i < m; i++) {
+      const [F, B, I, W] = [..."FBIW"].map((kind) => there.has(keyOf(kind, stage, i)));
+      if (F && I === W && I !== B) continue;
+      throw new RuleError(`stage ${stage} needs F, and B or both I and W, of microbatch ${i}`);
+    }
+  }
+}
+
+const FIRST_PID = { measured: 2000, predicted: 1000 };
+const MOST_RANKS = 1000;
+
+// {group, schedule, starts, ends (ms, by rank in the rank's order), durations: mean ms}.
+function readTrace(text) {
+  let document;
+  try {
+    document = JSON.parse(text);
+  } catch {
+    throw new RuleError("this is no JSON; give a file that --trace wrote");
+  }
+  const slices = (document.traceEvents ?? []).filter((e) => e.ph === "X" && e.cat === "compute");
+  slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
+  for (const [group, first] of Object.entries(FIRST_PID)) {
+    const own = slices.filter(({ pid }) => pid >= first && pid < first + MOST_RANKS);
+    const numRanks = 1 + Math.max(...own.map(({ pid }) => pid - first));
+    if (own.length) return readRun(group, range(numRanks).map((r) => own.filter((e) => e.pid === first + r)));
+  }
+  throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
+}
+
+// lines: slices by rank.
+function readRun(group, lines) {
+  const orders = lines.map((line) =>
+    line.map(({ args }) => {
+      const ops = (args.parts ?? [args]).map((op) => new Op(op.kind, op.stage, op.microbatch));
+      return ops.length === 2 ? new Pair(...ops) : ops[0];
+    }),
+  );
+  const stages = orders.flat(1).flatMap((item) => item.parts.map((op) => op.stage));
+  const schedule = new Schedule(orders, 1 + Math.max(...stages));
+  const first = Math.min(...lines.flat().map((e) => e.ts));
+  const starts = lines.map((line) => line.map((e) => (e.ts - first) / 1000));
+  const ends = lines.map((line) => line.map((e) => (e.ts + e.dur - first) / 1000));
+  return { group, schedule, starts, ends, durations: meanDurations({ schedule, starts, ends }) };
+}
+
+// In ms: means of a rank's whole share, each rank's factor on them, and the sending time. A backward
+// pass that is not cut is halved between I and W.
+function meanDurations({ schedule, starts, ends }) {
+  const rounded = (value) => Math.round(value * 100) / 100;
+  const mean = (numbers) => sum(numbers) / numbers.length;
+  const lasts = ends.map((line, rank) => line.map((end, k) => end - starts[rank][k]));
+  const share = (kind) => {
+    const own = schedule.orders.flatMap((order, rank) => lasts[rank].filter((_, k) => order[k].kind === kind));
+    return own.length ? mean(own) * schedule.stagesPerRank : null;
+  };
+  const half = (share("B") ?? 0) / 2;
+  const busy = lasts.map(sum);
+  const positive = (value) => Math.max(0.01, rounded(value));
+  return {
+    F: positive(share("F") ?? 1),
+    I: positive(share("I") ?? half),
+    W: positive(share("W") ?? half),
+    c: rounded(sendingTime({ schedule, starts, ends })),
+    scale: busy.map((time) => positive(time / mean(busy))),
+  };
+}
+
+// Median time, in ms, from the end of an operation to the start of the one on another rank that
+// takes its result in, over those that had nothing else to do (runtime/prediction.py).
+function sendingTime({ schedule, starts, ends }) {
+  const gaps = schedule.orders.flatMap((order, rank) =>
+    order.flatMap((item, index) =>
+      schedule.needs(item).flatMap((need) => {
+        const from = schedule.places.get(need);
+        const sent = ends[from.rank][from.index];
+        const idle = index === 0 || ends[rank][index - 1] <= sent;
+        return from.rank !== rank && idle ? [starts[rank][index] - sent] : [];
+      }),
+    ),
+  );
+  gaps.sort((a, b) => a - b);
+  const middle = gaps.length / 2;
+  const median = (gaps[Math.ceil(middle) - 1] + gaps[Math.floor(middle)]) / 2;
+  return gaps.length ? Math.max(0, median) : 0;
+}
 
 // app: {store, pane, setMeasured(measured), say(text, verdict)}
 function attachFiles(app) {
-  byId("save-csv").onclick = () => refusable(app, save);
+  byId("save-csv").onclick = () => attempt(app, () => save(app));
   const open = async (file, load) => {
     if (!file) return;
     const text = await file.text();
-    refusable(app, () => load(app, text, file.name));
+    attempt(app, () => load(app, text, file.name));
   };
   for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
     byId(id).onchange = async () => {
@@ -23,13 +155,9 @@ function attachFiles(app) {
   });
 }
 
-function refusable(app, act) {
-  try {
-    act(app);
-  } catch (error) {
-    if (!(error instanceof RuleError)) throw error;
-    app.say(`Not possible: ${error.message}.`, "illegal");
-  }
+function attempt(app, act) {
+  const error = refusal(act);
+  if (error) app.say(`Not possible: ${error}.`, "illegal");
 }
 
 // RuleError for what a CSV cannot say.

@@ -3,7 +3,7 @@
 
 const LONG_PRESS_MS = 450;
 
-// app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), onKey(event)}
+// app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), move(by), onKey(key)}
 function attachHands(pane, app, editable) {
   const { chart } = pane;
   let pressed = null; // {place, x}: what is held
@@ -98,39 +98,24 @@ function drop(pane, app) {
   app.onMove({ rank, from, to }, text, verdict);
 }
 
-// Whether the key meant something. What is picked up, and then the focus, has the arrow keys.
-function onKey(pane, app, event, editable) {
-  const { key } = event;
+// Whether the key meant something. With Shift the arrows move the operation, else the focus.
+function onKey(pane, app, { key, shiftKey }, editable) {
   const { orders } = pane.run.timeline.schedule;
-  const { rank, index } = pane.drag ? { rank: pane.drag.rank, index: pane.drag.to } : pane.focus ?? {};
-  const last = orders[rank]?.length - 1;
-  const within = (to) => Math.min(last, Math.max(0, to));
-  const across = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last }[key];
-  const down = { ArrowUp: -1, ArrowDown: 1 }[key];
-  if (pane.drag) {
-    if (across !== undefined) aim(pane, app, { rank, index: pane.drag.from }, within(across));
-    else if (key === "Enter") drop(pane, app);
-    else if (key === "Escape") {
-      pane.drag = null;
-      app.onFocus(pane);
-    } else return Boolean(down);
-    return true;
-  }
-  if (rank === undefined) {
-    if (!key.startsWith("Arrow")) return app.onKey(event);
+  const along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
+  const across = { ArrowUp: -1, ArrowDown: 1 }[key];
+  if (!along && !across && (key !== "Escape" || !pane.focus)) return app.onKey(key);
+  if (key === "Escape") {
+    pane.focus = pane.drag = null;
+  } else if (!pane.focus) {
     pane.focus = { rank: orders.findIndex((order) => order.length), index: 0 };
-  } else if (across !== undefined) {
-    pane.focus = { rank, index: within(across) };
-  } else if (down) {
-    pane.focus = neighbour(pane.run.timeline, pane.focus, down);
-  } else if (key === "Enter" && editable) {
-    aim(pane, app, pane.focus, index);
-    app.say("Picked up. Left and right move it, Enter puts it down, Escape leaves it.", "same");
+  } else if (along && shiftKey) {
+    if (editable) app.move(along);
     return true;
-  } else if (key === "Escape") {
-    pane.focus = null;
+  } else if (along) {
+    const { rank, index } = pane.focus;
+    pane.focus = { rank, index: Math.max(0, Math.min(orders[rank].length - 1, index + along)) };
   } else {
-    return app.onKey(event);
+    pane.focus = neighbour(pane.run.timeline, pane.focus, across);
   }
   if (pane.focus) pane.reveal();
   app.onFocus(pane);

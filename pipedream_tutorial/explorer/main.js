@@ -29,7 +29,7 @@ const store = {
 };
 
 let measured = null;
-const main = new Pane(byId("panes"), "Timeline. Arrow keys choose an operation, Enter picks it up.");
+const main = new Pane(byId("panes"), "Timeline. Arrow keys choose an operation, with Shift they move it.");
 const beside = new Pane(byId("panes"), "Timeline of the schedule beside it");
 const panes = [main, beside];
 const player = new Player(
@@ -37,17 +37,12 @@ const player = new Player(
   () => main.run && main.run.numbers.span.ranks,
 );
 
-// What the engine says of a schedule, or {error}, in the pane.
+// What the engine says of a schedule, or why it does not go, in the pane.
 function show(pane, name, chosen, moves, trace) {
-  let result;
-  try {
-    result = run(name, chosen, moves);
-  } catch (error) {
-    if (!(error instanceof RuleError)) throw error;
-    result = { error: `error: ${error.message}` };
-  }
+  let result = null;
+  const error = refusal(() => (result = run(name, chosen, moves)));
   const title = entryOf(name).title + (moves.length ? ", changed by you" : "");
-  pane.show(title, result.error ? "" : aboutOf(name, chosen), result, trace, chosen);
+  pane.show({ title, about: result ? aboutOf(name, chosen) : "", error, run: result, measured: trace, chosen });
 }
 
 function refresh() {
@@ -56,7 +51,7 @@ function refresh() {
   beside.box.hidden = !chosen.other;
   beside.run = null;
   if (chosen.other) show(beside, chosen.other, chosen, [], null);
-  showControls(store, chosen, LEVELS[chosen.level - 1], main.run?.timeline.schedule);
+  showControls(chosen, LEVELS[chosen.level - 1]);
   const trained = main.run && train(main.run, chosen);
   showTrained(trained, chosen);
   byId("undo").disabled = byId("reset").disabled = !chosen.moves.length;
@@ -99,24 +94,25 @@ function showFocus(pane) {
   byId("movers").hidden = pane !== main || Boolean(main.measured);
 }
 
-// Moves the operation in focus to the place that `target` gives for its own and the last one.
-function move(target) {
+// Moves the operation in focus, `by` places or to the end.
+function move(by) {
   const { rank, index } = main.focus;
   const last = main.run.timeline.schedule.orders[rank].length - 1;
-  const to = target(index, last);
-  if (to < 0 || to > last || to === index) return;
+  const to = Math.max(0, Math.min(last, index + by));
+  if (to === index) return;
   aim(main, hands, main.focus, to);
   drop(main, hands);
 }
 
 const hands = {
   say,
+  move,
   onFocus: showFocus,
   onMove(made, text, verdict) {
     store.change({ moves: [...store.chosen.moves, made] });
     say(text, verdict);
   },
-  onKey({ key }) {
+  onKey(key) {
     const act = { " ": () => player.toggle(), ".": () => player.step(1), ",": () => player.step(-1) }[key];
     act?.();
     return Boolean(act);
@@ -157,9 +153,9 @@ function begin() {
   } });
   byId("undo").onclick = () => store.change({ moves: store.chosen.moves.slice(0, -1) });
   byId("reset").onclick = () => store.change({ moves: [] });
-  byId("earlier").onclick = () => move((index) => index - 1);
-  byId("later").onclick = () => move((index) => index + 1);
-  byId("last").onclick = () => move((index, last) => last);
+  byId("earlier").onclick = () => move(-1);
+  byId("later").onclick = () => move(1);
+  byId("last").onclick = () => move(Infinity);
   byId("share").onclick = share;
   byId("again").onclick = () => startLevel(store, store.chosen.level);
   let width = 0;

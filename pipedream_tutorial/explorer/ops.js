@@ -7,6 +7,17 @@
 // What the reader asked for and cannot have; the message says why.
 class RuleError extends Error {}
 
+// Why it is refused, or "".
+function refusal(act) {
+  try {
+    act();
+    return "";
+  } catch (error) {
+    if (error instanceof RuleError || error instanceof URIError) return error.message;
+    throw error;
+  }
+}
+
 function gcd(a, b) {
   if (b) return gcd(b, a % b);
   return a < 0n ? -a : a;

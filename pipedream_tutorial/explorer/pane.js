@@ -15,15 +15,15 @@ class Pane {
     this.run = this.measured = this.focus = this.drag = this.time = null;
   }
 
-  // result: what run() gives, or {error}; measured: from a trace, or null.
-  show(title, about, result, measured, chosen) {
+  // run: what run() gives, or null and an error; measured: from a trace, or null.
+  show({ title, about, error, run, measured, chosen }) {
     this.title.textContent = title;
     this.about.textContent = about;
-    this.error.textContent = result.error ?? "";
-    this.error.hidden = !result.error;
-    this.scroller.hidden = this.numbers.hidden = Boolean(result.error);
-    Object.assign(this, { run: result.error ? null : result, measured, chosen });
-    if (!this.run) return;
+    this.error.textContent = error && `error: ${error}`;
+    this.error.hidden = !error;
+    this.scroller.hidden = this.numbers.hidden = Boolean(error);
+    Object.assign(this, { run, measured, chosen });
+    if (!run) return;
     const { timeline } = this.run;
     this.links = buildLinks(timeline.schedule);
     this.slack = slackOf(timeline);

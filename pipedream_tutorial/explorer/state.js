@@ -47,6 +47,15 @@ function accepted(key, given) {
   throw new RuleError(`${name}=${text || "''"} is not accepted; ${name} is ${kind}`);
 }
 
+// Factors as the command line takes them: none, or as many for each rank.
+function acceptedList(text, p) {
+  if (/^(none)?$/i.test(text.trim())) return [];
+  const list = text.split(",").map((one) => accepted("scale", one));
+  if (list.length % p === 0) return list;
+  const fix = `give ${p}, such as stage_scale=${range(p).fill(1)}, or a multiple of ${p}, one a chunk`;
+  throw new RuleError(`stage_scale has length ${list.length} for ${p} stages; ${fix}`);
+}
+
 function acceptedChoice(key, text) {
   const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
   if (names.includes(text) || (key === "other" && !text)) return text;
@@ -71,13 +80,11 @@ function fromHash(hash) {
   const refused = [];
   for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
     const [key, text] = [part.slice(0, part.indexOf("=")), part.slice(part.indexOf("=") + 1)];
-    try {
+    const error = refusal(() => {
       if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
       chosen[key] = readValue(key, decodeURIComponent(text));
-    } catch (error) {
-      if (!(error instanceof RuleError || error instanceof URIError)) throw error;
-      refused.push(error.message);
-    }
+    });
+    if (error) refused.push(error);
   }
   if (chosen.schedule === "csv" && !chosen.csv) chosen.schedule = START.schedule;
   return { chosen, refused };

@@ -123,9 +123,10 @@ class Browser:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button,
                   buttons=int(button == "left"), clickCount=int(kind != "mouseMoved"))  # fmt: skip
 
-    def key(self, key):
+    def key(self, key, *, shift=False):
         text = {"Enter": "\r", "Space": " "}.get(key)
         named = {"key": " " if key == "Space" else key, **({"text": text} if text else {})}
+        named["modifiers"] = 8 * shift
         self.send("Input.dispatchKeyEvent", type="keyDown", **named)
         self.send("Input.dispatchKeyEvent", type="keyUp", **named)
 

@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Files that take longest, in the order in which workers (a file each) are best given them.
 LONGEST_FIRST = (
-    "test_starts", "test_runtime", "test_figures", "test_commands", "test_launch", "test_lecture",
+    "test_runtime", "test_figures", "test_commands", "test_launch", "test_lecture",
     "test_studies", "test_simple", "test_explorer_page", "test_prediction", "test_run_sh",
 )  # fmt: skip
 

@@ -37,7 +37,6 @@ const answer = {
       cells: timeline.schedule.orders.map((order) => order.map((item) => item.text).join()),
       starts: timeline.starts,
       ends: timeline.ends,
-      bounds: timeline.bounds,
       floats: [...idle.ranks, ...span.ranks, idle.share, span.share, ...peakActivations],
       versions: peakVersions,
       staleness,

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ import torch
 from measured import events_of, write_trace
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Op, one_chain, recomputed, repeat, save_csv
+from pipedream.schedules.ops import one_chain, recomputed, repeat, save_csv
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import activation_steps, idle, peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound
-from pipedream.simulate.simulator import DeadlockError, Needs, build_costs, simulate
+from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 
 HERE = Path(__file__).resolve().parent
 NODE = shutil.which("node")
@@ -96,7 +97,6 @@ def in_python(name, c):
         "cells": [",".join(map(str, order)) for order in schedule.orders],
         "starts": [[*line] for line in timeline.starts],
         "ends": [[*line] for line in timeline.ends],
-        "bounds": [[b and str(Op._make(b)) for b in line] for line in bounds(timeline)],
         "floats": pytest.approx(
             [
                 float(number)
@@ -115,25 +115,6 @@ def in_python(name, c):
         "mixed": any(u.backward != u.forward for u in in_order),
         "forward": {stage: [[*pair] for pair in u.forward.items()] for stage, u in use.items()},
     }
-
-
-def bounds(timeline):
-    """The operation whose end (and sending) fixed each start; None at time 0."""
-    wanted, ranks, c = (
-        Needs(timeline.schedule),
-        timeline.schedule.ranks(),
-        timeline.costs.communication,
-    )
-    ends = {op: event.end for event in timeline.all_events() for op in event.item.parts}
-
-    def bound(before, event):
-        if before is not None and before.end == event.start:
-            return before.item.parts[-1]
-        needed = (need for op in event.item.parts for need in wanted.of(op))
-        arrivals = ((need, ends[need] + (c if ranks[need] != event.rank else 0)) for need in needed)
-        return next((need for need, at in arrivals if at == event.start > 0), None)
-
-    return [[*map(bound, (None, *line), line)] for line in timeline.events]
 
 
 def python_or_error(name, c):
@@ -157,23 +138,22 @@ def test_every_cell_is_the_python_simulators():
         path = found.pop("path")
         found["forward"] = dict(found["forward"])
         assert found == wanted, (name, c)
-        assert_critical(path, found)
+        assert_critical(path, found, Fraction(c["c"]) / Fraction(found["tick"]))
     assert refused < len(cases) / 4
 
 
-def assert_critical(path, found):
-    """Each began when the one before it ended and had arrived, from time 0 to the last end."""
-    starts, ends, bounds = {}, {}, {}
-    for rank, line in enumerate(found["cells"]):
-        for k, cell in enumerate(line.split(",")):
-            for op in cell.strip("()").removesuffix(")OVERLAP_F_B").split(";"):
-                starts[op] = found["starts"][rank][k]
-                ends[op], bounds[op] = found["ends"][rank][k], found["bounds"][rank][k]
-    first_ops = [cell.strip("()").split(";")[0].removesuffix(")OVERLAP_F_B") for cell in path]
-    assert starts[first_ops[0]] == 0
-    assert ends[first_ops[-1]] == max(ends.values())
-    for before, after in zip(path, first_ops[1:], strict=False):
-        assert bounds[after] in before
+def assert_critical(path, found, c):
+    """Each began when the one before it ended, or had arrived, from time 0 to the last end."""
+    times = {
+        cell: (rank, found["starts"][rank][k], found["ends"][rank][k])
+        for rank, line in enumerate(found["cells"])
+        for k, cell in enumerate(line.split(","))
+    }
+    steps = [times[cell] for cell in path]
+    assert steps[0][1] == 0
+    assert steps[-1][2] == max(end for _, _, end in times.values())
+    for (before, _, end), (after, start, _) in pairwise(steps):
+        assert start == end + (0 if before == after else c)
 
 
 def test_the_formulas_of_idle_time_are_the_simulators():

@@ -106,7 +106,7 @@ def ranks():
 
 
 def type_into(browser, key, value):
-    field = f"document.getElementById('{key}-field')"
+    field = f"document.getElementById('{key if key == 'scale' else key + '-field'}')"
     browser.js(f"{field}.value = '{value}'")
     browser.js(f"{field}.dispatchEvent(new Event('change'))")
 
@@ -123,6 +123,8 @@ def test_what_is_refused_is_refused_in_the_command_lines_words(browser):
         type_into(browser, key, value)
         assert text(browser, "said") == f"error: {refused.value}"
         assert numbers(browser)["time"] == "33"
+    type_into(browser, "scale", "1,2")
+    assert text(browser, "said").startswith("error: stage_scale has length 2 for 4 stages; give 4")
     type_into(browser, "m", "9")
     assert text(browser, "said") == ""
     assert numbers(browser)["time"] == "36"
@@ -134,8 +136,10 @@ def test_a_slider_changes_the_timeline_and_the_address(browser):
     browser.js("document.getElementById('m').focus()")
     browser.key("ArrowRight")
     type_into(browser, "c", "1/3")
+    type_into(browser, "scale", "1,2,1/2,1")
     schedule = build_schedule("1f1b", 4, 9)
-    wanted = simulate(schedule, build_costs(schedule, communication="1/3")).makespan
+    costs = build_costs(schedule, communication="1/3", scale=[1, 2, "1/2", 1])
+    wanted = simulate(schedule, costs).makespan
     assert browser.js("explorer.main.run.numbers.makespan") == pytest.approx(float(wanted))
     browser.wait("location.hash.includes('m=9') && location.hash.includes('c=1')")
     hash_ = browser.js("location.hash")
@@ -204,15 +208,14 @@ def test_the_keyboard_is_enough(browser):
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         browser.key(key)
     assert "1F0" in text(browser, "lines")
-    for key in ("ArrowUp", "Home", *["ArrowRight"] * 4, "Enter", *["ArrowLeft"] * 4):
+    for key in ("ArrowUp", "Home", *["ArrowRight"] * 4):
         browser.key(key)
+    browser.key("Home", shift=True)
     refused = "Not possible: 0B0 needs 0F0, which this rank would run later."
     assert text(browser, "said") == refused
-    browser.key("Escape")
     browser.key("ArrowRight")
     assert "0F4" in text(browser, "lines")
-    for key in ("Enter", "ArrowRight", "Enter"):
-        browser.key(key)
+    browser.key("ArrowRight", shift=True)
     assert numbers(browser)["time"] == str(with_late_forward())
     browser.key("Space")
     browser.key("Space")  # past the question, with the focus on its first answer
@@ -288,7 +291,7 @@ def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
     """Every operation takes what is simulated, but the last backward pass 20 ms longer."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
-        replace(e, end_ns=e.end_ns + 2 * 10**7) if (e.kind, e.stage, e.microbatch) == LATE else e
+        e._replace(end_ns=e.end_ns + 2 * 10**7) if (e.kind, e.stage, e.microbatch) == LATE else e
         for e in events_of(timeline, 10**7)
     ]
     write_trace(tmp_path / "trace.json", measured=events)

@@ -263,11 +263,3 @@ def test_script_writes_every_picture(
     assert seen.keys() == {"all_schedules"}
     (drawing,) = out.glob("*.svg")
     assert ElementTree.parse(drawing).getroot().get("width") == "820.8pt"
-
-
-def test_bad_values_get_one_line(typed: Any, tmp_path: Path) -> None:
-    code, out, err = typed("--only", "naive", "--output", str(tmp_path))
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "naive_pipeline" in err

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream.errors import UserError
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import TrainResult, train
 from pipedream.train.trainer import Weights
@@ -114,17 +113,3 @@ def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
 
     rtol = 1e-12 if name == "dualpipe-v" else 0
     torch.testing.assert_close(final(name), final("1f1b"), rtol=rtol, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "m", "text"),
-    [
-        ("interleaved", 2, 4, "a multiple of 2"),
-        ("chimera", 2, 4, "simulated only"),
-        ("gpip", 2, 4, "did you mean 'gpipe'"),
-        ("pipedream-2bw", 4, 2, "3 or more"),
-    ],
-)
-def test_what_cannot_be_trained_is_said(name: str, p: int, m: int, text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        run(name, p, m, 2)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError, main_with_errors
 from pipedream.plan.planner import make_plan, plan_pipeline
-from pipedream.plan.profile import Layer, load_profile
-from pipedream.plan.replicated import simulate_plan
+from pipedream.plan.profile import Layer
 
 FOLDER = Path(__file__).resolve().parent.parent
 
@@ -131,25 +130,6 @@ def run_script(monkeypatch, capsys):
         return stopped.value.code, *capsys.readouterr()
 
     return run
-
-
-def test_the_script_prints_the_plan_of_the_shipped_profile(run_script):
-    code, out, err = run_script("--set", "workers=8", "--set", "bandwidth=1.25e8")
-    assert (code, err) == (0, "")
-    layers = load_profile(FOLDER / "profiles" / "gpt2_cpu.json").layers
-    plan = plan_pipeline(layers, num_workers=8, bandwidth=1.25e8)
-    run = simulate_plan(plan, 128, busy_links=True)
-    lines = {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}
-    assert f"bottleneck: {plan.bottleneck}" in out
-    assert f"{float(plan.period_s):.4f}" in lines["this plan"]
-    assert "-".join(map(str, plan.replicas)) in lines["this plan"]
-    assert f"{float(run.utilisation):.1%}" in lines["links carry one message at a time"]
-    one = sum(Fraction(x.forward_s) + Fraction(x.backward_s) for x in layers)
-    assert f"{float(one):.4f}" in lines["one worker"]
-    # Over a link of 1 kB/s nobody is faster than one worker: no plan takes more.
-    _, out, _ = run_script("--set", "bandwidth=1e3")
-    (line,) = [line for line in out.splitlines() if line.startswith("this plan")]
-    assert line.split()[2:] == ["1", "1", "2.0608", "0.485", "1.00"]
 
 
 @pytest.mark.parametrize(

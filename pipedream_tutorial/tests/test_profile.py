@@ -46,10 +46,7 @@ def test_the_shipped_profile_is_gpt2():
         (lambda v: v.pop("dtype"), "key 'dtype' is missing"),
         (lambda v: v.update(modle="x"), "unknown key 'modle'; did you mean 'model'"),
         (lambda v: v.update(batch=0), "key 'batch' is 0; give a whole number"),
-        (lambda v: v.update(model=3), "key 'model' is 3; give one line of text"),
-        (lambda v: v.update(device="a\nb"), "key 'device'"),
         (lambda v: v.update(layers=[]), r"key 'layers' is \[\]; give a list"),
-        (lambda v: v["layers"].append(4), r"layers\[14\] is 4"),
         (
             lambda v: v["layers"][2].update(forward_s=-0.5),
             r"layers\[2\]: key 'forward_s' is -0.5; give 0, or a number from",

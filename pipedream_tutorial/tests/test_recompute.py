@@ -3,10 +3,8 @@
 import random
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
-from pipedream import __main__ as command
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, even_fill
@@ -103,24 +101,3 @@ def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
         found = peak_activations(recomputed(schedule, KEPT))
         assert found == tuple(zb_recomputed_activations(c, r, ahead, KEPT) for r in range(c.p))
         assert found[-1] == peak_activations(schedule)[-1]
-
-
-def test_it_is_a_key_of_the_script(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")  # a grid is as wide as the terminal
-
-    def call(*arguments: str) -> str:
-        keys = ["--steps=0", "--recompute=1/20", *arguments]
-        monkeypatch.setattr("sys.argv", ["pipedream", *keys])
-        command.main()
-        return capsys.readouterr().out
-
-    printed = call("--schedule=1f1b")
-    assert "rank 3 ......F0R0B0--F1R1B1--" in printed
-    assert "time 41, utilisation 78.0%" in printed
-    assert "microbatches held at most: 1.15 1.1 1.05 1 by rank" in printed
-    with pytest.raises(UserError, match="search has no recomputation"):
-        call("--schedule=search")
-    with pytest.raises(UserError, match="a CSV has no operation that recomputes"):
-        call("--schedule=1f1b", "--csv", str(tmp_path / "it.csv"))

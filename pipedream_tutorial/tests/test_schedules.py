@@ -89,21 +89,19 @@ def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
             assert ends[-1] * found.tick == wanted.ends[half][-1] * wanted.tick
 
 
-def test_sizes_that_a_schedule_does_not_take_are_refused_with_what_to_type() -> None:
-    with pytest.raises(UserError, match=r"at least 2 microbatches a rank, not 7.*to 8"):
-        build_schedule("dualpipe-v", 4, 7)
-    with pytest.raises(UserError, match=r"p=3, m=7; take p=4 and m=8"):
-        build_schedule("dualpipe", 3, 7)
-    with pytest.raises(UserError, match=r"p=3, m=6; take p=4"):
-        build_schedule("chimera", 3, 6)
-    with pytest.raises(UserError, match=r"p=4, m=6; take p=4 and a multiple of it"):
-        build_schedule("chimera", 4, 6)
-    with pytest.raises(UserError, match="take a multiple of 2, such as 6 or 8"):
-        build_schedule("interleaved", 2, 7)
-    with pytest.raises(UserError, match="unknown schedule '1f1'; did you mean '1f1b'"):
-        build_schedule("1f1", 2, 2)
-    with pytest.raises(UserError, match="choose from naive, gpipe"):
-        build_schedule("xyz", 2, 2)
+@pytest.mark.parametrize(
+    ("name", "p", "m", "words"),
+    [
+        ("dualpipe-v", 4, 7, "at least 2 microbatches a rank, not 7.*to 8"),
+        ("dualpipe", 3, 7, "p=3, m=7; take p=4 and m=8"),
+        ("chimera", 4, 6, "p=4, m=6; take p=4 and a multiple of it"),
+        ("interleaved", 2, 7, "take a multiple of 2, such as 6 or 8"),
+        ("1f1", 2, 2, "unknown schedule '1f1'; did you mean '1f1b'"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused(name: str, p: int, m: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_schedule(name, p, m)
 
 
 def gpipe_makespan(
