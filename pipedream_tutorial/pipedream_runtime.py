@@ -34,7 +34,7 @@ from pipedream.schedules.catalogue import (
 from pipedream.simulate.trace import trace_document
 
 if TYPE_CHECKING:
-    from pipedream.runtime.session import Outcome
+    from pipedream.train.trainer import Weights
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: processes, each with one stage of the model
@@ -257,13 +257,14 @@ def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) 
         keep=keep,
         begin=begin,
     )
-    if outcome is None:
+    if not outcome:
         return
-    chosen = calibration(outcome.runs, config)
+    runs = [run for run, _ in outcome]
+    chosen = calibration(runs, config)
     assert chosen is not None
-    print(render(build_record(outcome.runs, chosen, how)), flush=True)
+    print(render(build_record(runs, chosen, how)), flush=True)
     if config["trace"] is not None:
-        _write_trace(config["trace"], outcome.runs[-1], chosen)
+        _write_trace(config["trace"], runs[-1], chosen)
     if config["weights"] is not None:
         _save_weights(config["weights"], outcome)
 
@@ -295,15 +296,11 @@ def _write_trace(path: str, run: MeasuredRun, chosen: MeasuredRun) -> None:
     Path(path).write_text(json.dumps(trace))
 
 
-def _save_weights(path: str, outcome: Outcome) -> None:
+def _save_weights(path: str, outcome: list[tuple[MeasuredRun, list[Weights]]]) -> None:
     """{(schedule, m): [the weights of each stage, by name]}"""
     import torch
 
-    saved = {
-        (run.case.name, run.case.num_microbatches): weights
-        for run, weights in zip(outcome.runs, outcome.weights, strict=True)
-    }
-    torch.save(saved, path)
+    torch.save({(r.case.name, r.case.num_microbatches): weights for r, weights in outcome}, path)
 
 
 if __name__ == "__main__":

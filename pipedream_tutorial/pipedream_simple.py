@@ -73,12 +73,13 @@ def one_f_one_b(p: int, m: int) -> list[Order]:
 
     PipeDream runs the same order on and on, without a flush between batches.
     """
-    orders = []
-    for s in range(p):
-        forwards = [("F", s, i) for i in range(m)]
-        backwards = [[("B", s, i)] for i in range(m)]
-        orders.append(in_turn(forwards, backwards, ahead=p - 1 - s))
-    return orders
+    return [one_f_one_b_order(s, m, ahead=p - 1 - s) for s in range(p)]
+
+
+def one_f_one_b_order(s: int, m: int, ahead: int) -> Order:
+    """Stage s: `ahead` forwards, then a forward and a backward in turn."""
+    forwards = [("F", s, i) for i in range(m)]
+    return in_turn(forwards, [[("B", s, i)] for i in range(m)], ahead)
 
 
 def in_turn(forwards: Order, backwards: list[Order], ahead: int) -> Order:

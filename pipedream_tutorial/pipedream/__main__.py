@@ -17,22 +17,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from pipedream_simple import number, percent
+
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
-from pipedream.draw.terminal import (
-    LEGEND,
-    bold,
-    draw,
-    listed,
-    number,
-    percent,
-    print_wrapped,
-    use_colour,
-    width,
-)
+from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.ops import Schedule, save_csv
-from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.comparison import (
     Case,
     Refused,
@@ -116,18 +107,24 @@ EXTRA = {
 
 def main() -> None:
     config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
-    config["schedule"] = known_schedule(config["schedule"])
+    name = config["schedule"] = known_schedule(config["schedule"])
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
-    if config["schedule"] == "all":
-        refuse_export(config)
+    if name == "all":
+        for option in EXTRA:
+            if config[option] is not None:
+                fix = "add --set schedule=1f1b or another"
+                raise UserError(f"--{option} writes one schedule", fix)
         rows: Iterable[Row | Refused] = compare(case)
         print_heading(case)
     else:
-        named = measure_named(config, case)
+        if name == "search":
+            named = measure_search(config["memory"] or case.num_stages, config["prove"], case)
+        else:
+            named = measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)
         export(named, config)
         print_heading(case, named.batch.schedule)
         rows = [named]
-    if config["verbose"] or (config["verbose"] is None and config["schedule"] != "all"):
+    if config["verbose"] or (config["verbose"] is None and name != "all"):
         print_wrapped("", LEGEND)
         drawn: dict[object, str] = {}
         rows = list(rows)
@@ -150,20 +147,6 @@ def known_schedule(name: str) -> str:
     if name.endswith(".csv") or Path(name).is_file():
         return name
     raise UserError(f"unknown schedule {name!r}", nearest(name, names))
-
-
-def measure_named(config: dict[str, Any], case: Case) -> Row:
-    """The row of what known_schedule gave."""
-    name = config["schedule"]
-    if name == "search":
-        return measure_search(config["memory"] or case.num_stages, config["prove"], case)
-    return measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)
-
-
-def refuse_export(config: dict[str, Any]) -> None:
-    for option in EXTRA:
-        if config[option] is not None:
-            raise UserError(f"--{option} writes one schedule", "add --set schedule=1f1b or another")
 
 
 def export(row: Row, config: dict[str, Any]) -> None:
@@ -192,7 +175,7 @@ def check_csv(row: Row, config: dict[str, Any]) -> None:
             f"{row.name} keeps two copies of the model, which a CSV cannot say",
             "write another schedule",
         )
-    if row.policy is not POLICIES["flush"]:
+    if not row.flushes:
         raise UserError(
             f"{row.name} does not flush, and a CSV has no operation that updates weights",
             "add --set schedule=1f1b, the same order with a flush",
@@ -222,14 +205,13 @@ def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> 
     if isinstance(row, Refused):
         print_wrapped("  not possible: ", row.reason)
         return
-    flush = row.policy is POLICIES["flush"]
-    timeline = row.batch if flush else row.stream
+    timeline = row.batch if row.flushes else row.stream
     orders = timeline.schedule.orders
     if orders in drawn:
         print(f"  the same grid as {drawn[orders]}")
     else:
         drawn[orders] = row.title
-        print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if flush else 2))
+        print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if row.flushes else 2))
     print_figures(row, case)
 
 

@@ -28,21 +28,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
 _PACKAGES = ("torch", "numpy", "matplotlib", "PIL")
 
 
-@contextlib.contextmanager
-def packages_needed() -> Iterator[None]:
-    """Around imports: what requirements.txt lists and this Python lacks is a UserError."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package not in _PACKAGES:
-            raise
-        raise UserError(
-            f"{package} is not installed in this Python",
-            "type python -m pip install -r requirements.txt in the tutorial's folder",
-        ) from None
-
-
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
     """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
     with errors_in_one_line():
@@ -56,10 +41,18 @@ def errors_in_one_line() -> Iterator[None]:
     """Around what a script does, its imports of packages too: an error that the user can mend is
     one line "error: ..." on stderr and exit code 2."""
     try:
-        with packages_needed():
-            yield
+        yield
+        return
     except UserError as error:
         message = str(error)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in _PACKAGES:
+            raise
+        message = (
+            f"{package} is not installed in this Python; "
+            "type python -m pip install -r requirements.txt in the tutorial's folder"
+        )
     except BrokenPipeError:  # what reads our output has seen enough, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -69,7 +62,5 @@ def errors_in_one_line() -> Iterator[None]:
         message = f"{error.filename}: {error.strerror}; give a path that can be read or written"
     except KeyboardInterrupt:
         sys.exit(130)
-    else:
-        return
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

@@ -17,7 +17,7 @@ import torch
 from measured import events_of, write_trace
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import one_chain, recomputed, repeat, save_csv
+from pipedream.schedules.ops import recomputed, repeat, save_csv
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import activation_steps, idle, peak_activations
@@ -233,7 +233,7 @@ def test_a_moved_operation_is_judged_as_the_simulator_would():
         changed = type(schedule)(
             name="moved",
             orders=(schedule.orders[0], tuple(line), schedule.orders[2]),
-            chains=one_chain(3),
+            chains=((0, 1, 2),),
         )
         held = max(count for _, count in activation_steps(changed)[1])
         try:

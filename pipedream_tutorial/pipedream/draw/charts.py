@@ -151,7 +151,19 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
     ]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
     legend.append(Line2D([], [], label="steady: batch after batch", **diamond))
-    rows = _utilization_rows(found)
+    kinds: dict[tuple[object, tuple[Fraction, ...]], list[str]] = {}
+    for one in found:
+        idle = one.row.batch_idle
+        shares = (1 - idle.makespan_fraction, 1 - idle.span_fraction, 1 - one.steady_idle)
+        family = "pipedream" if one.row.name.startswith("pipedream") else one.row.name
+        kinds.setdefault((family, shares), []).append(one.row.title)
+    rows = sorted(
+        (
+            (f"{titles[0]}, all {len(titles)} kinds" if len(titles) > 1 else titles[0], shares)
+            for (_, shares), titles in kinds.items()
+        ),
+        key=lambda row: row[1],
+    )
     figure, (ax,) = new_figure(
         title, [0.4 * len(rows)], legend=legend, left=2.65, right=2.95, head=0.45,
         notes=[STEADY, *refusals(refused)],
@@ -175,21 +187,6 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
     ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.set_xlabel("utilisation: share of the ranks' time spent computing", fontsize=TEXT)
     return save(figure, path)
-
-
-def _utilization_rows(found: Sequence[Standing]) -> list[tuple[str, tuple[Fraction, ...]]]:
-    """(name, busy shares of makespan, span and steady state), the least busy first."""
-    rows: dict[tuple[object, tuple[Fraction, ...]], list[str]] = {}
-    for one in found:
-        idle = one.row.batch_idle
-        shares = (1 - idle.makespan_fraction, 1 - idle.span_fraction, 1 - one.steady_idle)
-        family = "pipedream" if one.row.name.startswith("pipedream") else one.row.name
-        rows.setdefault((family, shares), []).append(one.row.title)
-    named = [
-        (titles[0] + (f", all {len(titles)} kinds" if len(titles) > 1 else ""), shares)
-        for (_, shares), titles in rows.items()
-    ]
-    return sorted(named, key=lambda row: row[1])
 
 
 def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Figure:

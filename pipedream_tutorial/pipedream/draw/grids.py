@@ -39,8 +39,8 @@ from pipedream.schedules.ops import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Op,
+    Pair,
     Schedule,
-    as_orders,
 )
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.comparison import Refused, Row
@@ -230,10 +230,16 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
     """The page with all panels drawn."""
     timelines = [panel.timeline for panel in picture.panels]
     until = picture.until or max(timeline.makespan for timeline in timelines)
+    heights = []
+    for timeline in timelines:
+        p = timeline.schedule.num_ranks
+        pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
+        # A quarter more where operations in pairs share a row.
+        heights.append(picture.tall * (p * row_height(p) * (1.25 if pairs else 1)))
     legend = kind_legend(timelines) if picture.legend is None else list(picture.legend)
     figure, axes = new_figure(
         picture.title,
-        [picture.tall * _height(timeline) for timeline in timelines],
+        heights,
         legend=legend,
         head=0.45 if picture.panels[0].text else 0.2,
         gap=0.5,
@@ -249,13 +255,6 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
         ax.tick_params(labelbottom=ax is axes[-1])
     time_label(axes[-1], timelines[-1], picture.unit)
     return figure, axes
-
-
-def _height(timeline: Timeline) -> float:
-    """Inches: a quarter more where operations in pairs share a row."""
-    p = timeline.schedule.num_ranks
-    pairs = any(len(event.item.parts) > 1 for event in timeline.all_events())
-    return p * row_height(p) * (1.25 if pairs else 1)
 
 
 def idle_text(shares: Idle) -> str:
@@ -307,11 +306,11 @@ def wrong_backwards(use: dict[int, WeightUse]) -> set[tuple[int, int]]:
 
 def forwards_only(timeline: Timeline) -> Timeline:
     """The same orders without backward passes."""
-    lines = [
-        [op for item in order for op in item.parts if op.kind == FORWARD]
+    orders = tuple(
+        tuple(op for item in order for op in item.parts if op.kind == FORWARD)
         for order in timeline.schedule.orders
-    ]
-    return simulate(replace(timeline.schedule, orders=as_orders(lines)), timeline.costs)
+    )
+    return simulate(replace(timeline.schedule, orders=orders), timeline.costs)
 
 
 def naive(timeline: Timeline) -> Picture:

@@ -58,7 +58,26 @@ def new_figure(
     height = top + sum(panel_heights) + gap * (len(panel_heights) - 1) + bottom
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    _write_around(figure, height, lines, legend, legend_columns, notes)
+    edge = 0.2 / WIDTH
+    figure.text(
+        edge, 1 - 0.12 / height, "\n".join(lines), fontsize=TITLE, fontweight="bold", va="top"
+    )
+    if notes:
+        place = edge, 0.1 / height
+        figure.text(*place, "\n".join(notes), fontsize=SMALL - 1, color=GREY, linespacing=1.3)
+    if legend:
+        figure.legend(
+            handles=list(legend),
+            ncols=min(legend_columns, len(legend)),
+            loc="upper left",
+            bbox_to_anchor=(edge, 1 - (0.17 + 0.29 * len(lines)) / height),
+            fontsize=SMALL,
+            frameon=False,
+            borderaxespad=0.0,
+            borderpad=0.2,
+            columnspacing=1.6,
+            handlelength=1.6,
+        )
     width = (WIDTH - left - right - (columns - 1) * left) / columns
     axes, y = [], height - top
     for panel_height in panel_heights:
@@ -69,39 +88,11 @@ def new_figure(
             axes.append(figure.add_axes(box))
         y -= gap
     for ax in axes:
-        _plain(ax)
+        ax.tick_params(labelsize=SMALL, color=GREY)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(GREY)
     return figure, axes
-
-
-def _write_around(
-    figure: Figure,
-    height: float,
-    title: Sequence[str],
-    legend: Sequence[Artist],
-    legend_columns: int,
-    notes: Sequence[str],
-) -> None:
-    """Title and legend on top, notes below."""
-    edge = 0.2 / WIDTH
-    figure.text(
-        edge, 1 - 0.12 / height, "\n".join(title), fontsize=TITLE, fontweight="bold", va="top"
-    )
-    if notes:
-        place = edge, 0.1 / height
-        figure.text(*place, "\n".join(notes), fontsize=SMALL - 1, color=GREY, linespacing=1.3)
-    if legend:
-        figure.legend(
-            handles=list(legend),
-            ncols=min(legend_columns, len(legend)),
-            loc="upper left",
-            bbox_to_anchor=(edge, 1 - (0.17 + 0.29 * len(title)) / height),
-            fontsize=SMALL,
-            frameon=False,
-            borderaxespad=0.0,
-            borderpad=0.2,
-            columnspacing=1.6,
-            handlelength=1.6,
-        )
 
 
 def _even_lines(text: str, longest: int) -> list[str]:
@@ -111,15 +102,6 @@ def _even_lines(text: str, longest: int) -> list[str]:
     return next(
         lines for lines in (textwrap.wrap(text, width) for width in widths) if len(lines) == count
     )
-
-
-def _plain(ax: Axes) -> None:
-    ax.tick_params(labelsize=SMALL, color=GREY)
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(GREY)
 
 
 def save(figure: Figure, path: Path, source: str | None = None) -> Figure:

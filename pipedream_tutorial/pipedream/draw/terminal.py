@@ -8,11 +8,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
+
+from pipedream_simple import number
 
 from pipedream.schedules.ops import Item, Op, Schedule
-from pipedream.simulate.simulator import Timeline
+from pipedream.simulate.simulator import Event, Timeline
 
 IDLE, RUNNING = ".", "-"
 LEGEND = (
@@ -24,8 +26,7 @@ LEGEND = (
 _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """Where one event is drawn."""
 
     first: int
@@ -38,8 +39,7 @@ class Cell:
     """Exactly its columns."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """How time becomes columns."""
 
     rate: Fraction
@@ -97,16 +97,15 @@ def _fit(timeline: Timeline, columns: int, max_blocks: int, *, numbers: bool, ga
 
 def _labels(schedule: Schedule) -> Callable[[Item], str]:
     """How to write an item: F0 on a rank's first stage, f0 on its second; of more, F0a, F0b ..."""
-    own: list[list[int]] = [
-        sorted({op.stage for item in order for op in item.parts}) for order in schedule.orders
-    ]
-    ranks = schedule.ranks()
+    own = schedule.stages()
+    places = {stage: place for stages in own for place, stage in enumerate(stages)}
     many = max(map(len, own)) > 2
 
     def one(op: Op) -> str:
-        place = own[ranks[op]].index(op.stage)
-        letter = op.kind.lower() if place == 1 and not many else op.kind
-        return f"{letter}{op.microbatch}" + chr(ord("a") + place) * many
+        place, kind = places[op.stage], op.kind
+        if many:
+            return f"{kind}{op.microbatch}{chr(ord('a') + place)}"
+        return f"{kind.lower() if place else kind}{op.microbatch}"
 
     return lambda item: "&".join(map(one, item.parts))
 
@@ -114,15 +113,13 @@ def _labels(schedule: Schedule) -> Callable[[Item], str]:
 def cells(timeline: Timeline, scale: Scale) -> list[list[Cell]]:
     """Each rank's cells from left to right, one an event."""
     label = _labels(timeline.schedule)
-    found: list[list[Cell]] = []
-    for events in timeline.events:
-        found.append([])
-        for event in events:
-            first, end = math.floor(event.start * scale.rate), math.floor(event.end * scale.rate)
-            kind = event.item.parts[0].kind if len(event.item.parts) == 1 else "&"
-            text = _fill(label(event.item), kind, end - first, scale)
-            found[-1].append(Cell(first=first, end=end, kind=kind, text=text))
-    return found
+
+    def cell(event: Event) -> Cell:
+        first, end = (math.floor(time * scale.rate) for time in (event.start, event.end))
+        kind = event.item.parts[0].kind if len(event.item.parts) == 1 else "&"
+        return Cell(first, end, kind, _fill(label(event.item), kind, end - first, scale))
+
+    return [list(map(cell, events)) for events in timeline.events]
 
 
 def _fill(label: str, kind: str, width: int, scale: Scale) -> str:
@@ -209,16 +206,6 @@ def listed(values: Sequence[Fraction | int], what: str) -> str:
     if len(shown) > 16:
         shown[8:-4] = ["..."]
     return f"{' '.join(shown)} by {what}"
-
-
-def number(value: Fraction | int) -> str:
-    """Four significant digits."""
-    return f"{float(value):.4g}"
-
-
-def percent(value: Fraction) -> str:
-    """A share, 0 to 1."""
-    return f"{float(100 * value):.1f}%"
 
 
 def width() -> int:

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from pipedream.draw.terminal import number
+from pipedream_simple import number
+
 from pipedream.lecture.verdict import WrongAnswer, graded
-from pipedream.schedules.ops import Op, Schedule, as_orders, one_chain, repeat
+from pipedream.schedules.ops import Op, Schedule, repeat, straight
 from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle, peak_activations
@@ -118,7 +119,7 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
             if ops:
                 kind, i = min(ops)
                 raise WrongAnswer(f"with p={p}, m={m} the order of rank {rank} {told} {kind}{i}")
-    schedule = Schedule(name="yours", orders=as_orders(lines), chains=one_chain(p))
+    schedule = straight("yours", lines)
     try:
         simulate(schedule, build_costs(schedule))
     except (RuntimeError, ValueError) as error:

@@ -174,7 +174,12 @@ def _time_once(
     """Seconds of one forward and one backward pass, and the output. Leaves no gradients behind."""
     import torch
 
-    clock = _clock(x.device)
+    def clock() -> float:
+        """Seconds once the device has done all that was launched: launches are not the work."""
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+        return time.perf_counter()
+
     started = clock()
     output = module(x, *extra)
     forward_s = clock() - started
@@ -187,17 +192,6 @@ def _time_once(
     for tensor in (x, *module.parameters()):
         tensor.grad = None
     return forward_s, backward_s, output.detach()
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds once the device has done all that was launched: launches are not the work."""
-    import torch
-
-    def synchronised() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return synchronised if device.type == "cuda" else time.perf_counter
 
 
 def device_name(device: torch.device) -> str:

@@ -28,7 +28,7 @@ from itertools import chain
 from operator import mul
 
 from pipedream.plan.planner import Plan, Stage
-from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule, as_orders, one_chain
+from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
@@ -56,7 +56,8 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
                 line.append(Op(BACKWARD, stage, i))
                 line += [Op(FORWARD, stage, i) for i in mine[place + ahead : place + ahead + 1]]
             lines.append(line)
-    return Schedule(name="1f1b-rr", orders=as_orders(lines), chains=one_chain(len(replicas)))
+    stages = tuple(range(len(replicas)))
+    return Schedule(name="1f1b-rr", orders=tuple(map(tuple, lines)), chains=(stages,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,10 +20,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from pipedream.errors import UserError
 
@@ -39,16 +38,15 @@ _LINGER_S = 0.3
 """Until each has seen who else is there: they are told to end one after the other."""
 
 
-_pids: dict[int, int] = {}
-"""rank -> process id, once the processes have met."""
+_pids: list[int] = []
+"""Process ids by rank, once the processes have met."""
 
 
 class StageLostError(RuntimeError):
     """Another stage's process is gone, or did not answer in time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
+class Process(NamedTuple):
     """Which of the processes this is."""
 
     rank: int
@@ -64,10 +62,9 @@ def this_process(environment: Mapping[str, str], num_stages: int) -> Process | N
     """
     if "RANK" not in environment:
         return None
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     try:
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank = int(environment["LOCAL_RANK"])
-        local_size = int(environment["LOCAL_WORLD_SIZE"])
+        rank, world_size, local_rank, local_size = (int(environment[name]) for name in names)
     except (KeyError, ValueError):
         raise UserError(
             "RANK is set, but WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number",
@@ -83,7 +80,7 @@ def this_process(environment: Mapping[str, str], num_stages: int) -> Process | N
             f"{world_size} processes on more than one machine",
             "start all stages on one: their times are compared on its clock",
         )
-    return Process(rank=rank, world_size=world_size, local_rank=local_rank)
+    return Process(rank, world_size, local_rank)
 
 
 def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
@@ -229,8 +226,8 @@ def _end_when_told(process: Process) -> None:
     A signal handler would not do: it runs only when the main thread is back from what it waits for.
     """
     signal.sigwait({signal.SIGTERM})
-    gone = [rank for rank, pid in sorted(_pids.items()) if not _is_alive(pid)]
-    if gone and process.rank == min(set(_pids) - set(gone)):
+    gone = [rank for rank, pid in enumerate(_pids) if not _is_alive(pid)]
+    if gone and process.rank == min(set(range(len(_pids))) - set(gone)):
         names = ", ".join(f"stage {rank} of {len(_pids)} (process {_pids[rank]})" for rank in gone)
         print(f"error: {names} is gone; the other stages are ended", file=sys.stderr, flush=True)
     time.sleep(_LINGER_S)
@@ -286,4 +283,4 @@ def meet(process: Process, timeout: datetime.timedelta) -> None:
         )
         options |= {"rank": process.rank, "world_size": process.world_size}
     dist.init_process_group("gloo", timeout=timeout, **options)
-    _pids.update(enumerate(exchange(os.getpid())))
+    _pids.extend(exchange(os.getpid()))

@@ -172,15 +172,14 @@ def goal_of(record: Mapping[str, Any]) -> str:
 
 def outside_goal(record: Mapping[str, Any]) -> list[str]:
     """The record's runs that were predicted worse than that."""
-    found = []
-    for case in record["cases"]:
-        if case["predicted"] is None or case["calibrated_on"]:
-            continue
-        if on_gpu(record) and abs(points_error(case)) > GPU_GOAL_POINTS:
-            found.append(f"{_name(case)} ({points_error(case):+.1f} points)")
-        if not on_gpu(record) and abs(makespan_error(case)) > CPU_GOAL_PERCENT:
-            found.append(f"{_name(case)} ({makespan_error(case):+.1f}%)")
-    return found
+    goal, error, unit = CPU_GOAL_PERCENT, makespan_error, "%"
+    if on_gpu(record):
+        goal, error, unit = GPU_GOAL_POINTS, points_error, " points"
+    return [
+        f"{_name(case)} ({error(case):+.1f}{unit})"
+        for case in record["cases"]
+        if case["predicted"] and not case["calibrated_on"] and abs(error(case)) > goal
+    ]
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -193,12 +192,8 @@ def render(record: Mapping[str, Any]) -> str:
         f"{'measured':>8} {'simulated':>9} {'points':>7}",
     ]
     lines += [_line(case) for case in record["cases"]]
-    average = "; ".join(
-        f"stage {stage}: {forward:.2f} + {backward:.2f}"
-        for stage, (forward, backward) in enumerate(
-            zip(found["forward_ms"], found["backward_ms"], strict=True)
-        )
-    )
+    times = zip(found["forward_ms"], found["backward_ms"], strict=True)
+    average = "; ".join(f"stage {stage}: {f:.2f} + {b:.2f}" for stage, (f, b) in enumerate(times))
     impossible = sum(case["measured"]["received_before_sent"] for case in record["cases"])
     lines += [
         "",
@@ -214,14 +209,11 @@ def render(record: Mapping[str, Any]) -> str:
             f"predicted worse than the goal of {goal_of(record)}: {', '.join(outside)}; what else "
             "runs on this machine lengthens single operations, so try again on a quiet one"
         )
-    memory = [
-        f"  {_name(case)}: "
-        + ", ".join(f"{mib:.0f}" for mib in case["measured"]["peak_memory_mib"])
-        for case in record["cases"]
-        if case["measured"]["peak_memory_mib"] is not None
-    ]
-    if memory:
-        lines += ["peak memory by stage, MiB", *memory]
+    memory = {_name(case): case["measured"]["peak_memory_mib"] for case in record["cases"]}
+    if any(memory.values()):
+        lines.append("peak memory by stage, MiB")
+        for name, peaks in memory.items():
+            lines.append(f"  {name}: {', '.join(f'{mib:.0f}' for mib in peaks)}")
     late = waited_for_host(record)
     if late:
         lines.append(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -105,15 +105,6 @@ def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | No
     return next((run for run in runs if run.case.num_microbatches == config["calibrate_on"]), None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What rank 0 knows after all runs."""
-
-    runs: list[MeasuredRun]
-    weights: list[list[Weights]]
-    """By run, then by stage; empty lists unless they were asked for."""
-
-
 def run_session(
     config: Config,
     process: Process,
@@ -122,8 +113,9 @@ def run_session(
     say: Callable[[str], None],
     keep: Callable[[list[MeasuredRun]], None],
     begin: Callable[[str], None],
-) -> Outcome | None:
-    """Run all cases; what came of them on rank 0, None on the others.
+) -> list[tuple[MeasuredRun, list[Weights]]]:
+    """Run all cases; on rank 0 what came of each, with the weights by stage where they were asked
+    for; nothing on the others.
 
     On rank 0 `say` prints, and `keep` gets the runs so far, after each. `begin` gets the name of
     each case before it runs.
@@ -166,14 +158,14 @@ def run_session(
         dist.barrier()
     dist.destroy_process_group()
     if process.rank != 0:
-        return None
+        return []
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
         say("  training in one process, to compare the weights")
         for place, (case, ours) in enumerate(zip(cases, weights, strict=True)):
             equal = equal_bits(ours, train_alone(config, case, device))
             runs[place] = replace(runs[place], weights_equal=equal)
         keep(runs)
-    return Outcome(runs=runs, weights=weights)
+    return list(zip(runs, weights, strict=True))
 
 
 def _take_device(config: Config, process: Process) -> torch.device:

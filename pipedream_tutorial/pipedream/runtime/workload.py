@@ -58,7 +58,11 @@ def build_workload(config: Config, device: torch.device, chunks: int = 1) -> Wor
             blocks = gpt2_layers(replace(size, num_layers=layers * num_stages))[1:-1]
         cuts = range(0, layers * num_stages, layers)
         modules = [nn.Sequential(*blocks[cut : cut + layers]).to(dtype) for cut in cuts]
-        task = _block_task(size, batch, seed, dtype)
+        # Four microbatches of normal numbers, in place of embedded text, and others as the target.
+        generator = torch.Generator().manual_seed(seed)
+        shape = (4 * batch, size.seq_len, size.hidden)
+        inputs, targets = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        task = Task(inputs=inputs, targets=targets, microbatch_size=batch)
         loss = nn.functional.mse_loss
     return Workload(
         modules=[module.to(device) for module in modules],
@@ -81,17 +85,6 @@ def _sizes(config: Config, device: torch.device) -> tuple[int, int, torch.dtype]
         )
     dtype = config["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
     return layers or total // p, config["microbatch_size"] or 4, DTYPES[dtype]
-
-
-def _block_task(size: GPT2Size, batch: int, seed: int, dtype: torch.dtype) -> Task:
-    """Four microbatches of normal numbers, in place of embedded text, and others as the target."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (4 * batch, size.seq_len, size.hidden)
-    return Task(
-        inputs=torch.randn(shape, generator=generator).to(dtype),
-        targets=torch.randn(shape, generator=generator).to(dtype),
-        microbatch_size=batch,
-    )
 
 
 def train_alone(config: Config, case: Case, device: torch.device) -> list[Weights]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipedream.schedules.ops import Op, Schedule, as_orders, one_chain
+from pipedream.schedules.ops import Op, Schedule, straight
 
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
@@ -61,7 +61,7 @@ def _scheduled(name: str, p: int, m: int, block: Block, reorder: bool) -> Schedu
             own.pop()
         _pull(slots)
     lines = [_line(own, down=r, up=2 * p - 1 - r) for r, own in enumerate(slots)]
-    return Schedule(name=name, orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2)
+    return straight(name, lines, 2)
 
 
 def _line(own: list[list[int]], *, down: int, up: int) -> list[Op]:

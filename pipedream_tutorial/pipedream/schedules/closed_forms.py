@@ -65,27 +65,9 @@ def interleaved_idle(c: Case) -> Fraction:
     return missing * c.total / c.v
 
 
-def interleaved_activations(c: Case, r: int) -> Fraction:
-    return Fraction(min(c.m * c.v, (c.v - 1) * c.per_round + 2 * (c.p - 1 - r) + 1), c.v)
-
-
-def zb_h1_idle(c: Case) -> Fraction:
-    hidden = (min(c.m, c.p) - 1) * min(c.f, c.i, c.w)
-    return (c.p - 1) * (c.f + c.i) - hidden
-
-
-def zb_h1_span(c: Case, r: int) -> Fraction:
-    hidden = max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
-    return (c.p - 1 - r) * (c.f + c.i) - hidden
-
-
 def zb_h2_step(c: Case) -> Fraction:
     """What is left to wait for between two neighbours: nothing while I <= 2 min(F, W) - F."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
-
-
-def zb_v_span(c: Case, r: int) -> Fraction:
-    return (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w)
 
 
 def v_half_idle(c: Case) -> Fraction:
@@ -100,16 +82,8 @@ def v_half_span(c: Case, r: int) -> Fraction:
     return v_half_idle(c) - (_started(c, r) - late) * c.f
 
 
-def v_half_activations(c: Case, r: int) -> Fraction:
-    return Fraction(min(2 * c.m, c.m + 1 + r, 2 * (c.p // 2 + 1)), 2)
-
-
 def v_min_idle(c: Case) -> Fraction:
     return max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 7)) * c.f / 2)
-
-
-def v_min_span(c: Case, r: int) -> Fraction:
-    return v_min_idle(c) - _started(c, r) * c.f
 
 
 def v_min_activations(c: Case, r: int) -> Fraction:
@@ -232,14 +206,18 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     "interleaved": ClosedForm(
         makespan_idle=interleaved_idle,
         span_idle=lambda c, r: interleaved_idle(c) - r * c.total / c.v,
-        peak_activations=interleaved_activations,
+        peak_activations=lambda c, r: Fraction(
+            min(c.m * c.v, (c.v - 1) * c.per_round + 2 * (c.p - 1 - r) + 1), c.v
+        ),
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
         source="2104.04473",
     ),
     "zb-h1": ClosedForm(
-        makespan_idle=zb_h1_idle,
-        span_idle=zb_h1_span,
+        makespan_idle=lambda c: (c.p - 1) * (c.f + c.i) - (min(c.m, c.p) - 1) * min(c.f, c.i, c.w),
+        span_idle=lambda c, r: (
+            (c.p - 1 - r) * (c.f + c.i) - max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
+        ),
         peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
         idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's own span min(F,W)",
         published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
@@ -257,7 +235,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-v": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
-        span_idle=zb_v_span,
+        span_idle=lambda c, r: (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w),
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
         peak_activations=lambda c, r: min(Fraction(min(c.m, c.p)), Fraction(c.m + 1 + r, 2)),
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
@@ -269,7 +247,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=v_half_idle,
         span_idle=v_half_span,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 2,
-        peak_activations=v_half_activations,
+        peak_activations=lambda c, r: Fraction(min(2 * c.m, c.m + 1 + r, 2 * (c.p // 2 + 1)), 2),
         idle_text="(3 ceil(p/2) - 7/2) F",
         range_text="F = I = W, m >= p+2, p >= 3",
         published="about p/2 (F+B) if F = I = W, for the block alone",
@@ -277,7 +255,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "v-min": ClosedForm(
         makespan_idle=v_min_idle,
-        span_idle=v_min_span,
+        span_idle=lambda c, r: v_min_idle(c) - _started(c, r) * c.f,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 1,
         peak_activations=v_min_activations,
         idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",

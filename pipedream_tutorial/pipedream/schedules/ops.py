@@ -214,11 +214,19 @@ def _parse_op(cell: str, where: str) -> Op:
     return Op(op[2], int(op[1]), int(op[3]))
 
 
-def one_chain(num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Stages 0, 1, ... in order, as the chains of a Schedule."""
-    return (tuple(range(num_stages)),)
+Lines = Sequence[Sequence[Item]]
+"""Each rank's operations."""
 
 
-def as_orders(lines: Sequence[Sequence[Item]]) -> tuple[tuple[Item, ...], ...]:
-    """Lists of operations as the tuples of a Schedule."""
-    return tuple(tuple(line) for line in lines)
+def straight(name: str, lines: Lines, stages_per_rank: int = 1) -> Schedule:
+    """One copy of the model, whose stages 0, 1, ... follow each other in this order."""
+    stages = tuple(range(len(lines) * stages_per_rank))
+    orders = tuple(map(tuple, lines))
+    return Schedule(name=name, orders=orders, chains=(stages,), stages_per_rank=stages_per_rank)
+
+
+def two_copies(name: str, lines: Lines) -> Schedule:
+    """Two copies of the model, of one stage a rank each: 0, 1, ... and p, p + 1, ..."""
+    p = len(lines)
+    chains = tuple(range(p)), tuple(range(p, 2 * p))
+    return Schedule(name=name, orders=tuple(map(tuple, lines)), chains=chains)

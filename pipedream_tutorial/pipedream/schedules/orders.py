@@ -1,18 +1,69 @@
 """The schedules: each a short function from (ranks p, microbatches m) to an order per rank.
 
-Sources: GPipe (arXiv 1811.06965), PipeDream and PipeDream-2BW (1806.03377, 2006.09503), interleaved
-1F1B (Megatron-LM, 2104.04473), zero bubble (2401.10241), Chimera (2107.06925), DualPipe
-(DeepSeek-V3, 2412.19437) in its V form. Where torch.distributed.pipelining has the schedule, the
-order is the same as torch's (tests/test_torch.py).
+Those that a student reads first are written in pipedream_simple.py; here are their names, and the
+schedules of two stages a rank or two copies of the model. Sources: GPipe (arXiv 1811.06965),
+PipeDream and PipeDream-2BW (1806.03377, 2006.09503), interleaved 1F1B (Megatron-LM, 2104.04473),
+zero bubble (2401.10241), Chimera (2107.06925), DualPipe (DeepSeek-V3, 2412.19437) in its V form.
+Where torch.distributed.pipelining has the schedule, the order is the same as torch's
+(tests/test_torch.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+
+import pipedream_simple as simple
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import Item, Op, Pair, Schedule, as_orders, one_chain
+from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight, two_copies
+
+
+def _named(name: str, orders: list[simple.Order], stages_per_rank: int = 1) -> Schedule:
+    return straight(name, [[Op(*op) for op in order] for order in orders], stages_per_rank)
+
+
+def naive(p: int, m: int) -> Schedule:
+    """One microbatch in the pipeline at a time: all ranks but one are idle."""
+    return _named("naive", simple.naive(p, m))
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards."""
+    return _named("gpipe", simple.gpipe(p, m))
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """p - s forwards on stage s to fill the pipeline, then a backward for each forward."""
+    return _named("1f1b", simple.one_f_one_b(p, m))
+
+
+def eager_1f1b(p: int, m: int) -> Schedule:
+    """1F1B that runs further ahead, 2 (p - s) - 1 forwards on stage s, so that messages have time
+    to arrive."""
+    return _named("eager-1f1b", [simple.one_f_one_b_order(s, m, 2 * (p - 1 - s)) for s in range(p)])
+
+
+def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
+    """v stages a rank, p apart: microbatches go round the ranks v times."""
+    try:
+        return _named("interleaved", simple.interleaved(p, m, v), v)
+    except ValueError as error:
+        raise UserError(*str(error).split("; ")) from None
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B with the backward pass cut in two: W waits where the rank would idle."""
+    return _named("zb-h1", simple.zb_h1(p, m))
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Twice the forwards ahead of ZB-H1, so that nothing is left to wait for; W fills the end."""
+    return _named("zb-h2", simple.zb_h2(p, m))
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two stages a rank in a V: rank 0 holds the first and the last stage."""
+    return _named("zb-v", simple.zb_v(p, m), 2)
 
 
 class _Line:
@@ -36,126 +87,6 @@ class _Line:
         self.items.append(Pair(self.next("F", forward_stage), self.next("B", backward_stage)))
 
 
-def naive(p: int, m: int) -> Schedule:
-    """One microbatch in the pipeline at a time: all ranks but one are idle."""
-    lines = [[Op(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)]
-    return Schedule(name="naive", orders=as_orders(lines), chains=one_chain(p))
-
-
-def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards."""
-    lines = [[Op(kind, s, i) for kind in "FB" for i in range(m)] for s in range(p)]
-    return Schedule(name="gpipe", orders=as_orders(lines), chains=one_chain(p))
-
-
-def one_f_one_b(p: int, m: int) -> Schedule:
-    """p - s forwards on stage s to fill the pipeline, then a backward for each forward."""
-    return _alternating("1f1b", p, m, [p - s for s in range(p)])
-
-
-def eager_1f1b(p: int, m: int) -> Schedule:
-    """1F1B that runs further ahead, 2 (p - s) - 1 forwards on stage s, so that messages have time
-    to arrive."""
-    return _alternating("eager-1f1b", p, m, [2 * (p - s) - 1 for s in range(p)])
-
-
-def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with the backward pass cut in two: W waits where the rank would idle.
-
-    Rank r puts W off by r microbatches, so that all hold as many activations as rank 0.
-    """
-    return _alternating("zb-h1", p, m, [p - s for s in range(p)], list(range(p)))
-
-
-def zb_h2(p: int, m: int) -> Schedule:
-    """Twice the forwards ahead of ZB-H1, so that nothing is left to wait for; W fills the end."""
-    ahead = [2 * (p - s) - 1 for s in range(p)]
-    return _alternating("zb-h2", p, m, ahead, [2 * s for s in range(p)])
-
-
-def _alternating(
-    name: str, p: int, m: int, ahead: Sequence[int], delay: Sequence[int] | None = None
-) -> Schedule:
-    """By stage: `ahead` forwards, then a backward for each forward.
-
-    With `delay` backward passes are cut, and a W follows each I once `delay` of them are behind.
-    """
-    lines = []
-    for s in range(p):
-        line, warmup = _Line(), min(m, ahead[s])
-        late = 0 if delay is None else min(m, delay[s])
-        _add(line, [("F", s)], warmup)
-        for i in range(m):
-            line.add("B" if delay is None else "I", s)
-            if delay is not None and i >= late:
-                line.add("W", s)
-            if warmup + i < m:
-                line.add("F", s)
-        _add(line, [("W", s)], late)
-        lines.append(line.items)
-    return Schedule(name=name, orders=as_orders(lines), chains=one_chain(p))
-
-
-def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
-    """v stages a rank, p apart: microbatches go round the ranks v times."""
-    lines = [_interleaved_line(r, p, m, v) for r in range(p)]
-    return Schedule(
-        name="interleaved", orders=as_orders(lines), chains=one_chain(p * v), stages_per_rank=v
-    )
-
-
-def _interleaved_line(r: int, p: int, m: int, v: int) -> list[Item]:
-    """Forwards, 2 more for each rank behind; then pairs of forward and backward; the rest.
-
-    A round is the microbatches that go through one stage before the rank turns to its next stage.
-    """
-    rounds = max(1, m // p)
-    if m % rounds:
-        raise UserError(
-            f"{m} microbatches cannot be cut into {rounds} equal rounds over {p} ranks",
-            f"take a multiple of {p}, such as {rounds * p} or {(rounds + 1) * p}",
-        )
-    per_round = m // rounds
-    total = m * v
-    warmup = min(total, (v - 1) * per_round + 2 * (p - 1 - r))
-    line = _Line()
-    for step in range(total + warmup):
-        if step < total:
-            line.add("F", step // per_round % v * p + r)
-        done = step - warmup
-        if done >= 0:
-            line.add("B", (v - 1 - done // per_round % v) * p + r)
-    return line.items
-
-
-def zb_v(p: int, m: int) -> Schedule:
-    """Two stages a rank in a V: rank 0 holds the first and the last stage.
-
-    Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
-    """
-    lines = []
-    for r in range(p):
-        line, down, up = _Line(), r, 2 * p - 1 - r
-        forwards = max(m, 2 * p - 1)
-        _add(line, [("F", down)], 2 * (p - r) - 1)
-        _add(line, [("F", up), ("F", down)], r)
-        _add(line, [("F", up), ("I", up), ("W", up)], p - r)
-        for _ in range(forwards - r):
-            if line.count["F", down] < forwards:
-                line.add("F", down)
-            elif line.count["F", up] == forwards:
-                break
-            _add(line, [("I", down), ("W", down), ("F", up), ("I", up), ("W", up)])
-        _add(line, [("I", down), ("I", up)], r)
-        _add(line, [("I", down), ("W", down)], p - r)
-        for stage in (up, down):
-            _add(line, [("W", stage)], line.count["I", stage] - line.count["W", stage])
-        lines.append([op for item in line.items for op in item.parts if op.microbatch < m])
-    return Schedule(
-        name="zb-v", orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2
-    )
-
-
 def _add(line: _Line, steps: list[tuple[str, int]], times: int = 1) -> None:
     for _ in range(times):
         for kind, stage in steps:
@@ -170,9 +101,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             f"set num_microbatches to {2 * p} or more",
         )
     lines = [_dualpipe_line(r, p, m) for r in range(p)]
-    return Schedule(
-        name="dualpipe-v", orders=as_orders(lines), chains=one_chain(2 * p), stages_per_rank=2
-    )
+    return straight("dualpipe-v", lines, 2)
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
@@ -238,8 +167,7 @@ def dualpipe(p: int, m: int) -> Schedule:
     lines = [
         _unfolded(_dualpipe_line(min(r, p - 1 - r), p // 2, m // 2), r, p, m) for r in range(p)
     ]
-    chains = (tuple(range(p)), tuple(range(p, 2 * p)))
-    return Schedule(name="dualpipe", orders=as_orders(lines), chains=chains)
+    return two_copies("dualpipe", lines)
 
 
 def _unfolded(line: list[Item], r: int, p: int, m: int) -> list[Item]:
@@ -279,6 +207,4 @@ def chimera(p: int, m: int) -> Schedule:
                 (begin + s, Op("F", stage, microbatch)),
                 (begin + 2 * p - 1 - s, Op("B", stage, microbatch)),
             ]
-    orders = as_orders([[op for _, op in sorted(line)] for line in lines])
-    chains = (tuple(range(p)), tuple(range(p, 2 * p)))
-    return Schedule(name="chimera", orders=orders, chains=chains)
+    return two_copies("chimera", [[op for _, op in sorted(line)] for line in lines])

@@ -130,11 +130,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
         if policy.stashed:  # the newest, those in use, and those that are still to be read
             oldest = updates
             if len(forward) < len(upcoming):
-                read = policy.forward_version(updates, upcoming[len(forward)], m, p)
-                oldest = min(updates, read)
-            kept = updates - oldest + 1 + len(in_use)
-            for version in range(oldest, updates + 1):
-                if version in in_use:
-                    kept -= 1
+                oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
+            kept = len({updates, *in_use, *range(oldest, updates)})
         live.append((op, kept))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))

@@ -114,27 +114,33 @@ class Row:
         """By rank, in microbatches of a rank's share of the layers; over the stream."""
         return peak_activations(self._fullest)
 
+    @property
+    def _stages(self) -> list[int]:
+        """In the model's order, those of a second copy after the first."""
+        return [stage for chain in self._fullest.chains for stage in chain]
+
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """By stage, in the model's order; of a second copy after the first."""
-        use = weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
-        return {stage: use[stage] for chain in self._fullest.chains for stage in chain}
+        """By stage; nothing with flushes, where all passes of a batch use one version."""
+        if self.flushes:
+            return {}
+        return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
 
     @cached_property
     def peak_versions(self) -> tuple[int, ...]:
-        """By stage, likewise."""
-        return tuple(use.peak_versions for use in self._use.values())
+        """By stage, in the model's order."""
+        return tuple(self._use[s].peak_versions if self._use else 1 for s in self._stages)
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """By stage, likewise: most updates between a microbatch's weights and its own update."""
-        return tuple(max(use.staleness.values()) for use in self._use.values())
+        """By stage likewise: most updates between a microbatch's weights and its own update."""
+        return tuple(max(self._use[s].staleness.values()) if self._use else 0 for s in self._stages)
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
-        schedule, kept = self._fullest, dict(zip(self._use, self.peak_versions, strict=True))
+        schedule, kept = self._fullest, dict(zip(self._stages, self.peak_versions, strict=True))
         return tuple(
             Fraction(sum(kept[stage] for stage in stages), schedule.stages_per_rank)
             for stages in schedule.stages()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import Op, Schedule, as_orders, one_chain
+from pipedream.schedules.ops import Op, Schedule, straight
 from pipedream.simulate.simulator import Costs
 
 Words = list[str]
@@ -126,7 +126,7 @@ def as_schedule(words: Words, name: str) -> Schedule:
             count[kind] += 1
             line.append(Op(kind, rank, count[kind]))
         lines.append(line)
-    return Schedule(name=name, orders=as_orders(lines), chains=one_chain(len(words)))
+    return straight(name, lines)
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:

@@ -190,14 +190,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     one that no rank runs or that is there twice.
     """
     _check_once_and_whole(schedule)
-    tick, steps = _in_ticks(schedule, costs)
-    starts, ends = _run(steps, [0] * len(steps))
-    if list(map(len, ends)) != list(map(len, steps)):
-        raise _stuck(schedule, list(map(len, ends)))
+    clock = _Clock(schedule, costs)
+    starts, ends = _run(schedule, clock, [0] * schedule.num_ranks)
     return Timeline(
         schedule=schedule,
         costs=costs,
-        tick=tick,
+        tick=clock.tick,
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
     )
@@ -206,85 +204,119 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
     a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
-    _, steps = _in_ticks(timeline.schedule, timeline.costs)
+    clock = _Clock(timeline.schedule, timeline.costs)
     free = [0] * len(timeline.ends)
     now = [ends[-1] if ends else 0 for ends in timeline.ends]
     for done in range(1, count):
-        apart = {end - before for end, before in zip(now, free, strict=True)}
-        if len(apart) == 1:  # all moved on by the same time, and so they always will
-            return [end + (count - done) * min(apart) for end in now]
+        steps = {end - before for end, before in zip(now, free, strict=True)}
+        if len(steps) == 1:  # all moved on by the same time, and so they always will
+            (step,) = steps
+            return [end + (count - done) * step for end in now]
         free = now
-        _, ends = _run(steps, free)
+        _, ends = _run(timeline.schedule, clock, free)
         now = [line[-1] if line else before for line, before in zip(ends, free, strict=True)]
     return now
 
 
-_Step = tuple[tuple[Op, ...], int, list[tuple[Op, int]]]
-"""A rank's item: its operations, how many ticks they take, and what they wait for, with the ticks
-that it takes to arrive."""
-
-
-def _in_ticks(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[list[_Step]]]:
-    """The tick, and the items by rank."""
-    position, ranks, wanted = schedule.position(), schedule.ranks(), Needs(schedule)
-    examples = {_kinds(item): item for order in schedule.orders for item in order}
-    exact = {kinds: costs.duration(item, position) for kinds, item in examples.items()}
-    times = [costs.communication, *exact.values()]
-    scale = math.lcm(*(time.denominator for time in times))
-    tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
-    lasts = {kinds: int(time / tick) for kinds, time in exact.items()}
-    communication = int(costs.communication / tick)
-
-    def step(rank: int, item: Item) -> _Step:
-        needed = [need for op in item.parts for need in wanted.of(op)]
-        sources = [(op, 0 if ranks.get(op) == rank else communication) for op in needed]
-        return item.parts, lasts[_kinds(item)], sources
-
-    return tick, [
-        [step(rank, item) for item in order] for rank, order in enumerate(schedule.orders)
-    ]
-
-
-def _kinds(item: Item) -> tuple[tuple[object, ...], ...]:
-    """The item without its microbatches: what all that have the same take the same time."""
-    return tuple(op[:2] for op in item.parts)
-
-
 def _run(
-    steps: Sequence[Sequence[_Step]], free: Sequence[int]
+    schedule: Schedule, clock: _Clock, free: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """By rank: starts and ends, in ticks, of all that can run where rank r is free from free[r]."""
-    ended: dict[Op, int] = {}
+    """By rank: starts and ends, in ticks, where rank r is free from free[r] on."""
+    ended: _Ended = {}
+    wanted = Needs(schedule)
+    tables = [_rules(wanted, kinds, ended, clock) for kinds in clock.kinds]
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
     ranks, going = list(range(len(free))), True
     while going:  # down the ranks with forward passes, up with backward passes
         going = False
         for rank in ranks:
-            before = len(ends[rank])
-            _advance(steps[rank], ended, starts[rank], ends[rank], free[rank])
-            going = going or len(ends[rank]) > before
+            order, before = schedule.orders[rank], len(ends[rank])
+            if before < len(order):
+                _advance(order, tables[rank], starts[rank], ends[rank], free[rank])
+                going = going or len(ends[rank]) > before
         ranks.reverse()
+    if any(len(line) < len(order) for line, order in zip(ends, schedule.orders, strict=True)):
+        raise _stuck(schedule, [len(line) for line in ends])
     return starts, ends
 
 
+_Ended = dict[tuple[str, int], dict[int, int]]
+"""(kind of result, stage) -> microbatch -> when it was there; B and I give the same result."""
+
+_Rules = dict[tuple[object, ...], tuple[int, list[tuple[dict[int, int], int]], dict[int, int]]]
+"""(kind, stage), of one rank -> duration, (results that it takes in, time to send), its results.
+Of a pair the duration alone."""
+
+
 def _advance(
-    steps: Sequence[_Step], ended: dict[Op, int], starts: list[int], ends: list[int], free: int
+    order: Sequence[Item], rules: _Rules, starts: list[int], ends: list[int], free: int
 ) -> None:
     """Run a rank's items up to the first that has to wait."""
     now = ends[-1] if ends else free
-    for place in range(len(ends), len(steps)):
-        ops, lasts, sources = steps[place]
+    for place in range(len(ends), len(order)):
+        item = order[place]
         start = now
-        for source, delay in sources:
-            if source not in ended:
-                return
-            start = max(start, ended[source] + delay)
-        now = start + lasts
+        for kind, stage, i in (item,) if len(item) == 3 else item:
+            for results, delay in rules[kind, stage][1]:
+                if i not in results:
+                    return
+                if results[i] + delay > start:
+                    start = results[i] + delay
+        now = start + rules[item[:2] if len(item) == 3 else _kind(item)][0]
         starts.append(start)
         ends.append(now)
-        for op in ops:
-            ended[op] = now
+        for kind, stage, i in (item,) if len(item) == 3 else item:
+            rules[kind, stage][2][i] = now
+
+
+def _rules(
+    wanted: Needs, kinds: dict[tuple[object, ...], Item], ended: _Ended, clock: _Clock
+) -> _Rules:
+    """What one microbatch's operations on this rank need, all of them do."""
+    ops = {op for item in kinds.values() for op in item.parts}
+    held = {op.stage for op in ops}
+
+    def results(op: Op) -> dict[int, int]:
+        shared = BACKWARD if op.kind == INPUT_GRADIENT else op.kind
+        return ended.setdefault((shared, op.stage), {})
+
+    found: _Rules = {key: (clock.durations[key], [], {}) for key in kinds}
+    for op in ops:
+        taken = [
+            (results(need), 0 if need.stage in held else clock.communication)
+            for need in wanted.of(op)
+        ]
+        found[op[:2]] = clock.durations.get(op[:2], 0), taken, results(op)
+    return found
+
+
+class _Clock:
+    """Durations in ticks."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.kinds = [
+            {item[:2] if len(item) == 3 else _kind(item): item for item in order}
+            for order in schedule.orders
+        ]
+        """By rank: its items without their microbatches -> one such item."""
+        position = schedule.position()
+        exact = {
+            key: costs.duration(item, position)
+            for kinds in self.kinds
+            for key, item in kinds.items()
+        }
+        times = [costs.communication, *exact.values()]
+        scale = math.lcm(*(time.denominator for time in times))
+        ticks = math.gcd(*(int(time * scale) for time in times)) or 1
+        self.tick = Fraction(ticks, scale)
+        self.communication = int(costs.communication / self.tick)
+        self.durations = {key: int(time / self.tick) for key, time in exact.items()}
+
+
+def _kind(item: Item) -> tuple[object, ...]:
+    """Without its microbatches."""
+    return tuple(field for op in item.parts for field in op[:2])
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule, as_orders
+from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
 from pipedream.simulate.measures import held_activations, live_versions
 from pipedream.simulate.simulator import Needs, Timeline
@@ -151,7 +151,7 @@ def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
     stages = tuple(sorted({op.stage for order in orders for op in order}))
     schedule = Schedule(
         name="measured",
-        orders=as_orders(orders),
+        orders=tuple(map(tuple, orders)),
         chains=(stages,),
         stages_per_rank=max(1, len(stages) // len(orders)),
     )

@@ -45,8 +45,7 @@ from pipedream.schedules.ops import (
     WEIGHT_GRADIENT,
     Op,
     Schedule,
-    as_orders,
-    one_chain,
+    straight,
 )
 from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
 from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
@@ -149,7 +148,7 @@ def _cut_in_place(schedule: Schedule) -> Schedule:
         ]
         for order in schedule.orders
     ]
-    return Schedule(name="cut", orders=as_orders(lines), chains=one_chain(schedule.num_ranks))
+    return straight("cut", lines)
 
 
 def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
