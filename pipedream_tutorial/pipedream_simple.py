@@ -350,7 +350,7 @@ def table_line(row: Row) -> str:
     return f"{row.title:<24}{cells}"
 
 
-def number(value: Fraction) -> str:
+def number(value: Fraction | int) -> str:
     return f"{float(value):.4g}"
 
 

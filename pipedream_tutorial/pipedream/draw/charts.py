@@ -154,6 +154,7 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
     kinds: dict[tuple[object, tuple[Fraction, ...]], list[str]] = {}
     for one in found:
         idle = one.row.batch_idle
+        shares: tuple[Fraction, ...]
         shares = (1 - idle.makespan_fraction, 1 - idle.span_fraction, 1 - one.steady_idle)
         family = "pipedream" if one.row.name.startswith("pipedream") else one.row.name
         kinds.setdefault((family, shares), []).append(one.row.title)
