@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.gpus import Gpu, described_gpu, find_gpu, known_gpu, limited_to
+from distributed_training.settings.gpus import Gpu, find_gpu, known_gpu, limited_to
 
 _FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)(?:x|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
@@ -58,18 +57,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     if nodes * here > MOST_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
         raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,}")
-    return cluster_of(known_gpu(name) if gpu is None else parse_gpu(gpu), nodes, here)
-
-
-def parse_gpu(text: str) -> Gpu:
-    """What `--gpu` says: a name of the table, or JSON."""
-    if not text.lstrip().startswith("{"):
-        return known_gpu(text)
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"--gpu {shown(text)} is not JSON", str(error)) from None
-    return described_gpu(document)
+    return cluster_of(known_gpu(gpu or name), nodes, here)
 
 
 def cluster_of(gpu: Gpu, nodes: int, here: int) -> Cluster:
@@ -123,7 +111,7 @@ def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) 
     if machine.num_gpus == 0:
         guess = cpu_rates(machine.num_cpus, num_processes)
         return measured_rates(f"cpu-x{num_processes}", guess) or guess
-    found = parse_gpu(gpu) if gpu is not None else find_gpu(machine.gpu_name)
+    found = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
     if found is None:
         return None
     table = rates_of(limited_to(found, machine.power_w))

@@ -66,7 +66,11 @@ def rank_layouts(
             continue
         with contextlib.suppress(UserError):
             for plan in enumerate_plans(build(name), cluster):
-                key = _identity(plan)
+                # What is equal for two names of one layout
+                traits = plan.strategy.traits
+                own = plan.strategy.name if traits.takes_deepspeed_json else plan.strategy.engine
+                schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
+                key = (own, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 known = choices.get(key)
                 if known is None:
                     prediction = predict(plan, cluster.rates)
@@ -117,13 +121,6 @@ def _more_microbatches(plan: Plan) -> list[int]:
     sequences = plan.batch.global_batch_size // plan.batch.num_replicas
     counts = plan.schedule.counts(plan.mesh["pp"], sequences)
     return [count for count in counts if count > plan.batch.num_microbatches]
-
-
-def _identity(plan: Plan) -> object:
-    """What is equal for two names of one layout."""
-    own = plan.strategy.name if plan.strategy.traits.takes_deepspeed_json else plan.strategy.engine
-    schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
-    return own, tuple(plan.mesh.values()), schedule, plan.batch.num_microbatches
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:

@@ -65,9 +65,8 @@ def fill_deepspeed_json(plan: Plan) -> dict[str, Any] | None:
 
 def _same(written: object, value: object) -> bool:
     """Open, or equal, and not just because Python counts True as 1."""
-    return written == AUTO or (
-        isinstance(written, bool) == isinstance(value, bool) and written == value
-    )
+    alike = isinstance(written, bool) == isinstance(value, bool)
+    return written == AUTO or (alike and written == value)
 
 
 def _auto_paths(node: Any, path: str = "") -> list[str]:

@@ -9,6 +9,7 @@ come first, and of one model what is meant without its form comes before PCIe.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,8 +79,13 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 
 
 def known_gpu(name: str) -> Gpu:
-    """The entry that a user names, in any case, with "@500W" under that limit of power; UserError
-    with the nearest names."""
+    """The entry that a user names, in any case, with "@500W" under that limit of power, or a GPU
+    described as JSON; UserError with the nearest names."""
+    if name.lstrip().startswith("{"):
+        try:
+            return described_gpu(json.loads(name))
+        except json.JSONDecodeError as error:
+            raise UserError(f"--gpu {shown(name)} is not JSON", str(error)) from None
     limited = re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE)
     if limited:
         return limited_to(known_gpu(limited[1]), float(limited[2]))

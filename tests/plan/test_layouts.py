@@ -119,6 +119,10 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
         (8, {"strategy": "3d", "dp_shard": 3},
          ("pp 2 x dp_shard 3 x tp 2", " needs 12; set dp_shard=2; or")),
         (7, {"strategy": "hybrid"}, ("needs a multiple of 2; set pp=7",)),
+        (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
+         ("pipeline_schedule='zb-v'", "its engine has 1f1b", "strategy to pp or 3d")),
+        (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},
+         ("'full' does not go", "zb-h1", "set it to none")),
     ],
 )  # fmt: skip
 def test_layouts_that_cannot_be(num_processes, config, words):
@@ -132,15 +136,3 @@ def test_tokens_that_tp_does_not_divide(tmp_path):
         plan_for(tmp_path, micro_batch_size=1, **words)
     plan_for(tmp_path, micro_batch_size=2, **words)  # samples are dealt out
     plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_recomputation_and_two_halves_of_a_backward_pass(schedule):
-    words = {"strategy": "pp", "pipeline_schedule": schedule}
-    with refused("'selective' does not go", schedule, "set it to none"):
-        layout_for(2, activation_checkpointing="selective", **words)
-
-
-def test_a_schedule_that_the_engine_does_not_run():
-    with refused("pipeline_schedule='zb-v'", "its engine has 1f1b", "strategy to pp or 3d"):
-        layout_for(2, strategy="hybrid", pipeline_schedule="zb-v")

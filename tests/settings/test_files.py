@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.settings.config import PATHS, build_config
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown, user_path
 from tests.support import refused
 
@@ -69,3 +70,8 @@ def test_long_values_are_cut():
     assert shown("a" * 300).startswith("'aaa")
     assert shown("a" * 300).endswith(" ... (302 characters)")
     assert len(shown("a" * 100_000)) < 250
+
+
+def test_parts_of_an_error_are_joined_into_one_line():
+    error = UserError("a is\nwrong.", " because\u2028of b. ", "type\tc")
+    assert str(error) == "a is wrong; because of b; type c"

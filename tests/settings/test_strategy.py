@@ -93,9 +93,7 @@ def test_json_of_another_strategy(strategy, document, words, tmp_path):
     ("document", "words"),
     [
         ([], ("is not a JSON object",)),
-        ({"bf16": True}, ("bf16 is not a JSON object",)),
         ({"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
-        ({"zero_optimization": {"stage": True}}, ("stage=True",)),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
     ],
 )
@@ -153,11 +151,9 @@ def test_a_deepspeed_json_may_be_in_the_folder_beside_it_or_in_configs(folders):
     [
         ([], ("is not a strategy", '"mesh": {...}')),
         ({"name": "own"}, ("one of mesh, deepspeed",)),
-        ({"name": "own", "mesh": {}, "deepspeed": {}}, ("one of mesh, deepspeed",)),
         ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not one of its keys",)),
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
-        ({"name": "own", "mesh": {"dp_shard": "all"}}, ("mesh.dp_shard='all'", "valid integer")),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
         ({"name": "own", "mesh": {}, "engine": "no.py"}, ("'no.py' is not known", ".py file")),
         # An engine has the axes that it has.
