@@ -10,8 +10,6 @@ measured on rank 0 alone; processes that share a CPU measure all at once, as the
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from functools import partial
 from pathlib import Path
@@ -125,21 +123,14 @@ def of_training(clock: Clock, found: dict[str, Any], machine: Machine) -> dict[s
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
     seconds = _parts_of_a_step(clock, plan)
-    # Each part takes (arithmetic) + (bytes) / rate.
+    # Each part takes arithmetic + bytes / rate; at one byte a second all else is next to nothing.
     measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
-    rates = from_calibration(measured, cpu_rates(machine.num_cpus, 1))
-
-    def parts(rate: float) -> dict[str, float]:
-        work = Work(plan, dataclasses.replace(rates, memory_bytes=rate, head_memory_bytes=rate))
-        costs = {"block": work.block(), "head": work.head()}
-        return {name: sum(cost, start=Cost()).total for name, cost in costs.items()}
-
-    arithmetic = parts(math.inf)
+    work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
     traffic = {"update": UPDATE_BYTES[False] * plan.size.num_parameters / seconds["update"]}
-    for name, with_one_byte_a_second in parts(1.0).items():
+    for name, costs in (("block", work.block()), ("head", work.head())):
+        cost = sum(costs, start=Cost())
         # At least a tenth, should products have been slower on their own.
-        left = max(seconds[name] - arithmetic[name], 0.1 * seconds[name])
-        traffic[name] = (with_one_byte_a_second - arithmetic[name]) / left
+        traffic[name] = cost.memory / max(seconds[name] - cost.arithmetic, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 

@@ -233,21 +233,18 @@ def with_seed(layout: Values, more: int, build: Build, num_processes: int) -> Ru
 
 def take_finished(wanted: Wanted) -> None:
     """Give each run the finished record of the same CONFIG that lies in the folder."""
-    known: dict[str, Record] = {}
+    known = []
     for path in sorted(wanted.out.glob("*.json")):
         with contextlib.suppress(UserError):  # another file
-            record = load_record(path)
-            if record.status == "ok":
-                known[_asked(record.config_requested, record.world_size)] = record
+            known.append(load_record(path))
     for run in wanted.runs:
         if run.config is not None:
-            words = json.loads(to_json(run.config.to_user_words()))
-            run.record = known.get(_asked(words, wanted.num_processes))
-
-
-def _asked(words: Values, num_processes: int) -> str:
-    # Equal runs may have other output_dirs.
-    return json.dumps([num_processes, {**words, "output_dir": ""}], sort_keys=True)
+            # Equal runs may have other output_dirs.
+            asked = json.loads(to_json(run.config.to_user_words())) | {"output_dir": ""}
+            for record in known:
+                same = record.config_requested | {"output_dir": ""} == asked
+                if same and record.world_size == run.num_processes and record.status == "ok":
+                    run.record = record
 
 
 def train_each(wanted: Wanted, runs: Sequence[AnyRun], conclude: Callable[[AnyRun], str]) -> None:

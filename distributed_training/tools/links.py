@@ -237,5 +237,5 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
         what = f"{show_axes(axes)} does not divide {plural(world_size, 'process')}"
-        raise UserError(what, "links measures between two or more", "set --num_gpus 2 or more")
+        raise UserError(what, fix="set --num_gpus to a multiple of their product, 2 or more")
     return {**axes, "dp_replicate": world_size // fixed}

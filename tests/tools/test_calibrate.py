@@ -53,7 +53,7 @@ def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_
     rates = from_calibration({**CPU_CALIBRATION, **own}, cpu_rates(CPU_MACHINE.num_cpus, 1))
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
     taken = estimate_step(plan, rates).seconds
-    assert taken == pytest.approx(0.105 + rates.host.step, rel=1e-6)
+    assert taken == pytest.approx(0.105 + rates.host.step, rel=2e-3)
 
 
 def test_rates_are_those_that_the_measured_times_mean():
