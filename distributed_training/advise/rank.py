@@ -140,14 +140,6 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return settings
 
 
-def under_strategy(config: RunConfig, name: str) -> RunConfig:
-    """The same work under another strategy: its defaults, and open axes and micro-batches."""
-    opened = OPEN | {"pipeline_schedule": AUTO}
-    if name != config.strategy:
-        opened |= {"engine_options": {}, "engine_work": ()}
-    return with_values(config, strategy=name, **opened, **defaults_for(config, name))
-
-
 def as_chosen(config: RunConfig, name: str) -> RunConfig:
     """CONFIG under a strategy that "auto" may become: what is set stays, whether or not the
     strategy takes it. Raises UserError for one whose engine has options of its own.
@@ -155,7 +147,8 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
     defaults = defaults_for(config, name)
-    return with_values(config, strategy=name, from_defaults=tuple(defaults), **defaults)
+    own = {"engine_options": {}, "engine_work": (), "from_defaults": tuple(defaults)}
+    return with_values(config, strategy=name, **own, **defaults)
 
 
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
@@ -175,7 +168,8 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
         if find_room(plan, estimate_memory(replace(plan, config=recomputing))) == "yes":
             suggestions.append("set activation_checkpointing=full")
     decided = {"model": plan.config.model, "batch_size": plan.config.batch_size}
-    build = functools.partial(under_strategy, with_values(plan.requested, **decided))
+    opened = OPEN | {"pipeline_schedule": AUTO}
+    build = functools.partial(as_chosen, with_values(plan.requested, **decided, **opened))
     best = best_layout(build, cluster)
     if best and best.prediction.fits and best.plan.strategy.name != plan.strategy.name:
         settings = {"strategy": best.plan.strategy.name, **settings_of(best.plan)}
@@ -202,10 +196,12 @@ def best_layout(
     room, seconds = choices[0].order
     longest = (room, seconds * (1 + alike))
     quickest = [choice for choice in choices if choice.order <= longest]
-    # Of equally simple ones the first of the strategies in their order.
     names = list(list_strategies())
-    quickest.sort(key=lambda choice: names.index(choice.plan.strategy.name))
-    return min(quickest, key=lambda choice: len(settings_of(choice.plan)))
+
+    def simplicity(choice: Choice) -> tuple[int, int]:
+        return len(settings_of(choice.plan)), names.index(choice.plan.strategy.name)
+
+    return min(quickest, key=simplicity)
 
 
 def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunConfig:

@@ -115,10 +115,8 @@ def lay_out(
 
 
 def _choose_settings(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
-    """Decide every other "auto" that machine and layout decide; nothing is downloaded.
-
-    Raises UserError where an explicit value is impossible here.
-    """
+    """Decide every other "auto" that machine and layout decide; UserError where an explicit value
+    is impossible here."""
     config = candidate.config
     positions = candidate.model.size.num_positions
     if config.max_length > positions:

@@ -36,10 +36,8 @@ OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config"))
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """The strategy's mesh with the axis that is -1 filled in, for `world_size` processes.
-
-    Raises UserError when the product is not `world_size`, or the model cannot be divided so.
-    """
+    """The strategy's mesh with the axis that is -1 filled in; UserError where the product is not
+    `world_size`, or the model cannot be divided so."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)

@@ -23,10 +23,7 @@ from distributed_training.settings.errors import UserError
 
 def find_sources(plan: Plan) -> Plan:
     """The plan with tokenizer, weights, text and learning rate decided; what is asked for by name
-    is downloaded.
-
-    Raises UserError where an explicit value is not available.
-    """
+    is downloaded, or UserError raised."""
     config = plan.config
     spec = plan.model
     notes = list(plan.notes)
@@ -47,25 +44,18 @@ def find_sources(plan: Plan) -> Plan:
     rate = config.learning_rate
     if rate == AUTO:
         rate = 3e-4
-        if weights_dir is not None:
+        if config.lora_rank:
+            rate = 2e-4
+        elif weights_dir is not None:
             rate = 5e-5
         elif config.model == "gpt2-tiny":
             rate = 3e-3
-        if config.lora_rank:
-            rate = 2e-4
-    model = config.model
+    decided = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
-        model = str(spec.weights_dir)
-    decided = with_values(
-        config,
-        model=model,
-        tokenizer=tokenizer,
-        weights=weights,
-        dataset=dataset,
-        learning_rate=rate,
-    )
+        decided["model"] = str(spec.weights_dir)
+    config = with_values(config, learning_rate=rate, **decided)
     return replace(
-        plan, config=decided, notes=notes, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir
+        plan, config=config, notes=notes, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir
     )
 
 

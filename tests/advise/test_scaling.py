@@ -59,13 +59,13 @@ def test_a_loss_that_nothing_reaches():
 
 def test_as_typed():
     """One model's share of the table is checked in full; the budget's speeds are the planner's."""
-    shown = light_pool().script(["plan", "--budget", "8xH200 24h", "--batch_size", "8"])
+    shown = light_pool().script(["plan", "--budget", "1xH200 24h", "--batch_size", "8"])
     assert shown.returncode == 0, shown.stderr
-    assert "8 x H200 for 24 hours" in shown.stdout
+    assert "1 x H200 for 24 hours" in shown.stdout
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
     assert rows["gpt2-xl"][3] == count(CHINCHILLA.tokens_for(1_557_611_200))
     assert max(map(len, shown.stdout.splitlines())) <= 80
-    reverse = light_pool().script(["plan", "--target_loss", "2.5", "--cluster", "8xH200"])
+    reverse = light_pool().script(["plan", "--target_loss", "2.5", "--cluster", "1xH200"])
     assert "by replication" in reverse.stdout
     wrong = light_pool().script(["plan", "--budget", "tomorrow"])
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)

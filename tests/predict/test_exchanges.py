@@ -8,7 +8,7 @@ import pytest
 
 from distributed_training.advise.cluster import parse_cluster
 from distributed_training.advise.make import draft_plan
-from distributed_training.advise.rank import best_layout, rank_layouts, under_strategy
+from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import predict
 from distributed_training.predict.state import estimate_state
@@ -126,7 +126,7 @@ def test_another_algorithm_is_ranked_only_when_asked_for():
     own = [choice.plan for choice in ranked if choice.plan.strategy.name == "local_sgd"]
     assert {plan.mesh["dp_replicate"] for plan in own} == {8}
     assert best_layout(build, H200).plan.strategy.name != "local_sgd"
-    assert under_strategy(build("local_sgd"), "dp").engine_options == {}
+    assert as_chosen(build("local_sgd"), "dp").engine_options == {}
 
 
 def test_layouts_that_compress_are_copies():
