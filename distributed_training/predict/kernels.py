@@ -20,8 +20,6 @@ from distributed_training.predict.traffic import Formulas, Shapes, sent_bytes
 # rounded weights these, too, and the gradient that is widened, scaled and added (DeepSpeed's ZeRO).
 UPDATE_BYTES = {False: 28 + 12, True: 60}
 BACKWARD_ATTENTION = 5 / 2  # matrix products of its backward pass by those of the forward one
-FSDP_KERNELS = 8  # that copy and round around two gathers and a scatter of a block
-GATHERED_COPIES = 2  # a gathered or scattered tensor is read and written once more along tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,6 @@ class Work(Shapes):
         weights += Cost(0, self._gradient_bytes() / self.rates.memory_bytes)
         if self.frozen:
             weights = Cost()
-        if self.plan.uses_fsdp and self.pp == 1:
-            weights += Cost(0, FSDP_KERNELS * self.rates.kernel_s)
         if self.config.activation_checkpointing == "full":
             inputs += forward
         elif self.config.activation_checkpointing == "selective":  # norms, GELU and sums again
@@ -167,7 +163,7 @@ class Work(Shapes):
     def _attention(self) -> Cost:
         """Causal attention of one block, forward."""
         length = self.config.max_length
-        rate = self.rates.attention_flops * length / (length + self.rates.attention_half)
+        rate = self.rates.attention_flops * length / (length + FITTED.attention_half)
         if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
             rate = self.rates.fp32_gemm_flops / 2
         return Cost(2 * self.tokens * length * self.size.attention_width / self.tp / rate)
@@ -208,8 +204,4 @@ class Work(Shapes):
         seconds = self.collective("tp", "all_gather", 4 * self.hidden, 4)
         if self.config.async_tp:
             seconds *= 1 - FITTED.async_tp_share
-        copied = 0
-        if self.plan.tp_parts[1] > 1:
-            # Samples that are gathered lie one behind the other, tokens are copied into place.
-            copied = 4 * GATHERED_COPIES * self.hidden
-        return Cost(0, copied / self.rates.memory_bytes, seconds)
+        return Cost(0, 0, seconds)

@@ -105,10 +105,10 @@ def block_bytes(plan: Plan) -> float:
 class _Process(Formulas):
     """What the process at one place along pp holds."""
 
-    @property
-    def has_buckets(self) -> bool:
-        """Whether DDP averages gradients in every step, in buckets that stay."""
-        return self.plan.uses_ddp and self.steps_between_exchanges is None
+    def __init__(self, plan: Plan, place: int) -> None:
+        super().__init__(plan, place)
+        # Where DDP averages gradients in every step, in buckets that stay.
+        self.has_buckets = plan.uses_ddp and self.steps_between_exchanges is None
 
     def peak(self) -> dict[str, int]:
         """The fuller of two moments: inside forward and backward, and in the optimizer step."""
@@ -119,7 +119,9 @@ class _Process(Formulas):
     def _while_computing(self) -> dict[str, float]:
         blocks, logits = self._activations()
         state = self._state()
-        if not self._gradients_stay():
+        # Those that stay are in DDP's buckets, in ZeRO-3's flat buffer, or of micro-batches before.
+        in_buffer = self.has_buckets or self.strategy.zero_stage == 3
+        if not in_buffer and self.micro_batches == 1:
             state["gradients"] = 0.0
         # Buckets fill when the loss has gone backward, and its logits are gone.
         state["buffers"] += max(0.0, self._zero_buckets() - logits)
@@ -192,12 +194,6 @@ class _Process(Formulas):
             return 0.0
         bucket = strategy.document["zero_optimization"].get("reduce_bucket_size", 5e8)
         return 2 * self.width * float(min(bucket, self.learning))
-
-    def _gradients_stay(self) -> bool:
-        """Whether gradients lie in memory while activations do: in DDP's buckets, in ZeRO-3's flat
-        buffer, and from the second micro-batch on."""
-        in_buffer = self.has_buckets or self.strategy.zero_stage == 3
-        return in_buffer or self.micro_batches > 1
 
     def _end_bytes(self) -> float:
         """Around the blocks: on the last stage input and output of the last norm, the gradient of

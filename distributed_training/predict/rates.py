@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,10 +19,8 @@ from distributed_training.predict.constants import FITTED
 from distributed_training.settings.gpus import ADAPTER_BYTES_PER_S, Gpu
 
 RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
-# Tiles of a matrix product's result, and what smaller ones cost by an element: they load more.
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, FITTED.tile_cost))
-# Parts of a sum that are added up, and what that costs.
-SPLITS = ((1, 1.0), (2, FITTED.tile_cost), (4, FITTED.tile_cost))
+TILES = ((128, 256), (256, 128))  # rows and columns of a matrix product's result
+PARTS = (1, 2, 4)  # of each of its sums, which are added up
 
 
 def host_costs(seconds: SimpleNamespace, factor: float = 1.0) -> SimpleNamespace:
@@ -44,7 +43,6 @@ class Rates:
     link_bytes: float  # that a process sends in a collective inside a node
     network_bytes: float = ADAPTER_BYTES_PER_S
     num_sms: int = 1  # multiprocessors; 1: matrix products are not cut into waves
-    attention_half: float = FITTED.attention_half
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
     disk_bytes: float = FITTED.disk_bytes_per_s
@@ -109,12 +107,11 @@ def tiled(m: float, k: float, n: float, num_sms: int) -> float:
     """Products that a GPU does for an m x k by k x n matrix product: each multiprocessor works on
     one tile of the result at a time, and all work on equally many."""
     found = []
-    for rows, columns, tile_cost in TILES:
+    for (rows, columns), parts in itertools.product(TILES, PARTS):
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
-        for parts, split_cost in SPLITS:
-            waves = -(-tiles * parts // num_sms)
-            products = waves * num_sms * rows * columns * k / parts
-            found.append(products * tile_cost * split_cost)
+        waves = -(-tiles * parts // num_sms)
+        products = waves * num_sms * rows * columns * k / parts
+        found.append(products if parts == 1 else FITTED.split_cost * products)
     return min(found)
 
 
@@ -125,12 +122,6 @@ def calibration_file(device: str) -> Path:
     return cache / f"calibration-{device.replace(' ', '-')}.json"
 
 
-def _passing_file(device: str) -> Path:
-    """What runs on this machine, of this kind of device, measured in passing."""
-    file = calibration_file(f"{device}-{platform.node()}")
-    return file.with_name(file.name.replace("calibration", "passing", 1))
-
-
 def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float, at: str) -> None:
     """Keep by how much a run on GPUs was slower than predicted, of its host where the GPU waited
     for that, else, of a run on one GPU, of the GPU; on top of what was known before it. A cache
@@ -139,25 +130,26 @@ def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float,
     ratio = measured_s / predicted["step_time_s"]
     if not 0.4 < ratio < 2.5:  # something else than a speed
         return
-    path = _passing_file(device)
-    slower = _passing(device)["slower"]
+    path, known = _passing(device)
+    slower = known["slower"]
     slower[part] = ratio * slower.get(part, 1.0)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"made_at": at, "slower": slower}, indent=1) + "\n")
 
 
-def _passing(device: str) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        known: dict[str, Any] = json.loads(_passing_file(device).read_text())
-        if known["made_at"] and isinstance(known["slower"], dict):
-            return known
-    return {"made_at": "", "slower": {}}
+def _passing(device: str) -> tuple[Path, dict[str, Any]]:
+    """What runs on this machine, of this kind of device, measured in passing, and its file."""
+    file = calibration_file(f"{device}-{platform.node()}")
+    path = file.with_name(file.name.replace("calibration", "passing", 1))
+    with contextlib.suppress(OSError, ValueError):
+        return path, json.loads(path.read_text())
+    return path, {"made_at": "", "slower": {}}
 
 
 def in_passing(device: str, rates: Rates) -> Rates:
     """`rates` with what runs on this machine measured in passing."""
-    known = _passing(device)
+    _, known = _passing(device)
     slower = known["slower"]
     if not slower:
         return rates
@@ -200,7 +192,9 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
         found["update_memory_bytes"] = traffic["update"]
     else:
         found["memory_bytes"] = statistics.mean((traffic["gelu"], traffic["adamw"]))
-    found |= _attention_rates(document["attention"])
+    longest = max(document["attention"], key=lambda entry: entry["length"])
+    slowed = 1 + FITTED.attention_half / longest["length"]
+    found["attention_flops"] = longest["flops_per_s"]["both"] * slowed
     if document["collectives"]:
         found |= _link_rates(document["collectives"], base.on_host)
     block = document["seconds"].get("compiled_block")
@@ -225,17 +219,6 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
             rate = product["flops_per_s"][name]
             found.append(rate * tiled(*shape, num_sms) / math.prod(shape))
     return statistics.median(found)
-
-
-def _attention_rates(measured: list[Mapping[str, Any]]) -> dict[str, float]:
-    """From two lengths: rate = best x length / (length + half)."""
-    (short, slow), (long, fast) = (
-        (entry["length"], entry["flops_per_s"]["both"]) for entry in measured
-    )
-    half = (fast - slow) / (slow / short - fast / long)
-    if half <= 0:
-        return {}
-    return {"attention_half": half, "attention_flops": slow * (short + half) / short}
 
 
 def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str, float]:

@@ -7,7 +7,7 @@ all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a pr
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 
 from distributed_training.plan.plan import Plan
 
@@ -35,14 +35,11 @@ def formulas_by_place(plan: Plan) -> list[Formulas]:
 def sent_by_axis(plan: Plan) -> dict[str, float]:
     """Axis -> bytes that a process sends in a step, on average; of the process along pp that sends
     most."""
-    found = []
-    for formulas in formulas_by_place(plan):
-        sent: dict[str, float] = {}
-        for name, size in formulas.sent().items():
-            axis = name.split()[0]
-            sent[axis] = sent.get(axis, 0.0) + size
-        found.append(sent)
-    return max(found, key=lambda sent: sum(sent.values()))
+    most = max((f.sent() for f in formulas_by_place(plan)), key=lambda sent: sum(sent.values()))
+    by_axis: dict[str, float] = defaultdict(float)
+    for name, size in most.items():
+        by_axis[name.split()[0]] += size
+    return dict(by_axis)
 
 
 class Shapes:
