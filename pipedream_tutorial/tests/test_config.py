@@ -94,7 +94,7 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
 
 
 @given(st.lists(st.text() | st.sampled_from([*CONFIG, "=", "1", "/", "[", ",", "none"])))
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=100)
 def test_any_input_resolves_or_is_a_user_error(parts):
     try:
         found = parse("--set", "".join(parts))
