@@ -390,8 +390,11 @@ def draw(row: Row) -> str:
 def main() -> None:
     """The table of all schedules, or one schedule's timeline and its line of the table."""
     config = chosen()
-    if config is None:
-        hand_over()
+    if config is None:  # the package knows more options, and says in one line what is wrong
+        from pipedream import __main__ as package
+
+        sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items() if key != "steps"]
+        package.main()
         return
     f, i, w, c = (number(config[key]) for key in DURATIONS)
     print(
@@ -426,14 +429,6 @@ def chosen() -> dict[str, Any] | None:
     except (KeyError, ValueError):
         return None
     return config if not config["steps"] else None
-
-
-def hand_over() -> None:
-    """The package knows more options, and says in one line what is wrong."""
-    from pipedream import __main__ as package
-
-    sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items() if key != "steps"]
-    package.main()
 
 
 if __name__ == "__main__":
