@@ -4,9 +4,9 @@
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
 Read it from top to bottom: the operations, the order in which each rank runs them, the clock, what
-a timeline costs, and how it is printed. All of that is plain Python. The package reads the options,
-and gets every command that this file does not know: more schedules, search, training, CSV files and
-traces (python -m pipedream --help).
+a timeline costs, and how it is printed. All of that is plain Python. The package takes these orders
+from here, reads the options, and gets every command that this file does not know: more schedules,
+search, training, CSV files and traces (python -m pipedream --help).
 """
 
 from __future__ import annotations
