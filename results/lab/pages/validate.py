@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,23 +184,36 @@ def share_within(errors: Sequence[float], limit: float) -> float:
     return sum(abs(error) <= limit for error in errors) / len(errors)
 
 
-def first_choices(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
-    """Of each set of runs that did the same work: what is predicted and what was measured to be the
-    quickest."""
+def same_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Sets of runs that did the same work under several layouts."""
     sets = defaultdict(list)
     for row in rows:
         config = row.record.config
         batch = row.record.batch.global_batch_size
         work = f"{config['model']}, {batch} x {config['max_length']}, {config['precision']}"
         sets[f"{row.page}: {work}"].append(row)
-    return {
-        name: (
-            min(members, key=lambda row: (row.measured_s * (1 + row.time_error), row.measured_s)),
-            min(members, key=lambda row: row.measured_s),
-        )
-        for name, members in sets.items()
-        if len({tuple([r.record.strategy["name"], *layout_words(r.record)]) for r in members}) > 1
-    }
+    return {name: found for name, found in sets.items() if len(set(map(_layout, found))) > 1}
+
+
+def predicted_s(row: Row) -> float:
+    return row.measured_s * (1 + row.time_error)
+
+
+def first_choice(rows: Sequence[Row]) -> tuple[Row, Row]:
+    """What is predicted and what was measured to be the quickest."""
+    first = min(rows, key=lambda row: (predicted_s(row), row.measured_s))
+    return first, min(rows, key=lambda row: row.measured_s)
+
+
+def rank_correlation(rows: Sequence[Row]) -> float:
+    """Spearman's, of predicted and of measured times."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(values)
+        return [order.index(value) + order.count(value) / 2 for value in values]
+
+    measured = ranks([row.measured_s for row in rows])
+    return statistics.correlation(ranks(list(map(predicted_s, rows))), measured)
 
 
 def distribution() -> str:
@@ -249,14 +263,20 @@ def calibrated_errors() -> list[float]:
 def choices() -> str:
     """How often the first choice among runs of the same work is the quickest, and where not."""
     found = []
-    sets = first_choices(gpu_rows())
-    for name, (first, best) in sets.items():
+    lost = []
+    sets = same_work(gpu_rows())
+    for name, rows in sets.items():
+        first, best = first_choice(rows)
         behind = first.measured_s / best.measured_s - 1
+        lost.append(behind)
         if behind:
             found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
     right = f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work"
+    ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
+    right += f" the first choice was the quickest; it loses {statistics.median(lost):.1%} in the "
+    right += f"median. Rank correlation, mean of sets of four and more: {ranked:.2f}."
     table = _table(found, ["else", "first choice", "quickest", "behind"])
-    return f"{right} the first choice was the quickest.\n\n{table}"
+    return f"{right}\n\n{table}"
 
 
 def every_row() -> str:
