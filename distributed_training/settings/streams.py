@@ -40,7 +40,7 @@ class LastingStream:
         """As a line-buffered text stream does."""
         with self._writing:
             self._line += text
-            if "\n" in text:
+            if "\n" in text or "\r" in text:  # a bar that ends moves the cursor back
                 self._send()
         return len(text)
 
