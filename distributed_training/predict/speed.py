@@ -144,8 +144,7 @@ class _Step(Work):
             exchanges += 2 if self.shards == 1 else 3
         elif self.plan.uses_fsdp:
             exchanges += 1
-        block = host.block if self.plan.config.compile else host.eager_block
-        return float(block + exchanges * host.exchange)
+        return float(host.block + exchanges * host.exchange)
 
     def _host_step(self, place: int) -> tuple[float, float]:
         """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
