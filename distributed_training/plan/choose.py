@@ -126,6 +126,12 @@ def _choose_settings(candidate: Candidate, machine: Machine, notes: list[str]) -
     if config.pipeline_schedule == AUTO:
         config = with_values(config, pipeline_schedule=candidate.strategy.schedule)
     candidate = replace(candidate, config=config)
+    if config.lora_rank and candidate.strategy.swaps_to_disk and config.precision == "fp32":
+        what = (
+            f"lora_rank={config.lora_rank} with strategy={config.strategy!r} and precision='fp32'"
+        )
+        why = "DeepSpeed rounds frozen weights in files to 16 bits"
+        raise UserError(what, why, "set precision to bf16, or strategy to offload")
     _check_exchanges(candidate)
     _check_loss(candidate)
     compiled = _choose_compile(candidate, machine, notes)

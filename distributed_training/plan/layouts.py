@@ -139,10 +139,6 @@ def _check_settings(candidate: Candidate) -> None:
     name = config.pipeline_schedule
     mode = config.activation_checkpointing
     known = strategy.traits.schedules
-    if config.lora_rank and strategy.swaps_to_disk:
-        what = f"lora_rank={config.lora_rank} does not go with strategy={strategy.name!r}"
-        why = "frozen weights in files have not been tried"
-        raise UserError(what, why, "set strategy to offload, zero3 or fsdp")
     if candidate.mesh["pp"] == 1:
         if config.pipeline_cut is not None:
             raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")

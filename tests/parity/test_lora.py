@@ -17,6 +17,8 @@ from distributed_training.settings.config import RunConfig
 from results.lab.faults.resharding import LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
 from tests.parity import reference as plain
 from tests.parity.test_reference import SETTINGS, assert_follows, folder, load, run
+from tests.plan.helpers import plan_for
+from tests.support import GPU_MACHINE, refused
 
 __all__ = ["folder"]
 ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -156,3 +158,11 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
     assert_exports_agree(folder, tmp_path / "merged", 256)
     with pytest.raises(Exception, match="other weights"):
         peft.load_adapters(base, spec, folder)  # they are in it already
+
+
+def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):
+    """Two runs of DeepSpeed with and without files agreed in bf16 on a CPU, not in fp32."""
+    values = {"model": "gpt2", "strategy": "infinity", "checked": False, **ADAPTERS}
+    assert plan_for(tmp_path, GPU_MACHINE, 2, precision="bf16", **values).config.lora_rank == 4
+    with refused("precision='fp32'", "16 bits"):
+        plan_for(tmp_path, GPU_MACHINE, 2, precision="fp32", **values)
