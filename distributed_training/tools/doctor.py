@@ -209,6 +209,8 @@ def launching() -> Iterator[Finding]:
     if set_to := os.environ.get("NCCL_SOCKET_IFNAME"):
         text += f"; NCCL_SOCKET_IFNAME={set_to}"
     yield ok("network", text)
+    store = "torchrun's store, which runs what it is sent, on every interface"
+    yield ok("listening", f"--num_gpus: on loopback alone; several nodes: {store}")
 
 
 def hub() -> Iterator[Finding]:
