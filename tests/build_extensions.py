@@ -1,8 +1,5 @@
 """Compiles DeepSpeed's C++ extensions once, so that no test waits for a compiler.
 
-Most of that is reading torch's headers, anew for each of 19 files: here it is done once for all of
-them, with one set of options, and little is optimised.
-
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
 Does nothing where the versions installed now have been built there before. A build that was killed
@@ -17,10 +14,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,36 +35,9 @@ def main() -> None:
         print("Compiling DeepSpeed's extensions for the tests (once, minutes) ...", file=sys.stderr)
         for lock in folder.glob("*/lock"):
             lock.unlink()
-        _compile_quickly(folder / "headers")
         _load()
         built.truncate(0)
         built.write(wanted)
-
-
-def _compile_quickly(folder: Path) -> None:
-    """Set CXX to a compiler that has read torch's headers; GCC only, others compile as they do."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None or "Free Software Foundation" not in _said(compiler, "--version"):
-        return
-    from torch.utils.cpp_extension import include_paths
-
-    folder.mkdir(exist_ok=True)
-    header = folder / "torch.h"
-    header.write_text("#include <torch/extension.h>\n")
-    options = ["-std=c++20", "-fPIC", "-fopenmp", "-march=native", "-O1", "-g0"]
-    includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
-    define = "-DTORCH_API_INCLUDE_EXTENSION_H"
-    _said(compiler, *options, *includes, define, "-x", "c++-header", header, "-o", f"{header}.gch")
-    # torch takes only compilers by names that it knows.
-    wrapper = folder / "g++"
-    wrapper.write_text(f'#!/bin/sh\nexec {compiler} -include {header} "$@" {" ".join(options)}\n')
-    wrapper.chmod(0o755)
-    os.environ["CXX"] = str(wrapper)
-
-
-def _said(*command: object) -> str:
-    done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
-    return done.stdout
 
 
 def load_built() -> None:

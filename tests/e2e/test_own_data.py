@@ -2,12 +2,14 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
 
-from tests.conftest import ROOT, assert_ok, only_record, train
+from tests.conftest import ROOT, SCRIPT, assert_ok, clean_environment, only_record, train
 from tests.data.test_pieces import CHAT
 from tests.run.test_generate import command
 
@@ -44,7 +46,10 @@ def test_a_model_of_chats_answers(tmp_path):
     asked = command("generate", run_dir, "--prompt", "And of Italy?", "--temperature", 0)
     assert asked.stdout == "assistant: Rome.\n"
     lines = "What is the capital of France?\nAnd of Italy?\n"
-    dialogue = command("generate", run_dir, "--temperature", 0, typed=lines)
+    talk = [sys.executable, SCRIPT, "generate", run_dir, "--temperature", "0"]
+    dialogue = subprocess.run(
+        talk, input=lines, capture_output=True, text=True, timeout=60, env=clean_environment()
+    )
     assert dialogue.stdout.startswith("assistant: Paris.\nassistant: ")
     # The template that is exported gives the text that was trained on.
     theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
