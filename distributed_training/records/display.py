@@ -149,6 +149,8 @@ def header_rows(r: Record) -> dict[str, str]:
 
 
 def _count(number: int) -> str:
+    if number < 1e5:
+        return f"{number:,}"
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
