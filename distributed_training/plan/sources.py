@@ -34,6 +34,8 @@ def find_sources(plan: Plan) -> Plan:
         why = f"{config.model} knows {spec.size.vocab_size}"
         raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
     weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
+    if config.lora_rank and weights_dir is None:
+        notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
     dataset = config.dataset
     if dataset in (AUTO, WIKITEXT):
         note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
