@@ -207,7 +207,9 @@ def mark_stopped(
     record = run_dir / RECORD_FILE
     if record.is_file():
         values = json.loads(record.read_bytes())
-        if values["status"] == "running" or values["error"] is not None:
+        # A cause that the record alone has, as a full disk had no room for the note, stays.
+        replaces = values["error"] is not None and not consequence
+        if values["status"] == "running" or replaces:
             _write_with_cause(run_dir, values, [fault], _write_even_if_full)
     causes = [each for each in _read_faults(run_dir, [fault]) if not each["consequence"]]
     return causes[:1] == [fault]

@@ -116,7 +116,9 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch says only which stage of a pipeline failed
     if found := find_full_disk(error):
-        remove_unfinished(plan.run_dir)
+        # Once for each disk: what another process is still writing would fail otherwise.
+        if (topology.local_rank if plan.own_disks else topology.rank) == 0:
+            remove_unfinished(plan.run_dir)
         what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
         error = RunError(what, found, "make room, then go on with --resume auto")
     first_line = str(error).strip().partition("\n")[0]

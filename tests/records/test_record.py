@@ -10,6 +10,7 @@ import pytest
 
 from distributed_training.records.provenance import git_commit
 from distributed_training.records.record import (
+    FAULTS_FILE,
     LOST,
     METRICS_FILE,
     RECORD_FILE,
@@ -167,3 +168,11 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
     state = load_state(tmp_path)
     assert (state.status, state.error, state.step) == ("oom", "rank 3: no memory", 4)
     mark_stopped(tmp_path / "no such folder", "failed", "nobody sees it")
+
+
+def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
+    start_record(tmp_path)
+    mark_stopped(tmp_path, "failed", "rank 1: no room")
+    (tmp_path / FAULTS_FILE).unlink()
+    mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
+    assert load_state(tmp_path).error == "rank 1: no room"
