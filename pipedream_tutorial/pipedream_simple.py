@@ -145,7 +145,9 @@ def zb_v(p: int, m: int) -> list[Order]:
 
 def zb_v_order(r: int, p: int, m: int) -> Order:
     """Written for 2p - 1 microbatches or more; with fewer, those not there are left out."""
-    down, up, count = r, 2 * p - 1 - r, max(m, 2 * p - 1)
+    down = r
+    up = 2 * p - 1 - r
+    count = max(m, 2 * p - 1)
     order: Order = []
     done: Counter[tuple[str, int]] = Counter()
 
@@ -204,7 +206,8 @@ def simulate(
         going = False
         for rank, order in enumerate(left):
             while order:
-                op, start = order[-1], now[rank]
+                op = order[-1]
+                start = now[rank]
                 source = need(op, last_stage)
                 if source is not None:
                     if source not in times:
@@ -227,7 +230,8 @@ def batches_in_a_row(
     orders: list[Order], duration: dict[str, int], communication: int, count: int
 ) -> int:
     """When the last of `count` batches ends: a rank begins the next once its own work is done."""
-    free, steps = [0] * len(orders), set()
+    free = [0] * len(orders)
+    steps = set()
     for done in range(count):
         if done and len(steps) == 1:  # all ranks moved on by the same time, and always will
             return max(free) + (count - done) * steps.pop()
@@ -261,7 +265,9 @@ class Row(NamedTuple):
 def measure(name: str, config: dict[str, Any]) -> Row:
     """Simulate one schedule. Raises ValueError for sizes that it does not take."""
     title, build = SCHEDULES[name]
-    p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
+    p = config["num_stages"]
+    m = config["num_microbatches"]
+    count = config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     orders = build(p, m, v) if name == "interleaved" else build(p, m)
     duration, communication, tick = in_ticks(config, v)
@@ -270,7 +276,8 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     makespan = max(end for _, end in times.values())
     spans = [times[order[-1]][1] - times[order[0]][0] for order in orders]
     activations = [peak_activations(order, v) for order in orders]
-    versions, staleness = [1] * p, [0] * p
+    versions = [1] * p
+    staleness = [0] * p
     if name == "pipedream":  # never pauses: the stream is one long batch
         orders = one_f_one_b(p, m * count)
         times = simulate(orders, duration, communication)
@@ -279,7 +286,8 @@ def measure(name: str, config: dict[str, Any]) -> Row:
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
         stream = batches_in_a_row(orders, duration, communication, count)
-    idle, span_idle = 1 - Fraction(work, makespan), 1 - Fraction(work * p, sum(spans))
+    idle = 1 - Fraction(work, makespan)
+    span_idle = 1 - Fraction(work * p, sum(spans))
     stream_idle = 1 - Fraction(work * count, stream)
     return Row(
         title, orders, times, tick, makespan * tick, idle, span_idle, stream * tick, stream_idle,
@@ -315,7 +323,9 @@ def stashed_versions(order: Order) -> tuple[int, int]:
     A forward pass takes the newest weights, its backward pass the same ones again; then the stage
     updates. So a version is kept while a microbatch that used it is in flight.
     """
-    updates, most, behind = 0, 1, 0
+    updates = 0
+    most = 1
+    behind = 0
     used: dict[int, int] = {}  # microbatch in flight -> version
     for kind, _, i in order:
         if kind == "F":
@@ -361,7 +371,8 @@ def percent(share: Fraction) -> str:
 def draw(row: Row) -> str:
     """A line a rank, each operation from its start to its end; goes on below where the terminal
     ends."""
-    p, room = len(row.orders), max(40, get_terminal_size((100, 24)).columns - 8)
+    p = len(row.orders)
+    room = max(40, get_terminal_size((100, 24)).columns - 8)
     labels = {(k, s, i): f"{k if s < p else k.lower()}{i}" for k, s, i in row.times}
     lasts = {op: end - start for op, (start, end) in row.times.items() if end > start}
     rate = max(Fraction(len(labels[op]), ticks) for op, ticks in lasts.items())  # columns a tick

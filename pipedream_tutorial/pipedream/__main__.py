@@ -184,9 +184,11 @@ def check_csv(row: Row, config: dict[str, Any]) -> None:
 
 def print_heading(case: Case, schedule: Schedule | None = None) -> None:
     """The sizes and durations that all of it is for; a file's schedule has its own sizes."""
-    p, m = case.num_stages, case.num_microbatches
+    p = case.num_stages
+    m = case.num_microbatches
     if schedule is not None:
-        p, m = schedule.num_ranks, schedule.num_microbatches
+        p = schedule.num_ranks
+        m = schedule.num_microbatches
     scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
     print_wrapped(
         "",
@@ -217,7 +219,8 @@ def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> 
 
 def print_figures(row: Row, case: Case) -> None:
     """What one schedule comes to, each by rank or by stage."""
-    one, many = row.batch_idle, row.stream_idle
+    one = row.batch_idle
+    many = row.stream_idle
     print_wrapped(
         "  one batch    ",
         f"time {number(row.batch.makespan)}, utilisation {percent(1 - one.makespan_fraction)}, "
@@ -242,7 +245,8 @@ def print_figures(row: Row, case: Case) -> None:
 
 def print_closed_form(row: Row, case: Case) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
-    known, begin = closed_form(row.name, case), "  closed form  "
+    known = closed_form(row.name, case)
+    begin = "  closed form  "
     if row.bound is not None:
         shortest = row.batch.makespan == row.bound
         print_wrapped(

@@ -49,7 +49,8 @@ BEATEN: dict[str, Any] = {
     "markeredgecolor": EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
 BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
-LANE, FLOOR = 0.8, 0.4
+LANE = 0.8
+FLOOR = 0.4
 """Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
 
 Points = dict[tuple[Fraction, Fraction], list[str]]
@@ -69,7 +70,8 @@ def standings(case: Case) -> tuple[list[Standing], list[Refused]]:
     The rows' streams have 2 batches. The period is half of what two further batches add; orders
     repeat from batch to batch, so that fill and drain drop out of the difference.
     """
-    found, refused = [], []
+    found = []
+    refused = []
     for row in compare(replace(case, num_batches=2)):
         if isinstance(row, Refused):
             refused.append(row)
@@ -109,7 +111,8 @@ def idle_curves(
     """
     titles: dict[tuple[tuple[IdleShares, ...], tuple[IdleShares, ...]], list[str]] = {}
     for name in names:
-        simulated, closed = [], []
+        simulated = []
+        closed = []
         for m in sorted({*counts, *closed_counts}):
             sized = replace(case, num_microbatches=m, num_batches=1)
             try:
@@ -195,7 +198,8 @@ def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Fig
     points."""
     counts = sorted({point.microbatches for curve in curves for point in curve.simulated})
     falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
-    least, most = falling[0], falling[-1]
+    least = falling[0]
+    most = falling[-1]
     title = (
         f"More microbatches, less bubble: on {num_stages} ranks GPipe idles "
         f"{percent(least.makespan)} of its makespan at m = {least.microbatches} and "
@@ -344,7 +348,8 @@ def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figu
 
     One panel a schedule, one lane a rank, all to one scale; beside a lane its two peaks.
     """
-    p, until = found[0].row.batch.schedule.num_ranks, max(o.row.stream.makespan for o in found)
+    p = found[0].row.batch.schedule.num_ranks
+    until = max(o.row.stream.makespan for o in found)
     fullest = max(found, key=lambda one: max(one.row.peak_activations)).row
     most = max(found, key=lambda one: max(one.row.weight_copies)).row
     top = max(max(fullest.peak_activations), Fraction(max(most.weight_copies)))
@@ -395,8 +400,10 @@ def _lane_axis(ax: Axes, num_ranks: int, top: Fraction) -> None:
 
 def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
     """Each rank's two step functions, from its lane's floor upwards."""
-    stream, m = one.row.stream, one.row.batch.schedule.num_microbatches
-    times, end = times_of(stream), float(stream.makespan)
+    stream = one.row.stream
+    m = one.row.batch.schedule.num_microbatches
+    times = times_of(stream)
+    end = float(stream.makespan)
     held = held_activations(stream.schedule, times, Fraction(0))
     use = weight_use(stream.schedule, one.row.policy, m)
     kept = live_versions(stream.schedule, times, Fraction(0), use)

@@ -141,7 +141,8 @@ def draw_grid(
 def points_per_unit(ax: Axes) -> tuple[float, float]:
     """Printer's points that one unit of an axes' x and of its y takes."""
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
-    across, down = ax.bbox.width / abs(right - left), ax.bbox.height / abs(high - low)
+    across = ax.bbox.width / abs(right - left)
+    down = ax.bbox.height / abs(high - low)
     return across * 72 / DPI, down * 72 / DPI
 
 
@@ -156,12 +157,11 @@ def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
 
 def _cells(event: Event) -> list[tuple[Op, Box]]:
     """(operation, box): a pair's forward lies above its backward."""
-    parts, top = event.item.parts, event.rank - ROW / 2
-    x, width, height = (
-        float(event.start),
-        float(event.end - event.start),
-        ROW / len(event.item.parts),
-    )
+    parts = event.item.parts
+    top = event.rank - ROW / 2
+    x = float(event.start)
+    width = float(event.end - event.start)
+    height = ROW / len(event.item.parts)
     return [(op, (x, top + place * height, width, height)) for place, op in enumerate(parts)]
 
 
@@ -259,7 +259,8 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
 
 def idle_text(shares: Idle) -> str:
     """Both idle shares: of the makespan, and of the ranks' own spans."""
-    makespan, span = percent(shares.makespan_fraction), percent(shares.span_fraction)
+    makespan = percent(shares.makespan_fraction)
+    span = percent(shares.span_fraction)
     return f"{makespan} of the makespan, {span} of the spans"
 
 
@@ -278,7 +279,8 @@ def time_label(ax: Axes, timeline: Timeline, text: str | None = None) -> None:
 
 def durations_text(timeline: Timeline) -> str:
     """What one microbatch takes on a rank's whole share: 'F = 1, B = I + W = 1 + 1 = 2'."""
-    costs, v = timeline.costs, timeline.schedule.stages_per_rank
+    costs = timeline.costs
+    v = timeline.schedule.stages_per_rank
     both = costs.input_gradient[0] + costs.weight_gradient[0]
     f, i, w, b = (
         number(v * each)
@@ -325,7 +327,8 @@ def naive(timeline: Timeline) -> Picture:
 
 def microbatch_backward(timeline: Timeline) -> Picture:
     """A whole GPipe batch: all forwards, then all backwards."""
-    share, m = percent(idle(timeline).makespan_fraction), timeline.schedule.num_microbatches
+    share = percent(idle(timeline).makespan_fraction)
+    m = timeline.schedule.num_microbatches
     last = max(e.end for e in timeline.all_events() for op in e.item.parts if op.kind == FORWARD)
     title = (
         f"GPipe, {m} microbatches: forwards until time {number(last)}, backwards until "
@@ -336,7 +339,8 @@ def microbatch_backward(timeline: Timeline) -> Picture:
 
 def microbatch_forward(whole: Timeline, cut: Timeline) -> Picture:
     """How microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
-    p, m = cut.schedule.num_ranks, cut.schedule.num_microbatches
+    p = cut.schedule.num_ranks
+    m = cut.schedule.num_microbatches
     title = (
         f"Cut into {m} microbatches, the forward pass through {p} ranks ends at time "
         f"{number(cut.makespan)} instead of {number(whole.makespan)}"
@@ -374,7 +378,8 @@ def all_schedules(everyone: Sequence[Row], refused: Sequence[Refused]) -> Pictur
     )
     panels = []
     for group in groups.values():
-        timeline, shares = group[0].batch, idle_text(group[0].batch_idle)
+        timeline = group[0].batch
+        shares = idle_text(group[0].batch_idle)
         text = f"{_names(group)}: ends at {number(timeline.makespan)}, idle {shares}"
         cut = f"; cut off at {number(until)}" if timeline.makespan > until else ""
         panels.append(Panel(text + cut, timeline))
@@ -432,7 +437,8 @@ def _versions_panel(
         return use[op.stage].version(op)
 
     def told(op: Op) -> str:
-        own, first = version(op), use[op.stage].forward[op.microbatch]
+        own = version(op)
+        first = use[op.stage].forward[op.microbatch]
         return f"v{own}" if own == first else f"v{own}\u2260{first}"
 
     peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
@@ -447,7 +453,8 @@ def _versions_panel(
 
 def _version_bar(figure: Figure, axes: Sequence[Axes], palette: ListedColormap) -> None:
     boxes = [ax.get_position() for ax in axes]
-    bottom, top = boxes[-1].y0, boxes[0].y1
+    bottom = boxes[-1].y0
+    top = boxes[0].y1
     bar_axes = figure.add_axes((boxes[0].x1 + 0.25 / WIDTH, bottom, 0.22 / WIDTH, top - bottom))
     norm = BoundaryNorm([v - 0.5 for v in range(palette.N + 1)], palette.N)
     bar = figure.colorbar(ScalarMappable(norm=norm, cmap=palette), cax=bar_axes)

@@ -22,8 +22,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-WIDTH, DPI = 11.4, 150
-TITLE, TEXT, SMALL, LEAST = 15.0, 12.5, 11.0, 8.0
+WIDTH = 11.4
+DPI = 150
+TITLE = 15.0
+TEXT = 12.5
+SMALL = 11.0
+LEAST = 8.0
 
 LINE_COLOURS = (
     "#000000", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#6E6E6E",
@@ -79,7 +83,8 @@ def new_figure(
             handlelength=1.6,
         )
     width = (WIDTH - left - right - (columns - 1) * left) / columns
-    axes, y = [], height - top
+    axes = []
+    y = height - top
     for panel_height in panel_heights:
         y -= panel_height
         for column in range(columns):
@@ -154,7 +159,9 @@ def panel_title(ax: Axes, text: str) -> None:
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]
 """Left, low, right, high in pixels."""
-DOT, GAP, FAR = 9.0, 11.0, 18.0
+DOT = 9.0
+GAP = 11.0
+FAR = 18.0
 """In points: half a marker, from a marker to its label, and from where on a line leads there."""
 
 
@@ -226,7 +233,8 @@ def _arrange(
     inside: Box,
 ) -> dict[Point, Spot] | None:
     """Each label in turn at the nearest free spot; None where one finds none."""
-    taken, placed = list(obstacles), {}
+    taken = list(obstacles)
+    placed = {}
     for point in order:
         own = _around(anchors[point], anchors[point], DOT)
         for spot in _spots(anchors[point], *sizes[point]):
@@ -264,7 +272,8 @@ def _spots(anchor: Point, width: float, height: float) -> list[Spot]:
     heights = [sign * step for step in range(0, 240, 5) for sign in (1, -1)]
     found = []
     for left, up in product(lefts, heights):
-        near, low = x + left * unit, y + up * unit - height / 2
+        near = x + left * unit
+        low = y + up * unit - height / 2
         box = (near, low, near + width, low + height)
         end = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
         distance = float(np.hypot(end[0] - x, end[1] - y)) / unit

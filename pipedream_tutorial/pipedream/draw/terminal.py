@@ -16,7 +16,8 @@ from pipedream_simple import number
 from pipedream.schedules.ops import Item, Op, Schedule
 from pipedream.simulate.simulator import Event, Timeline
 
-IDLE, RUNNING = ".", "-"
+IDLE = "."
+RUNNING = "-"
 LEGEND = (
     "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); R forward "
     f"again; number: microbatch; {RUNNING} goes on; {IDLE} idle; f, b, i, w, r: on the rank's "
@@ -102,7 +103,8 @@ def _labels(schedule: Schedule) -> Callable[[Item], str]:
     many = max(map(len, own)) > 2
 
     def one(op: Op) -> str:
-        place, kind = places[op.stage], op.kind
+        place = places[op.stage]
+        kind = op.kind
         if many:
             return f"{kind}{op.microbatch}{chr(ord('a') + place)}"
         return f"{kind.lower() if place else kind}{op.microbatch}"
@@ -171,7 +173,8 @@ def _row(line: list[Cell], total: int) -> list[tuple[str, str]]:
 def _paint(row: list[tuple[str, str]], colour: bool) -> str:
     if not colour:
         return "".join(character for character, _ in row).rstrip()
-    painted, now = "", ""
+    painted = ""
+    now = ""
     for character, kind in row:
         if kind != now:
             painted += f"\x1b[30;48;5;{_BACKGROUND[kind]}m" if kind else "\x1b[0m"

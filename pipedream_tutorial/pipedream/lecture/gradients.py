@@ -58,7 +58,8 @@ def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Te
 def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], object]) -> str:
     """Exercise 2: a batch through two stages; its gradient is then in .grad."""
     for m in (4, 3):
-        stages, microbatches = build_stages(2, 1, seed=0), some_microbatches(m)
+        stages = build_stages(2, 1, seed=0)
+        microbatches = some_microbatches(m)
         run_batch(stages, microbatches)
         exact = iter(gradient_on_one_gpu(nn.Sequential(*stages), microbatches))
         off = []
@@ -82,7 +83,8 @@ def check_batch_gradient(
 ) -> str:
     """Exercise 3: a batch's gradient, accumulated from its microbatches."""
     for m in (4, 3):
-        model, microbatches = build_stages(1, 1, seed=0)[0], some_microbatches(m)
+        model = build_stages(1, 1, seed=0)[0]
+        microbatches = some_microbatches(m)
         found = batch_gradient(model, microbatches)
         if found is None:
             raise WrongAnswer("batch_gradient returns nothing")

@@ -32,7 +32,8 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
             raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is no number")
         if answer != int(answer) or answer < 1:
             raise WrongAnswer(f"{answer} microbatches are no whole number from 1 on")
-        m, limit = int(answer), Fraction(percent, 100)
+        m = int(answer)
+        limit = Fraction(percent, 100)
         at = f"for microbatches_needed({p}, {percent}) you say {m}"
         if _gpipe_idle(p, m) > limit:
             raise WrongAnswer(f"{at}: then {float(_gpipe_idle(p, m)):.1%} is idle, which is more.")

@@ -19,7 +19,8 @@ class Shown:
     """One timeline above the other; a notebook shows the picture, a terminal the text."""
 
     def __init__(self, title: str, timelines: Sequence[Timeline]) -> None:
-        self.title, self.timelines = title, timelines
+        self.title = title
+        self.timelines = timelines
 
     def __repr__(self) -> str:
         parts = [self.title]
@@ -32,7 +33,8 @@ class Shown:
 
         panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
         figure, _ = lay_out(Picture(self.title, panels))
-        drawn, small = io.BytesIO(), io.BytesIO()
+        drawn = io.BytesIO()
+        small = io.BytesIO()
         figure.savefig(drawn)
         Image.open(drawn).convert("RGB").quantize(32).save(small, "png", optimize=True)
         return small.getvalue(), {"width": int(WIDTH * DPI / 2)}

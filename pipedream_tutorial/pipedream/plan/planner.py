@@ -145,7 +145,8 @@ def plan_pipeline(
     while last >= 0:
         _, before, replicas = best[last, workers]
         cuts.append((last, replicas))
-        last, workers = before, workers - replicas
+        last = before
+        workers = workers - replicas
     return make_plan(layers, cuts[::-1], bandwidth=bandwidth, sync_factor=sync_factor)
 
 

@@ -157,7 +157,8 @@ def _sweep(
     targets: torch.Tensor | None,
 ) -> list[tuple[float, float, int]]:
     """For each layer once: seconds of its forward and its backward pass, bytes of its output."""
-    found, x = [], example.detach()
+    found = []
+    x = example.detach()
     for place, (_, module) in enumerate(layers):
         extra = (targets,) if targets is not None and place == len(layers) - 1 else ()
         # Nobody waits for the gradient of the model's input, so it is not computed.

@@ -135,7 +135,8 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
             starts.setdefault(op.microbatch, {})[op.kind, op.stage] = event.start
     rows = [[starts[i][key] for key in sorted(starts[i])] for i in range(len(starts) - reach)]
     for apart in range(1, len(rows) - reach + 1):
-        later, earlier = rows[-reach:], rows[-reach - apart : -apart]
+        later = rows[-reach:]
+        earlier = rows[-reach - apart : -apart]
         shift = later[0][0] - earlier[0][0]
         pairs = zip(chain(*later), chain(*earlier), strict=True)
         if all(after - before == shift for after, before in pairs):

@@ -105,7 +105,9 @@ class Inbox:
     def __init__(self, peer: Peer, arriving: Sequence[Op], like: torch.Tensor, depth: int) -> None:
         """`arriving`: the peer's operations whose results come here, all of one shape and dtype.
         `depth` receives are posted before they are asked for; with 0 each is posted when it is."""
-        self.peer, self.like, self.depth = peer, like, depth
+        self.peer = peer
+        self.like = like
+        self.depth = depth
         self.to_post = deque(arriving)
         self.posted: deque[tuple[Op, torch.Tensor, Any]] = deque()
         self.arrived: dict[Op, torch.Tensor] = {}

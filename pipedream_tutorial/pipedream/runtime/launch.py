@@ -152,7 +152,8 @@ def _wait(workers: Sequence[BaseProcess], folder: str) -> int | None:
 
 
 def _explain(rank: int, workers: Sequence[BaseProcess], folder: str) -> int:
-    report, code = _report(folder, rank), workers[rank].exitcode
+    report = _report(folder, rank)
+    code = workers[rank].exitcode
     assert code is not None
     if report.get("kind") == "user":
         print("error:", report["text"], file=sys.stderr)

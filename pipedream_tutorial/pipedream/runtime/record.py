@@ -55,7 +55,9 @@ def build_record(
     backward = [a + b for a, b in zip(costs.input_gradient, costs.weight_gradient, strict=True)]
     cases = []
     for run in runs:
-        name, m, schedule = run.case.name, run.case.num_microbatches, run.case.schedule
+        name = run.case.name
+        m = run.case.num_microbatches
+        schedule = run.case.schedule
         case = {
             "schedule": name,
             "num_microbatches": m,
@@ -95,7 +97,8 @@ def _measured(run: MeasuredRun) -> dict[str, Any]:
     def per_stage(*kinds: str) -> list[float]:
         return [_ms(sum(medians.get((stage, kind), 0) for kind in kinds)) for stage in stages]
 
-    memory, waited = run.peak_memory_bytes, run.waited_for_host
+    memory = run.peak_memory_bytes
+    waited = run.waited_for_host
     return {
         "makespan_ms": _ms(makespan_ns(run.events)),
         "utilisation": round(float(used), 5),
@@ -146,7 +149,8 @@ def _name(case: Mapping[str, Any]) -> str:
     return f"{case['schedule']} m={case['num_microbatches']}"
 
 
-CPU_GOAL_PERCENT, GPU_GOAL_POINTS = 10.0, 3.0
+CPU_GOAL_PERCENT = 10.0
+GPU_GOAL_POINTS = 3.0
 
 
 def on_gpu(record: Mapping[str, Any]) -> bool:
@@ -172,9 +176,13 @@ def goal_of(record: Mapping[str, Any]) -> str:
 
 def outside_goal(record: Mapping[str, Any]) -> list[str]:
     """The record's runs that were predicted worse than that."""
-    goal, error, unit = CPU_GOAL_PERCENT, makespan_error, "%"
+    goal = CPU_GOAL_PERCENT
+    error = makespan_error
+    unit = "%"
     if on_gpu(record):
-        goal, error, unit = GPU_GOAL_POINTS, points_error, " points"
+        goal = GPU_GOAL_POINTS
+        error = points_error
+        unit = " points"
     return [
         f"{_name(case)} ({error(case):+.1f}{unit})"
         for case in record["cases"]
@@ -224,7 +232,8 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def _line(case: Mapping[str, Any]) -> str:
-    measured, predicted = case["measured"], case["predicted"]
+    measured = case["measured"]
+    predicted = case["predicted"]
     name = case["schedule"] + "*" * case["calibrated_on"]
     line = f"{name:20}{case['num_microbatches']:4d}  {measured['makespan_ms']:8.1f} "
     if predicted is None:

@@ -75,7 +75,8 @@ def build_cases(config: Config) -> list[Case]:
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     """The orders over all batches of a schedule that has a name, or of a CSV's."""
-    p, num_batches = config["num_stages"], config["num_batches"]
+    p = config["num_stages"]
+    num_batches = config["num_batches"]
     if not name.lower().endswith(".csv"):
         return schedule_for_training(name, p, m, num_batches)
     batch = load_order(Path(name))

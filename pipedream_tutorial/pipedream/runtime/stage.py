@@ -60,7 +60,8 @@ class EventClock(HostClock):
 
     def __init__(self, new_event: Callable[[], Any], synchronize: Callable[[], None]) -> None:
         """`new_event` as torch.cuda.Event with timing: record(), synchronize(), elapsed_time()."""
-        self.new_event, self.synchronize = new_event, synchronize
+        self.new_event = new_event
+        self.synchronize = synchronize
         self.zero: Any = None
         self.zero_ns = 0
 
@@ -75,7 +76,8 @@ class EventClock(HostClock):
             after = time.perf_counter_ns()
             if tightest is None or after - before < tightest:
                 tightest = after - before
-                self.zero, self.zero_ns = event, (before + after) // 2
+                self.zero = event
+                self.zero_ns = (before + after) // 2
 
     def mark(self) -> tuple[Any, int]:
         event = self.new_event()
@@ -122,7 +124,8 @@ class Station:
 
     def trainers(self, case: Case, *, cut: bool) -> dict[int, StageTrainer]:
         """By stage, with copies of the initial weights."""
-        last, m = self.num_stages - 1, case.num_microbatches
+        last = self.num_stages - 1
+        m = case.num_microbatches
         return {
             stage: StageTrainer(
                 copy.deepcopy(module).to(self.device),
@@ -191,7 +194,9 @@ def run_rank(station: Station, case: Case, pace: Pace, *, keep_weights: bool = F
     Raises StageLostError when a peer is gone.
     """
     trainers = station.trainers(case, cut=case.schedule.cuts_backward)
-    clock, device, memory = station.clock, station.device, None
+    clock = station.clock
+    device = station.device
+    memory = None
     gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
     try:
         clock.start()
@@ -232,11 +237,14 @@ def _run_order(
     station: Station, case: Case, trainers: Mapping[int, StageTrainer], pace: Pace
 ) -> list[_Span]:
     """Run the rank's operations, until all that they send is through."""
-    ranks, own, orders = case.schedule.ranks(), station.rank, case.schedule.orders
+    ranks = case.schedule.ranks()
+    own = station.rank
+    orders = case.schedule.orders
     source = {taker: giver for giver, taker in handed_on(case.schedule)}
     target = {giver: taker for taker, giver in source.items()}
     example, _ = station.task.microbatch(0)
-    inboxes, outboxes = {}, {}
+    inboxes = {}
+    outboxes = {}
     for rank, peer in station.peers.items():
         sent = [op for item in orders[rank] for op in item.parts if op in target]
         arriving = [op for op in sent if ranks[target[op]] == own]
@@ -246,7 +254,8 @@ def _run_order(
     kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
     mark = station.clock.mark
     for op in (op for item in orders[own] for op in item.parts):
-        received, giver = None, source.get(op)
+        received = None
+        giver = source.get(op)
         if giver in kept:
             received = kept.pop(giver)
         elif giver is not None:

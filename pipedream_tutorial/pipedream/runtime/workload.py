@@ -44,7 +44,8 @@ def build_workload(config: Config, device: torch.device, chunks: int = 1) -> Wor
 
     Raises UserError when the model's layers cannot be cut evenly into the stages.
     """
-    num_stages, seed = config["num_stages"] * chunks, config["seed"]
+    num_stages = config["num_stages"] * chunks
+    seed = config["seed"]
     layers, batch, dtype = _sizes(config, device)
     layers = layers_of_a_stage(layers, chunks)
     if config["model"] == "mlp":
@@ -73,10 +74,12 @@ def build_workload(config: Config, device: torch.device, chunks: int = 1) -> Wor
 
 def _sizes(config: Config, device: torch.device) -> tuple[int, int, torch.dtype]:
     """Layers a stage, microbatch size and dtype, where CONFIG leaves them open as well."""
-    name, layers = config["model"], config["layers_per_stage"]
+    name = config["model"]
+    layers = config["layers_per_stage"]
     if name == "mlp":
         return layers or 2, config["microbatch_size"] or 8, DTYPES[config["dtype"] or "float64"]
-    total, p = BLOCKS[name].num_layers, config["num_stages"]
+    total = BLOCKS[name].num_layers
+    p = config["num_stages"]
     if not layers and total % p:
         able = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise UserError(
@@ -122,7 +125,9 @@ def on_gpus(config: Config) -> bool:
 
     Raises UserError where device=cuda finds fewer.
     """
-    wanted, stages, gpus = config["device"], config["num_stages"], torch.cuda.device_count()
+    wanted = config["device"]
+    stages = config["num_stages"]
+    gpus = torch.cuda.device_count()
     if wanted == "cuda" and gpus < stages:
         fewer = "set num_stages to that, " if gpus else ""
         raise UserError(
@@ -161,7 +166,8 @@ def _count(number: int, noun: str) -> str:
 
 def describe(config: Config, device: torch.device) -> str:
     """What is about to run, in words."""
-    p, gpus = config["num_stages"], torch.cuda.device_count()
+    p = config["num_stages"]
+    gpus = torch.cuda.device_count()
     where = "NCCL, a GPU each"
     if device.type == "cpu":
         where = "gloo, on the CPU"

@@ -85,7 +85,8 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
     taken = {slot: kind for kind, line in enumerate(own) for slot in line}
     waiting = {I_UP: 0, I_DOWN: 0}
-    slot, left = 0, len(taken)
+    slot = 0
+    left = len(taken)
     while left or any(waiting.values()):
         kind = taken.get(slot)
         if kind is not None:
@@ -109,7 +110,8 @@ def _pull(slots: Slots) -> None:
     lines = [_Line(own, with_weights) for own in slots]
     limit = max(held for line in lines for held, _ in line.states)
     last = len(slots[0][F_DOWN]) - 1
-    filling, draining = True, False
+    filling = True
+    draining = False
     for slot, rank, kind, i in _by_time(slots):
         if filling and rank == 0 and kind == I_DOWN:
             filling = False

@@ -113,7 +113,8 @@ def folded(c: Case) -> Case:
 def chimera_idle(c: Case) -> Fraction:
     """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
     units = c.m // c.p
-    longer, apart = max(c.f, c.backward), abs(c.f - c.backward)
+    longer = max(c.f, c.backward)
+    apart = abs(c.f - c.backward)
     return (c.p - 2) * (longer + (units - 1) * apart)
 
 

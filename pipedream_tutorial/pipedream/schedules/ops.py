@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from pipedream.errors import UserError
 
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+FORWARD = "F"
+BACKWARD = "B"
+INPUT_GRADIENT = "I"
+WEIGHT_GRADIENT = "W"
 RECOMPUTE = "R"
 _WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")

@@ -106,7 +106,9 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     """DualPipe's eight phases on the two stages of rank r."""
-    line, down, up = _Line(), r, 2 * p - 1 - r
+    line = _Line()
+    down = r
+    up = 2 * p - 1 - r
     pending: deque[int] = deque()
 
     def cut_backward(stage: int) -> None:

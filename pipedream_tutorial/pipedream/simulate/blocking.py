@@ -16,7 +16,9 @@ from pipedream.errors import UserError
 from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.simulate.simulator import DeadlockError, Needs
 
-RUN, SEND, RECV = "RUN", "SEND", "RECV"
+RUN = "RUN"
+SEND = "SEND"
+RECV = "RECV"
 
 
 class Action(NamedTuple):
@@ -46,7 +48,8 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
         raise UserError(
             f"{schedule.name} has several stages a rank", "choose one with a single stage, as 1f1b"
         )
-    ranks, wanted = schedule.ranks(), Needs(schedule)
+    ranks = schedule.ranks()
+    wanted = Needs(schedule)
     programs: list[list[Step]] = []
     for rank, order in enumerate(schedule.orders):
         steps: list[Step] = []

@@ -140,7 +140,8 @@ class Row:
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
-        schedule, kept = self._fullest, dict(zip(self._stages, self.peak_versions, strict=True))
+        schedule = self._fullest
+        kept = dict(zip(self._stages, self.peak_versions, strict=True))
         return tuple(
             Fraction(sum(kept[stage] for stage in stages), schedule.stages_per_rank)
             for stages in schedule.stages()
@@ -185,7 +186,9 @@ def _rows(case: Case) -> Iterator[Row | Refused]:
 
 def measure(name: str, case: Case) -> Row:
     """The row of one schedule; UserError where it does not allow these sizes."""
-    entry, p, m = SCHEDULES[name], case.num_stages, case.num_microbatches
+    entry = SCHEDULES[name]
+    p = case.num_stages
+    m = case.num_microbatches
     if name in REORDERED and not case.reorder:
         schedule = entry.build(p, m, reorder=False)
     else:
@@ -226,7 +229,8 @@ def _row(name: str, title: str, schedule: Schedule, case: Case, *, policy: str =
 def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] | None:
     """What is known of one batch without simulating it, and the sizes to put in; None for what has
     no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
-    form, scale = CLOSED_FORMS.get(name), case.stage_scale or [Fraction(1)]
+    form = CLOSED_FORMS.get(name)
+    scale = case.stage_scale or [Fraction(1)]
     other = (
         len(set(scale)) > 1
         or case.communication

@@ -42,7 +42,8 @@ def idle(timeline: Timeline) -> Idle:
 
 def idle_in_a_row(timeline: Timeline, last_ends: Sequence[int], count: int) -> Idle:
     """Idle time of `count` batches like this one, whose last operations end at `last_ends`."""
-    total, tick = max(last_ends), timeline.tick
+    total = max(last_ends)
+    tick = timeline.tick
     lines = list(zip(timeline.starts, timeline.ends, last_ends, strict=True))
     busy = [count * (sum(ends) - sum(starts)) for starts, ends, _ in lines]
     spans = [end - starts[0] if starts else total for starts, _, end in lines]
@@ -113,7 +114,8 @@ def held_activations(
     v = schedule.stages_per_rank
     found = {}
     for rank, steps in enumerate(activation_steps(schedule)):
-        points, before = [(zero, Fraction(0))], None
+        points = [(zero, Fraction(0))]
+        before = None
         for op, count in steps:
             start, end = times[op]
             begins = op.kind in (FORWARD, RECOMPUTE) and op != before

@@ -88,14 +88,16 @@ def search(
     better bound on the makespan.
     """
     problem = build_problem(costs, num_microbatches, memory)
-    p, m = problem.num_ranks, num_microbatches
+    p = problem.num_ranks
+    m = num_microbatches
     if tries is None:
         tries = max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
     starts += [pattern(problem, limit) for limit in limits]
     starts.sort(key=lambda words: score(problem, words))
-    bound, best = lower_bound(problem), starts[0]
+    bound = lower_bound(problem)
+    best = starts[0]
     goal = bound, max(m * sum(own.values()) for own in problem.durations)
     for number, words in enumerate(starts[:3]):
         found = improve(problem, words, tries // 3, seed=number, goal=goal)
@@ -130,16 +132,21 @@ def as_schedule(words: Words, name: str) -> Schedule:
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
     """Makespan and longest span, in ticks; infinite where words wait for each other in a circle."""
-    p, c = problem.num_ranks, problem.communication
-    place, free = [0] * p, [0] * p
+    p = problem.num_ranks
+    c = problem.communication
+    place = [0] * p
+    free = [0] * p
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
     ready = list(range(p))
     while ready:
         rank = ready.pop()
-        word, own, durations = words[rank], ends[rank], problem.durations[rank]
+        word = words[rank]
+        own = ends[rank]
+        durations = problem.durations[rank]
         before = ends[rank - 1]["F"] if rank else None
         after = ends[rank + 1]["I"] if rank + 1 < p else None
-        now, at = free[rank], place[rank]
+        now = free[rank]
+        at = place[rank]
         while at < len(word):
             kind = word[at]
             if kind == "F" and before is not None:
@@ -174,12 +181,15 @@ def lower_bound(problem: Problem) -> int:
     waits for the W of `memory` microbatches before: a chain of round trips. When rank r is done,
     the ranks before it still have to run the last I.
     """
-    m, c, times = problem.num_microbatches, problem.communication, problem.durations
+    m = problem.num_microbatches
+    c = problem.communication
+    times = problem.durations
     best = 0
     for rank, own in enumerate(times):
         head = sum(t["F"] + c for t in times[:rank])
         trip = sum(t["F"] + t["I"] + 2 * c for t in times[rank + 1 :])  # from F's end to I's start
-        held, each = min(m, problem.memory), sum(own.values())
+        held = min(m, problem.memory)
+        each = sum(own.values())
         waits = head + own["F"] + trip + m * each - held * own["F"]
         rounds, rest = divmod(m - 1, problem.memory)
         cycle = own["F"] + trip + own["I"] + own["W"]
@@ -191,7 +201,8 @@ def lower_bound(problem: Problem) -> int:
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
-    p, most = problem.num_ranks, problem.memory
+    p = problem.num_ranks
+    most = problem.memory
     every = list(
         dict.fromkeys(
             tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))
@@ -205,9 +216,11 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
 def pattern(problem: Problem, limits: Sequence[int]) -> Words:
     """ZB-H1 and ZB-H2, and what lies between: a rank runs its limit of F, then I and F in turn, and
     puts W off for as long as its memory allows."""
-    words, m = [], problem.num_microbatches
+    words = []
+    m = problem.num_microbatches
     for ahead in limits:
-        first, delay = min(ahead, m), problem.memory - ahead
+        first = min(ahead, m)
+        delay = problem.memory - ahead
         word = "F" * first
         for i in range(m):
             word += "I" + "W" * (i >= delay) + "F" * (first + i < m)
@@ -217,8 +230,11 @@ def pattern(problem: Problem, limits: Sequence[int]) -> Words:
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
     """Whoever is free first runs I, or else F, or else W, if the limits allow."""
-    p, m, c = problem.num_ranks, problem.num_microbatches, problem.communication
-    words, free = [""] * p, [0] * p
+    p = problem.num_ranks
+    m = problem.num_microbatches
+    c = problem.communication
+    words = [""] * p
+    free = [0] * p
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
 
     def start(rank: int, kind: str) -> int | None:
@@ -233,7 +249,8 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
             full = i - len(own["W"]) == problem.memory or i - len(own["I"]) == limits[rank]
             if full or rank == 0:
                 return None if full else 0
-            source, later = ends[rank - 1]["F"], c
+            source = ends[rank - 1]["F"]
+            later = c
         else:
             source, later = (own["F"], 0) if rank == p - 1 else (ends[rank + 1]["I"], c)
         return source[i] + later if i < len(source) else None
@@ -257,8 +274,10 @@ def improve(
 ) -> Words:
     """Move single letters and keep what is not longer; stops early at `goal`, makespan and span."""
     chance = random.Random(seed)
-    now, shortest = list(words), score(problem, words)
-    best, length = list(now), shortest[0]
+    now = list(words)
+    shortest = score(problem, words)
+    best = list(now)
+    length = shortest[0]
     unit = min(time for own in problem.durations for time in own.values() if time)
     for turn in range(tries):
         if shortest <= goal:
@@ -267,7 +286,8 @@ def improve(
         old = now[rank]
         source = chance.randrange(len(old))
         target = source + chance.choice((-1, 1)) * chance.randint(1, 6)
-        letter, rest = old[source], old[:source] + old[source + 1 :]
+        letter = old[source]
+        rest = old[:source] + old[source + 1 :]
         new = rest[: max(0, target)] + letter + rest[max(0, target) :]
         if new == old or not _allowed(new, problem.memory):
             continue
@@ -278,7 +298,8 @@ def improve(
         if longer <= 0 or chance.random() < math.exp(-longer / (heat / 3 + 1e-9)):
             length = found[0]
             if found < shortest:
-                best, shortest = list(now), found
+                best = list(now)
+                shortest = found
         else:
             now[rank] = old
     return best
@@ -334,7 +355,9 @@ def _add_operations(model: Any, problem: Problem, longest: int) -> dict[tuple[st
     """Put the problem into the model; (kind, rank, microbatch) -> when it starts. Operations of a
     rank do not overlap, results arrive before they are used, and a rank's F number i + memory
     starts after its W number i."""
-    p, m, c = problem.num_ranks, problem.num_microbatches, problem.communication
+    p = problem.num_ranks
+    m = problem.num_microbatches
+    c = problem.communication
     start = {
         (kind, rank, i): model.new_int_var(0, longest, f"{rank}{kind}{i}")
         for rank in range(p)

@@ -227,11 +227,13 @@ def _run(
     tables = [_rules(wanted, kinds, ended, clock) for kinds in clock.kinds]
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
-    ranks, going = list(range(len(free))), True
+    ranks = list(range(len(free)))
+    going = True
     while going:  # down the ranks with forward passes, up with backward passes
         going = False
         for rank in ranks:
-            order, before = schedule.orders[rank], len(ends[rank])
+            order = schedule.orders[rank]
+            before = len(ends[rank])
             if before < len(order):
                 _advance(order, tables[rank], starts[rank], ends[rank], free[rank])
                 going = going or len(ends[rank]) > before
@@ -342,7 +344,8 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     """What a rank waits for that none runs; else follow what each stuck rank waits for until a
     rank comes up again."""
-    wanted, ranks = Needs(schedule), schedule.ranks()
+    wanted = Needs(schedule)
+    ranks = schedule.ranks()
     for op in schedule.ops():
         for need in wanted.of(op):
             if need not in ranks:

@@ -55,7 +55,9 @@ class _Run:
     """One group of processes: what ran, and the orders that it makes up."""
 
     def __init__(self, group: str, schedule: Schedule, slices: Iterable[_Slice]) -> None:
-        self.first_pid, self.group, self.schedule = FIRST_PID[group], group, schedule
+        self.first_pid = FIRST_PID[group]
+        self.group = group
+        self.schedule = schedule
         free_from: dict[tuple[int, str], list[int]] = {}
         self.slices: list[_Slice] = []
         for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
@@ -127,13 +129,16 @@ def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
     def ns(time: Fraction) -> int:
         return round(time * unit_s * 10**9)
 
-    slices, ends = [], dict[Op, Fraction]()
+    slices = []
+    ends = dict[Op, Fraction]()
     for e in timeline.all_events():
         slices.append(_Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)))
         ends |= dict.fromkeys(e.item.parts, e.end)
-    latency, ranks = timeline.costs.communication, timeline.schedule.ranks()
+    latency = timeline.costs.communication
+    ranks = timeline.schedule.ranks()
     for sender, receiver in transfers(timeline.schedule) if latency else ():
-        start, end = ns(ends[sender]), ns(ends[sender] + latency)
+        start = ns(ends[sender])
+        end = ns(ends[sender] + latency)
         slices.append(_Slice(ranks[sender], "send", sender, start, end))
         slices.append(_Slice(ranks[receiver], "receive", sender, start, end))
     return _Run("predicted", timeline.schedule, slices)
@@ -177,7 +182,8 @@ def _named(what: str, pid: int, tid: int, name: str, place: int) -> Iterable[Tra
 
 def _slices(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]:
     for s in run.slices:
-        computed, name = s.thread == "compute", " | ".join(map(str, s.item.parts))
+        computed = s.thread == "compute"
+        name = " | ".join(map(str, s.item.parts))
         parts = [_arguments(op, use if computed else None) for op in s.item.parts]
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
         late = [str(run.impossible[op]) for op in s.item.parts if op in run.impossible]
@@ -214,7 +220,8 @@ def _arrows(run: _Run) -> Iterable[TraceEvent]:
             "id": run.first_pid * 10**6 + number,
             "tid": FIRST_TID["compute"],
         }
-        begin, finish = run.at[sender], run.at[receiver]
+        begin = run.at[sender]
+        finish = run.at[receiver]
         inside = max(begin.start_ns, begin.end_ns - 1) / 1000
         yield shared | {"pid": run.first_pid + begin.rank, "ts": inside, "ph": "s"}
         arrives = {"pid": run.first_pid + finish.rank, "ts": finish.start_ns / 1000}

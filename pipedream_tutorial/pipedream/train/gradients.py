@@ -94,7 +94,8 @@ def watch_gradients(
 ) -> TrainResult:
     """oracle.train with these settings; `see` is called for every `every`-th microbatch when all
     stages have run its backward pass."""
-    task, batch_size = build_task(seed=settings["seed"]), settings["num_microbatches"]
+    task = build_task(seed=settings["seed"])
+    batch_size = settings["num_microbatches"]
     used: dict[int, dict[int, Weights]] = defaultdict(dict)
     newest: dict[int, dict[int, tuple[list[torch.Tensor], Weights]]] = defaultdict(dict)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WIDTH, NUM_CLASSES = 32, 8
+WIDTH = 32
+NUM_CLASSES = 8
 
 
 class ResidualLayer(nn.Module):

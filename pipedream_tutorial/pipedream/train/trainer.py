@@ -61,10 +61,15 @@ class StageTrainer:
         """`batch_size` counts microbatches; `loss` belongs to the last stage only. `module` gives
         the first version of the weights, in its memory, and is not used afterwards. `cut` asks for
         backward passes in two halves, I and W."""
-        self.module, self.policy, self.loss = _without_weights(module), policy, loss
-        self.stage, self.num_stages = stage, num_stages
-        self.batch_size, self.num_microbatches = batch_size, num_microbatches
-        self.learning_rate, self.cut = learning_rate, cut
+        self.module = _without_weights(module)
+        self.policy = policy
+        self.loss = loss
+        self.stage = stage
+        self.num_stages = num_stages
+        self.batch_size = batch_size
+        self.num_microbatches = num_microbatches
+        self.learning_rate = learning_rate
+        self.cut = cut
         self.versions = {0: {n: p.detach() for n, p in module.named_parameters()}}
         for tensor in self.versions[0].values():
             tensor.requires_grad_()
@@ -178,7 +183,8 @@ class StageTrainer:
         self.num_accumulated += 1
         if self.policy.per_microbatch or self.num_accumulated == self.batch_size:
             self._update(self.gradients)
-            self.gradients, self.num_accumulated = None, 0
+            self.gradients = None
+            self.num_accumulated = 0
 
     def _update(self, gradients: list[torch.Tensor]) -> None:
         """SGD. A new version is new memory, and its predecessors are dropped when nobody can read
