@@ -237,9 +237,14 @@ class _Process(Formulas):
         """
         rows = self.size.padded_vocab_size
         chunk = self.config.loss_chunk_tokens
-        kept, worst = (self.width, self.width) if self.config.compile else (4, 12)
+        kept = self.width
+        worst = self.width
+        if not self.config.compile:
+            kept = 4
+            worst = 12
         if self.tp > 1:
-            kept, worst = 4, 4 + self.width
+            kept = 4
+            worst = 4 + self.width
         count = self.tokens * rows / self.tp
         if not chunk:
             return kept * count, worst * count, SPLIT_LOGIT_BYTES * count
