@@ -41,6 +41,9 @@ CONFIG = {
 def main() -> int:
     """Run the command line; `train` is what runs without a command."""
     try:
+        from distributed_training.settings.cache import keep_bytecode
+
+        keep_bytecode()  # before the imports that it speeds up
         from distributed_training import cli
 
         return cli.main(CONFIG, __doc__, __file__)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import platform
 import statistics
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from distributed_training.predict.constants import FITTED
+from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.gpus import ADAPTER_BYTES_PER_S, Gpu
 
 RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
@@ -117,9 +117,7 @@ def tiled(m: float, k: float, n: float, num_sms: int) -> float:
 
 def calibration_file(device: str) -> Path:
     """Where `plan --calibrate` keeps what it measured of a kind of device."""
-    given = os.environ.get("DISTRIBUTED_TRAINING_CACHE")
-    cache = Path(given) if given else Path.home() / ".cache" / "distributed-training"
-    return cache / f"calibration-{device.replace(' ', '-')}.json"
+    return cache_folder() / f"calibration-{device.replace(' ', '-')}.json"
 
 
 def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float, at: str) -> None:

@@ -75,9 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     document |= {"gpu_name": machine.gpu_name, "num_gpus": machine.num_gpus, "runs": {}}
     document["num_cpus"] = os.cpu_count()
     with tempfile.TemporaryDirectory() as folder:
-        caches = {
-            name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        }
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DISTRIBUTED_TRAINING_CACHE")
+        caches = {name: f"{folder}/{name}" for name in names}
         command = [*arguments.command, "--output_dir", f"{folder}/runs"]
         for caches_are in ("cold", "warm"):
             lines = timed_lines(command, **caches)
