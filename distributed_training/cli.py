@@ -1,10 +1,5 @@
 """The command line: one parser, from the same description of every key as CONFIG itself.
 
-    python real_model_example.py [train] [--KEY VALUE ...]
-    python real_model_example.py plan [--cluster 2x8xH100-80GB], or compare --strategies dp,fsdp
-    python real_model_example.py doctor, or links [--num_gpus N], or overlap RUN
-    python real_model_example.py report [RUN ...], or generate, export, push with a RUN
-
 A command is an entry of COMMANDS. No torch import before training begins.
 """
 
@@ -45,7 +40,6 @@ from distributed_training.settings.parser import Parser, not_negative
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
-AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,26 +51,26 @@ class Program:
     about: str
 
 
-def build_parser(
-    program: Program, keys: Iterable[Key], command: Command, more: AddOptions
-) -> argparse.ArgumentParser:
-    """A command's own options, then every key as one, by all of its names, grouped by need."""
+def build_parser(program: Program, keys: Iterable[Key], own: Any = None) -> Parser:
+    """The options of `own`, a module of tools/, or of training; then every key as one, by all of
+    its names, grouped by need."""
     name = program.script.name
-    usage = f"{name} {command.__name__} [OPTIONS] [--KEY VALUE ...]"
-    about = command.__doc__
-    if command is train:
-        usage = f"{name} [train] [--KEY VALUE ...] [--preset NAME]"
-        others = [other for other in COMMANDS if other != "train"]
-        usage += "".join(f"\n       {name} {other} --help" for other in others)
-        about = program.about
+    others = [other for other in COMMANDS if other != "train"]
     parser = Parser(
         prog=name,
-        description=about,
-        usage=usage,
+        description=program.about,
+        usage="\n       ".join(
+            [f"{name} [train] [--KEY VALUE ...] [--preset NAME]"]
+            + [f"{name} {other} --help" for other in others]
+        ),
         epilog=f"Other launchers work, too: deepspeed --num_gpus=N {name}",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
     )
-    more(parser)
+    if own is not None:
+        command = own.__name__.rpartition(".")[2]
+        parser.usage = f"{name} {command} [OPTIONS] [--KEY VALUE ...]"
+        parser.description = own.__doc__.partition("\n")[0]
+        own.add_options(parser)
     # Overrides are kept as key=value texts, in the order of the command line.
     parser.set_defaults(overrides=[])
     add = parser.add_argument
@@ -115,18 +109,16 @@ def about_key(key: Key, *more: str) -> str:
     return f"{key.help} ({'; '.join(words)})" if words else key.help
 
 
-def parse(
-    argv: Sequence[str], program: Program, command: Command, more: AddOptions = lambda parser: None
-) -> argparse.Namespace:
-    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`; `more` adds a
-    command's own options."""
+def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Namespace:
+    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, and the options of `own`, a
+    module of tools/."""
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
         keys |= read_keys(strategies.strategy_options(strategy))
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
-    parser = build_parser(program, keys.values(), command, more)
+    parser = build_parser(program, keys.values(), own)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].lstrip("-").partition("=")[0]
@@ -138,14 +130,10 @@ def parse(
 
 
 def configure(
-    arguments: argparse.Namespace, program: Program, strategy: str | None = None
+    arguments: argparse.Namespace, program: Program, overrides: Sequence[str]
 ) -> RunConfig:
-    """CONFIG, preset and command line merged, under another `strategy` where one is given."""
+    """CONFIG, preset and `key=value` texts merged."""
     name, output_dir = output_dir_of(program)
-    overrides = list(arguments.overrides)
-    if strategy is not None:
-        overrides = [text for text in overrides if text.partition("=")[0].strip() != "strategy"]
-        overrides.append(f"strategy={strategy}")
     config = build_config(
         {**program.config, name: str(output_dir)},
         preset=arguments.preset, overrides=overrides,
@@ -154,47 +142,27 @@ def configure(
     return config.model_copy(update={"force": arguments.force})
 
 
+def over_config(name: str, argv: Sequence[str], program: Program) -> int:
+    """A command that takes CONFIG's keys beside its own options: a module of tools/."""
+    own = _load(f"tools.{name}")
+    arguments = parse(argv, program, own)
+    build = functools.partial(configure, arguments, program)
+    return own.run(arguments, build, program.script)
+
+
 def _load(module: str) -> Any:
     """A module that only its command needs."""
     return importlib.import_module(f"distributed_training.{module}")
 
 
-def _parser(program: Program, command: str, about: str | None) -> Parser:
-    return Parser(prog=f"{program.script.name} {command}", description=about)
-
-
-def plan(argv: Sequence[str], program: Program) -> int:
-    """Every layout of every strategy, ranked by predicted time; nothing runs."""
-    module = _load("tools.plan")
-    arguments = parse(argv, program, plan, module.add_options)
-    build = functools.partial(configure, arguments, program)
-    return module.run(arguments, build, program.script)
-
-
-def compare(argv: Sequence[str], program: Program) -> int:
-    """The same work under several strategies, one after the other, on one page."""
-    return _train_several(compare, "tools.compare", argv, program)
-
-
-def parity(argv: Sequence[str], program: Program) -> int:
-    """Whether every layout computes what one process computes."""
-    return _train_several(parity, "tools.parity", argv, program)
-
-
-def _train_several(command: Command, name: str, argv: Sequence[str], program: Program) -> int:
-    module = _load(name)
-    arguments = parse(argv, program, command, module.add_options)
-
-    def build(texts: Sequence[str]) -> RunConfig:
-        given = {**vars(arguments), "overrides": list(texts)}
-        return configure(argparse.Namespace(**given), program)
-
-    return module.run(arguments, build, program.script)
+def _parser(program: Program, command: Command) -> Parser:
+    prog = f"{program.script.name} {command.__name__}"
+    return Parser(prog=prog, description=command.__doc__)
 
 
 def doctor(argv: Sequence[str], program: Program) -> int:
     """What this machine has and lacks for training; --nodes: the links between processes."""
-    parser = _parser(program, "doctor", doctor.__doc__)
+    parser = _parser(program, doctor)
     add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
     add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
@@ -210,8 +178,8 @@ def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
     if PLANNED in argv:
         return start_planned()
-    arguments = parse(argv, program, train)
-    config = configure(arguments, program)
+    arguments = parse(argv, program)
+    config = configure(arguments, program, arguments.overrides)
     asked = arguments.num_gpus
     given = arguments.cluster
     own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
@@ -240,8 +208,8 @@ def report(argv: Sequence[str], program: Program) -> int:
 
 
 def generate(argv: Sequence[str], program: Program) -> int:
-    """Text from the model of a run."""
-    parser = _parser(program, "generate", "Text from a trained model.")
+    """Text from a trained model."""
+    parser = _parser(program, generate)
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add("--prompt", help="what the text begins with; without it, each line that you type")
@@ -258,9 +226,8 @@ def generate(argv: Sequence[str], program: Program) -> int:
 
 
 def export(argv: Sequence[str], program: Program) -> int:
-    """The weights of a checkpoint, in Hugging Face's format."""
-    about = "A checkpoint's weights in Hugging Face's format; the run may have been interrupted."
-    parser = _parser(program, "export", about)
+    """A checkpoint's weights in Hugging Face's format; the run may have been interrupted."""
+    parser = _parser(program, export)
     parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
     parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
     merge = "of a run with lora_rank: the whole model instead of the adapters"
@@ -270,8 +237,8 @@ def export(argv: Sequence[str], program: Program) -> int:
 
 
 def push(argv: Sequence[str], program: Program) -> int:
-    """The model of a run, to the Hugging Face Hub."""
-    parser = _parser(program, "push", "A run's model to the Hub.")
+    """A run's model to the Hub."""
+    parser = _parser(program, push)
     parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
     parser.add_argument("name", help="user/name on the Hub")
     parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
@@ -281,7 +248,7 @@ def push(argv: Sequence[str], program: Program) -> int:
 
 def links(argv: Sequence[str], program: Program) -> int:
     """How fast processes talk to each other: six operations over every group of the mesh."""
-    parser = _parser(program, "links", links.__doc__)
+    parser = _parser(program, links)
     add = parser.add_argument
     add("--num_gpus", metavar="N", help="processes; all, the default: one a GPU, or 2 without GPUs")
     for axis in ("pp", "dp_shard", "tp"):
@@ -312,23 +279,24 @@ def _start_processes(argv: Sequence[str], program: Program, num_gpus: str | None
 
 def overlap(argv: Sequence[str], program: Program) -> int:
     """How much communication hides behind computing, from the traces of a run."""
-    parser = _parser(program, "overlap", overlap.__doc__)
+    parser = _parser(program, overlap)
     parser.add_argument("run", type=Path, help="folder of a run with --profile STEPS")
     return _load("tools.overlap").main(parser.parse_args(argv).run)
 
 
 def calibrate(argv: Sequence[str], program: Program) -> int:
     """What `plan --calibrate` runs in its processes."""
-    parser = _parser(program, "calibrate", calibrate.__doc__)
+    parser = _parser(program, calibrate)
     parser.add_argument("file", type=Path, help="where the JSON goes")
     return _load("tools.calibrate").main(parser.parse_args(argv).file)
 
 
 Command = Callable[[Sequence[str], Program], int]
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "compare": compare, "parity": parity, "doctor": doctor,
-    "generate": generate, "report": report, "export": export, "push": push, "links": links,
-    "overlap": overlap, "calibrate": calibrate,
+    "train": train,
+    **{name: functools.partial(over_config, name) for name in ("plan", "compare", "parity")},
+    "doctor": doctor, "generate": generate, "report": report, "export": export, "push": push,
+    "links": links, "overlap": overlap, "calibrate": calibrate,
 }  # fmt: skip
 
 

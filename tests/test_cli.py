@@ -30,7 +30,7 @@ PROGRAM = cli.Program(config=real_model_example.CONFIG, script=SCRIPT, about="ab
 
 
 def overrides(*argv):
-    return cli.parse([str(word) for word in argv], PROGRAM, cli.train).overrides
+    return cli.parse([str(word) for word in argv], PROGRAM).overrides
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -61,7 +61,7 @@ def test_the_command_lines_order_is_kept():
 )
 def test_unknown_options_are_refused_with_the_nearest(argv, words):
     with refused(*words):
-        cli.parse(argv, PROGRAM, cli.train)
+        cli.parse(argv, PROGRAM)
 
 
 def test_a_strategys_own_engine_adds_options(monkeypatch, capsys):
@@ -73,7 +73,7 @@ def test_a_strategys_own_engine_adds_options(monkeypatch, capsys):
     )
     assert overrides("--low-rank", 4) == ["low_rank=4"]
     with pytest.raises(SystemExit):
-        cli.parse(["--help"], PROGRAM, cli.train)
+        cli.parse(["--help"], PROGRAM)
     assert "--low_rank" in capsys.readouterr().out
 
 

@@ -1,7 +1,4 @@
-"""`compare`: the same work under several strategies, one run after the other, on one page.
-
-    python real_model_example.py compare --strategies dp,fsdp,zero2 --seeds 3
-    python real_model_example.py compare results/plans/h200-x1.json --out results/records/h200-x1
+"""The same work under several strategies, one after the other, on one page.
 
 A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Every run is
 the command that a user would type; what it prints goes to log.txt. Records lie in the folder as

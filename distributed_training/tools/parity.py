@@ -1,7 +1,4 @@
-"""`parity`: whether every layout computes what one process computes, on one page to cite.
-
-    python real_model_example.py parity --num_gpus 4 --strategies dp,fsdp,tp,pp
-    python real_model_example.py parity --num_gpus 4 --precision bf16 PLAN.json
+"""Whether every layout computes what one process computes.
 
 The reference is one process that compiles nothing. It trains twice, the second time with other
 micro-batches: what it then differs from itself by is rounding. A layout that differs by more than

@@ -1,6 +1,6 @@
-"""`plan`: every layout of every strategy for CONFIG, ranked. No torch import.
+"""Every layout of every strategy, ranked by predicted time; nothing runs.
 
-python real_model_example.py plan [--KEY VALUE ...] [--num_gpus N | --cluster 2x8xH100-80GB]
+No torch import.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, build: Callable[[str | None], RunConfig], script: Path
+    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], RunConfig], script: Path
 ) -> int:
-    """Rank and print; `build` gives CONFIG under a strategy, or as it is."""
+    """Rank and print; `configure` gives CONFIG with `key=value` texts."""
+
+    def build(strategy: str | None) -> RunConfig:
+        chosen = [] if strategy is None else [f"strategy={strategy}"]
+        return configure([*arguments.overrides, *chosen])
+
     if arguments.budget is not None or arguments.target_loss is not None:
         return scaling.run(arguments, build)
     cluster = _cluster(arguments)
