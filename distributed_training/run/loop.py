@@ -87,7 +87,9 @@ class Trainer:
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
     save_best: Callable[[], None] = lambda: None  # collective
-    leave: Callable[[], None] = lambda: None  # what a finished run leaves, beside its last save
+    # Writes what a finished run leaves, beside its last save, and gives a sample. Collective.
+    leave: Callable[[], str | None] = lambda: None
+    sample: str | None = None
     at: Callable[..., None] = lambda place, **_: None  # told where training is
     step_ended: Callable[[], None] = lambda: None
     startup: Startup = field(default_factory=Startup)
@@ -133,7 +135,7 @@ class Trainer:
                 if self.step == self.num_steps:
                     self._stopping.when = "once the model is written"
                     self.at("the export")
-                    self.leave()
+                    self.sample = self.leave()
                 self._finish_saving()
         finally:
             self.display.stop()
@@ -353,6 +355,8 @@ class Trainer:
         self._say(f"saving checkpoints/step-{self.step:08d}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
+        if self.saver.memory is None:
+            self._finish_saving()
 
     def _finish_saving(self) -> None:
         """Wait for a save that is under way; raises what failed in it. Collective."""

@@ -161,21 +161,14 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     trainer.save_best = lambda: export.export(*model, plan.run_dir / BEST).result()
     trainer.at = watch.at
     last = plan.run_dir / LAST
-    sample = None
 
-    def leave() -> None:
-        nonlocal sample
-        best = trainer.history.best
-        written = None
-        if plan.config.export and best and best["step"] == trainer.step:  # gathered already
-            if topology.rank == 0:
-                written = export.in_thread(export.copy_folder, plan.run_dir / BEST, last)
-        elif plan.config.export:
-            written = export.export(*model, last, trainer.saver.weights(trainer.step))
+    def leave() -> str | None:
+        written = export.export(*model, last) if plan.config.export else None
         sample = export.generate_sample(*model, display, "after")
         if written is not None:
             written.result()
             display.say(f"exported {short_path(last)} (Hugging Face's format)")
+        return sample
 
     trainer.leave = leave
     with Profile(plan, topology, trainer.step, display) as profile:
@@ -184,7 +177,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     watch.at("the end")
     results = collect_results(trainer, profile)
     if not signum:
-        results["sample"] = sample
+        results["sample"] = trainer.sample
     if trainer.record is not None:
         results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
         trainer.record.update(**results)

@@ -236,13 +236,14 @@ def test_another_layout_draws_random_numbers_of_its_own(tmp_path):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_training_waits_where_memory_has_no_room_for_a_copy(tmp_path, monkeypatch):
+def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
+    """While training waits."""
     monkeypatch.setattr(checkpoint, "available_ram_bytes", lambda: 100)
-    monkeypatch.setattr(checkpoint.HostMemory, "copy", None)
     saver = Saver(plan_of(tmp_path), TOPOLOGY, lambda *_: None)
     begin(saver, FakeEngine(3), 3)
-    (folder,) = list_checkpoints(tmp_path)
     saver.finish()
+    assert saver.memory is None
+    (folder,) = list_checkpoints(tmp_path)
     engine = FakeEngine()
     assert (load(folder, engine), engine.value) == (3, 3)
 

@@ -72,14 +72,11 @@ def export(*words):
     return heavy_pool().script(["export", *words])
 
 
-@pytest.mark.parametrize(("strategy", "count", "best"), [("zero3", 2, True), ("dp", 1, False)])
-def test_an_interrupted_run_is_exported_from_its_checkpoint(strategy, count, best, tmp_path):
-    """Here one that was killed after it had saved: its last weights are in hf/ to compare with,
-    which come from best/, or from the copy for the checkpoint."""
-    changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4, "keep_best": best}
-    record, _ = run(tmp_path / "runs", strategy, count, **changes, learning_rate=1e-4)
+def test_an_interrupted_run_is_exported_from_its_checkpoint(tmp_path):
+    """Here one that was killed after it had saved: its last weights are in hf/ to compare with."""
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
+    record, _ = run(tmp_path / "runs", "zero3", **changes, learning_rate=1e-4)
     run_dir = Path(record["run_dir"])
-    assert (record["best"] or {}).get("step") == (4 if best else None)
     (run_dir / "hf").rename(tmp_path / "expected")
     (run_dir / "record.json").write_text(json.dumps({**record, "status": "running"}))
     words = ["generate", run_dir, "--prompt", "def ", "--num_tokens", 5]

@@ -149,13 +149,13 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     monkeypatch.setattr(checkpoint.Saver, "begin", lambda *_, step, **__: done.append(step))
     monkeypatch.setattr(checkpoint.Saver, "finish", lambda _: done.append("finished"))
     monkeypatch.setattr(checkpoint.Saver, "under_way", True)
-    engine = CountingEngine()
+    engine = CountingEngine(at_step=lambda step: done.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
     trainer.save_best = lambda: done.append("best")
     trainer.run()
     finished = [before for before, after in itertools.pairwise(done) if after != "finished"]
-    assert [what for what in done if what != "finished"] == [4, "best", 8, "best", "best", 12]
+    assert [what for what in done if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]
     assert set(finished) == {"finished"}
     assert done[-1] == "finished"
 

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,16 @@ class Saver:
         self.topology = topology
         self.saved = saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
-        self._memory: HostMemory | None = None
+        self.memory: HostMemory | None = None  # of the copy; None: there was no room
         # Where the state itself is in host memory, that may grow scarce.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # Who makes and removes folders, on a node's disk or for all nodes.
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
-        self.thread: int | None = None  # that writes
+        self._pool = ThreadPoolExecutor(1)
+        self.thread = self._pool.submit(threading.get_ident).result()  # that writes
         self.step = 0  # of the last save
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
-        self._copies: list[Part] = []  # in memory
 
     def prepare(self, engine: Engine) -> None:
         """Begin to find memory, once all of the state is there, for the first save. Collective."""
@@ -77,8 +77,8 @@ class Saver:
             self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
-        """Copy the state, which later steps change, and begin to write it, once what is being
-        written has ended. Where memory is too small for a copy training waits. Collective."""
+        """Begin to write the state, once what is being written has ended: a copy, which later steps
+        do not change; or itself, without `memory` for one: training waits then. Collective."""
         self.finish()
         began = time.monotonic()
         self.step = step
@@ -91,24 +91,16 @@ class Saver:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self._find_memory(parts)
-        memory = self._memory
-        if memory is not None:
-            parts = self._copies = memory.copy(parts)
+        self._row = {"step": step, "copied": False, "page_locked": False}
+        if self.memory is not None:
+            parts = self.memory.copy(parts)
+            self._row |= {"copied": True, "page_locked": self.memory.page_locked}
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.spread,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
         )  # fmt: skip
-        self._row = {"step": step, "copied": memory is not None}
-        self._row["page_locked"] = bool(memory and memory.page_locked)
-        self._ending = Future()
-        arguments = (self._ending, writing, parts, meta)
-        if memory is not None:
-            thread = threading.Thread(target=self._run, args=arguments, daemon=True)
-            thread.start()
-            self.thread = thread.ident
-        else:
-            self._run(*arguments)
+        self._ending = self._pool.submit(self._write, writing, parts, meta)
         self._row["stall_s"] = time.monotonic() - began
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
@@ -122,24 +114,14 @@ class Saver:
     def _find_memory(self, parts: list[Part]) -> None:
         """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
         needed = bytes_to_copy(parts)
-        held = self._memory
+        held = self.memory
         if all(gather(held is not None and len(held.memory) >= needed)):
             return
         if held is not None:  # freed before more is asked for
             held.wait()
-        self._memory = held = None
+        self.memory = held = None
         if all(gather(_has_room(needed, self.plan))):
-            self._memory = HostMemory(needed, self.topology.device if self._keeps else None)
-
-    def weights(self, step: int) -> dict[str, torch.Tensor] | None:
-        """All weights after `step`, under the model's names, from the copy in host memory; None
-        where that does not hold them."""
-        if self.step != step or self.topology.world_size > 1:
-            return None
-        found = [part for part in self._copies if part.name.startswith("weight/")]
-        if not found or any(part.size != part.shape for part in found):
-            return None
-        return {part.name.removeprefix("weight/"): part.get() for part in found}
+            self.memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
     @property
     def under_way(self) -> bool:
@@ -162,26 +144,14 @@ class Saver:
             folder = ending.result()
         finally:
             if not self._keeps:
-                self._memory = None
+                self.memory = None
         self._row["stall_s"] += time.monotonic() - began
         self.saved(folder, self._row)
-
-    def _run(
-        self, ending: Future[Path], writing: Path, parts: list[Part], meta: resume.Meta
-    ) -> None:
-        began = time.monotonic()
-        try:
-            folder = self._write(writing, parts, meta)
-        except BaseException as error:
-            ending.set_exception(error)
-        else:
-            size = sum(meta.files.values())
-            self._row |= {"write_s": time.monotonic() - began, "bytes": size}
-            ending.set_result(folder)
 
     def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
         """Write this rank's files; once all are on the disk publish them by one rename a disk, and
         delete all checkpoints but the last. The folder. Collective in the thread's group."""
+        began = time.monotonic()
         first = self.topology.rank == 0
         final = writing.with_name(resume.name_of(meta.step))
         own = writing / resume.file_of(self.topology.rank)
@@ -193,10 +163,10 @@ class Saver:
             if self.plan.own_disks:
                 meta.hosts[name] = host
         # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
-        if self.plan.own_disks:
-            self._on_all(_publish if self._leads and not first else None, writing, final, meta)
+        self._on_all(_publish if self._leads and not first else None, writing, final, meta)
         self._on_all(_publish if first else None, writing, final, meta)
         self._on_all(_remove_others if self._leads else None, final, self.plan)
+        self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
         return final
 
     def _on_all(self, do: Callable[..., Any] | None, *arguments: Any) -> list[Any]:
