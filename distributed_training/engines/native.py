@@ -18,27 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel.blocks import (
-    apply_checkpointing,
-    apply_chunked_loss,
-    apply_compile,
-    apply_fsdp,
-    apply_prefetch,
-)
-from distributed_training.parallel.compression import (
-    apply_compression,
-    bucket_mib,
-    forget,
-    restore,
-    state_of,
-)
-from distributed_training.parallel.gradients import (
-    add_up,
-    global_norm,
-    local_parameter,
-    local_part,
-    match_layouts,
-)
+from distributed_training.parallel import blocks, compression, gradients
+from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.graphs import StepGraph, to_device
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
@@ -74,8 +55,8 @@ class NativeEngine(base.Engine):
         self.step = StepGraph(self._step, topology.device, num_eager_steps=eager_steps)
         last = len(layout.stages) - 1
         stages = {
-            index: model.stage(blocks, is_first=index == 0, is_last=index == last)
-            for index, blocks in enumerate(layout.stages)
+            index: model.stage(own, is_first=index == 0, is_last=index == last)
+            for index, own in enumerate(layout.stages)
             if layout.ranks[index] == topology.pp_rank
         }
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
@@ -100,7 +81,7 @@ class NativeEngine(base.Engine):
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
         # AdamW and clipping work element by element, for which this process's parts will do.
-        self.local = {parameter: local_parameter(parameter) for parameter in self.parameters}
+        self.local = {each: gradients.local_parameter(each) for each in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
         # On GPUs what changes from step to step lies in memory that a graph reads.
@@ -116,7 +97,7 @@ class NativeEngine(base.Engine):
         self.loss_scale = torch.tensor(first, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
         if isinstance(self.module, DistributedDataParallel):
-            self._arrange_buckets(plan.batch.micro_batch_size)
+            self._arrange_buckets(self.module, plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
         """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
@@ -128,46 +109,43 @@ class NativeEngine(base.Engine):
             terms = apply_tp(part, mesh["tp"], self.tp_parts)
         if config.lora_rank:
             terms = apply_lora(part, config)
-        apply_checkpointing(part, config.activation_checkpointing)
-        apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
+        blocks.apply_checkpointing(part, config.activation_checkpointing)
+        blocks.apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
-            apply_compile(part, ends=topology.tp == 1, whole=config.compile == "whole")
+            blocks.apply_compile(part, ends=topology.tp == 1, whole=config.compile == "whole")
         if self.copies_only and topology.world_size > 1:
             return self.replicate(part)
         if topology.dp_size > 1:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
-            apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
-            apply_prefetch(part, config.fsdp_prefetch)
+            blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
+            blocks.apply_prefetch(part, config.fsdp_prefetch)
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 
     def replicate(self, part: Decoder) -> nn.Module:
         """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
-        module = DistributedDataParallel(
+        return DistributedDataParallel(
             part,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
-            bucket_cap_mb=bucket_mib(self.config, self.topology.device_type),
+            bucket_cap_mb=compression.bucket_mib(self.config, self.topology.device_type),
         )
-        self.remembered = apply_compression(module, self.config)
-        return module
 
-    def _arrange_buckets(self, size: int) -> None:
+    def _arrange_buckets(self, module: DistributedDataParallel, size: int) -> None:
         """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
-        first, and what compression loses is kept by bucket, in a resumed run, too. Torch may hold
-        the first buckets through the next pass (its watchdog lets go of what NCCL was given): now
-        there are no moments yet, and the peak stays what later steps need."""
+        first, and what compression, which follows, loses is kept by bucket. Torch may hold the
+        first buckets through the next pass (its watchdog lets go of what NCCL was given): now there
+        are no moments yet, and the peak stays what later steps need."""
         shape = (size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         self.parts.train()
-        self.module(ids, ids).backward()
+        module(ids, ids).backward()
         self.optimizer.zero_grad()
         if self.topology.device_type == "cuda":
             torch.cuda.synchronize()
             time.sleep(0.3)  # the watchdog looks every 0.1 s
-        if self.remembered is not None:
-            forget(self.remembered)
+        self.remembered = compression.apply_compression(module, self.config)
 
     def set_learning_rate(self, rate: float) -> None:
         super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
@@ -192,9 +170,9 @@ class NativeEngine(base.Engine):
                 loss_sum = self.pipeline.forward_backward(
                     inputs.flatten(0, 1), targets.flatten(0, 1), self.scale
                 )
-        match_layouts(self.parameters)
+        gradients.match_layouts(self.parameters)
         if self.terms:
-            add_up([local_part(parameter.grad) for parameter in self.terms], self.tp_group)
+            gradients.add_up([local_part(each.grad) for each in self.terms], self.tp_group)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
         # Processes along tp see the same samples: one of them reports, here as in eval_step.
@@ -225,7 +203,7 @@ class NativeEngine(base.Engine):
         if self.fp16:
             foreach_mul_([local.grad for local in self.local.values()], 1.0 / self.loss_scale)
         twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
-        norm, each = global_norm(self.parameters, self.topology, twice)
+        norm, each = gradients.global_norm(self.parameters, self.topology, twice)
         overflow = norm.isfinite().logical_not()
         step = True
         if self.fp16 or self.config.on_nonfinite == "skip":
@@ -324,8 +302,8 @@ class NativeEngine(base.Engine):
         self.step.forget(NUM_EAGER_STEPS)
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        return {} if self.remembered is None else state_of(self.remembered)
+        return {} if self.remembered is None else compression.state_of(self.remembered)
 
     def load_own(self, state: dict[str, torch.Tensor]) -> None:
         if self.remembered is not None:
-            restore(self.remembered, state, self.topology.device)
+            compression.restore(self.remembered, state, self.topology.device)

@@ -27,25 +27,19 @@ logger = logging.getLogger(__name__)
 def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank gives, by rank: whatever JSON can say, so that tuples come as lists.
     `group`: another one of all ranks. Collective."""
-    data = _encode(mine)
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(data)]), group)
     longest = max(int(size) for size in sizes)
     ranks = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(ranks, torch.nn.functional.pad(data, (0, longest - len(data))), group)
-    return [_decode(rank[: int(size)]) for rank, size in zip(ranks, sizes, strict=True)]
+    answers = [rank[: int(size)] for rank, size in zip(ranks, sizes, strict=True)]
+    return [json.loads(answer.numpy().tobytes()) for answer in answers]
 
 
 def from_rank_0(value: Any) -> Any:
     """Rank 0's `value`, as `gather` would give it, on all ranks. Collective."""
-    first = dist.get_rank() == 0
-    data = _encode(value) if first else torch.zeros(0, dtype=torch.uint8)
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src=0)
-    if not first:
-        data = torch.zeros(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
-    return _decode(data)
+    return gather(value)[0]
 
 
 def gather_in(store: dist.Store, rank: int, world_size: int) -> Gather:
@@ -83,19 +77,15 @@ def check_ranks_agree(mine: Mapping[str, Any], ask: Gather) -> None:
                 raise UserError(what, why, fix)
 
 
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
-
-
-def fails_anywhere(failure: str, consequence: str) -> bool:
-    """Whether some rank says why it failed (this one with `failure`, "" if it did not); each then
-    warns of the `consequence` for all. Collective over all processes."""
-    failed = torch.tensor(int(bool(failure)))
-    dist.all_reduce(failed)
-    if failed:
-        logger.warning("%s: %s", consequence, failure or "it failed on another rank")
-    return bool(failed)
+def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:
+    """Whether `attempt` raises a RuntimeError on no rank; else each warns of the `consequence` for
+    all. Collective over all processes."""
+    failure = ""
+    try:
+        attempt()
+    except RuntimeError as error:
+        failure = str(error).partition("\n")[0]
+    failures = [found for found in gather(failure) if found]
+    if failures:
+        logger.warning("%s: %s", consequence, failures[0])
+    return not failures

@@ -22,7 +22,6 @@ from distributed_training.predict.traffic import num_exact
 from distributed_training.settings.config import RunConfig
 
 LEVELS = 127
-FIRST_POWERSGD_STEP = 2  # the earliest that torch allows: by then buckets are arranged
 # One bucket: gloo matches collectives by their order, and a hook starts its second one whenever the
 # first is done, which with several buckets is at another time on each process.
 ONE_BUCKET_MIB = 2**20
@@ -60,9 +59,9 @@ class TopkInt8:
     lost_of_means: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-# What a resumed run needs to go on exactly.
+# By bucket, what a resumed run needs to go on exactly.
 KEPT = {
-    PowerSGDState: ("iter", "error_dict", "p_memory_dict", "q_memory_dict"),
+    PowerSGDState: ("error_dict", "p_memory_dict", "q_memory_dict"),
     TopkInt8: ("lost", "lost_of_means"),
 }
 
@@ -102,7 +101,8 @@ def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any:
-    """Let `module` exchange gradients as CONFIG says; what the hook remembers, or None."""
+    """Let `module`, whose buckets are arranged, exchange gradients as CONFIG says; what the hook
+    remembers, or None."""
     kind = config.gradient_compression
     if kind == "bf16":
         module.register_comm_hook(None, bf16_hook)
@@ -110,9 +110,10 @@ def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any
         state = PowerSGDState(
             None,
             config.compression_rank,
-            start_powerSGD_iter=FIRST_POWERSGD_STEP,
+            start_powerSGD_iter=2,  # no earlier, as torch arranges buckets in the first: done here
             orthogonalization_epsilon=1e-8,  # else a column of zeros divides by zero
         )
+        state.iter = state.start_powerSGD_iter
         module.register_comm_hook(state, powerSGD_hook)
         return state
     elif kind == "topk-int8" and config.compression_k < 1:  # else nothing would be lost, nor saved
@@ -128,30 +129,18 @@ def bucket_mib(config: RunConfig, device_type: str) -> float | None:
     return ONE_BUCKET_MIB if one else config.bucket_cap_mb
 
 
-def forget(remembered: Any) -> None:
-    """Begin anew: with nothing lost, in a DDP that has arranged its buckets."""
-    if isinstance(remembered, TopkInt8):
-        remembered.lost = {}
-        remembered.lost_of_means = {}
-    else:
-        remembered.iter = FIRST_POWERSGD_STEP
-
-
 def state_of(remembered: Any) -> dict[str, torch.Tensor]:
-    """This process's part, for a checkpoint: tensors by "attribute/bucket", numbers as tensors."""
-    found = dict[str, torch.Tensor]()
-    for name in KEPT[type(remembered)]:
-        value = getattr(remembered, name)
-        entries = value if isinstance(value, dict) else {"": torch.tensor([float(value)])}
-        found |= {f"{name}/{bucket}": tensor for bucket, tensor in entries.items()}
-    return found
+    """This process's part, for a checkpoint: tensors by "attribute/bucket"."""
+    return {
+        f"{name}/{bucket}": tensor
+        for name in KEPT[type(remembered)]
+        for bucket, tensor in getattr(remembered, name).items()
+    }
 
 
 def restore(remembered: Any, state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put it back."""
     for key, tensor in state.items():
         name, _, bucket = key.partition("/")
-        if bucket:
+        if name in KEPT[type(remembered)]:  # earlier releases kept powersgd's number of steps
             getattr(remembered, name)[int(bucket)] = tensor.to(device)
-        else:
-            setattr(remembered, name, int(tensor))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from distributed_training.parallel.agree import fails_anywhere
+from distributed_training.parallel.agree import works_everywhere
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -94,8 +94,8 @@ class StepGraph:
         """Record a step without running it, on every rank or on none. Collective."""
         self.inputs = [t.clone() for t in tensors]
         graph = torch.cuda.CUDAGraph()
-        failure = ""
-        try:
+
+        def record() -> None:
             # Other threads, such as NCCL's watchdog, may go on asking how far the GPU has come.
             with torch.cuda.graph(
                 graph,
@@ -104,8 +104,6 @@ class StepGraph:
                 capture_error_mode="thread_local",
             ):
                 self.outputs = self.step(*self.inputs)
-        except RuntimeError as error:
-            failure = str(error).partition("\n")[0]
-        if fails_anywhere(failure, "launching op by op"):
-            return
-        self.graph = graph
+
+        if works_everywhere(record, "launching op by op"):
+            self.graph = graph

@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import Decoder, Role
 from distributed_training.models.loss import IGNORE_INDEX
-from distributed_training.parallel.agree import fails_anywhere
+from distributed_training.parallel.agree import works_everywhere
 from distributed_training.parallel.private import all_reduce_functional, share_memory
 
 
@@ -117,12 +117,7 @@ class _Layer(parallel.ParallelStyle):
 def can_overlap(group: dist.ProcessGroup) -> bool:
     """Make ready for exchanges in parts (private.overlap_products); False, with a warning, where a
     process of `group` cannot. Collective over all processes."""
-    failure = ""
-    try:
-        share_memory(group)
-    except RuntimeError as error:
-        failure = str(error).partition("\n")[0]
-    return not fails_anywhere(failure, "async_tp is off")
+    return works_everywhere(partial(share_memory, group), "async_tp is off")
 
 
 def _pad_rows(table: Any, multiple: int) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training.parallel.compression import apply_compression, bucket_mib, forget
+from distributed_training.parallel.compression import apply_compression, bucket_mib
 from distributed_training.plan.topology import process_group
 from distributed_training.settings.config import RunConfig, build_config
 
@@ -25,7 +25,6 @@ def _take_steps(gradients: torch.Tensor, config: RunConfig) -> torch.Tensor:
     _, rows, columns = gradients.shape
     layer = torch.nn.Linear(columns, rows, bias=False)
     module = DistributedDataParallel(layer, bucket_cap_mb=bucket_mib(config, "cpu"))
-    remembered = apply_compression(module, config)
 
     def step(gradient: torch.Tensor) -> torch.Tensor:
         module.zero_grad()
@@ -35,5 +34,5 @@ def _take_steps(gradients: torch.Tensor, config: RunConfig) -> torch.Tensor:
         return layer.weight.grad.clone()
 
     step(torch.zeros(rows, columns))  # in which DDP arranges its buckets
-    forget(remembered)
+    apply_compression(module, config)
     return torch.stack([step(gradient) for gradient in gradients])
