@@ -6,7 +6,6 @@ and whether a text or a line is a sample. While it is filled it is called <name>
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -57,7 +56,9 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) 
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not is_whole(folder, say=True):
+            if not is_whole(folder):
+                if folder.is_dir():
+                    logger.warning("rebuilding the token cache %s, which is damaged", folder)
                 _fill(folder, corpus, tokenizer, by_line=not pack)
     except OSError as error:
         what = f"the token cache {cache_dir} cannot be written"
@@ -65,15 +66,12 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) 
     return folder
 
 
-def is_whole(folder: Path, *, say: bool = False) -> bool:
-    """Whether a folder of the cache is as it was written; `say` where it is damaged."""
+def is_whole(folder: Path) -> bool:
+    """Whether a folder of the cache is there, as it was written."""
     try:
-        whole = (folder / _CHECKSUM).read_bytes() == _checksum(folder)
+        return (folder / _CHECKSUM).read_bytes() == _checksum(folder)
     except OSError:
-        whole = False
-    if say and not whole and folder.is_dir():
-        logger.warning("rebuilding the token cache %s, which is damaged", folder)
-    return whole
+        return False
 
 
 def _checksum(folder: Path) -> bytes:
@@ -92,8 +90,8 @@ def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
         arrays = {}
         for part, dtype in dtypes.items():
             file = folder / f"{split}-{part}.bin"
-            empty = np.empty(0, dtype)  # cannot be mapped
-            arrays[part] = np.memmap(file, dtype, "r") if file.stat().st_size else empty
+            there = file.exists()  # not where a split has no text
+            arrays[part] = np.memmap(file, dtype, "r") if there else np.empty(0, dtype)
         splits[split] = Tokens(**arrays)
     return meta["form"], splits
 
@@ -116,11 +114,8 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) 
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     building.mkdir()
-    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {rate_fmt} {remaining} left"
-    with tqdm(
-        desc="tokenising", total=sum(sizes), unit="B", unit_scale=True, bar_format=form,
-        disable=None, leave=False, dynamic_ncols=True,
-    ) as bar:  # fmt: skip
+    shown = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
+    with tqdm(desc="tokenising", total=sum(sizes), **shown) as bar:
         dtypes = {
             split: _fill_split(building, split, source, tokenizer, by_line, bar)
             for split, source in splits.items()
@@ -137,35 +132,31 @@ def _fill_split(
     dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
     if source.has_answers:
         dtypes["loss_mask"] = "bool"
-    with contextlib.ExitStack() as stack:
-        files = {
-            part: stack.enter_context((building / f"{split}-{part}.bin").open("wb"))
-            for part in dtypes
-        }
 
-        def append(part: str, values: np.ndarray) -> None:
-            files[part].write(values.astype(dtypes[part]).tobytes())
+    def append(part: str, values: np.ndarray) -> None:
+        with (building / f"{split}-{part}.bin").open("ab") as file:
+            file.write(values.astype(dtypes[part]).tobytes())
 
-        append("starts", np.zeros(1))
-        length = 0
-        templated = source.has_answers and tokenizer.chat is not None  # has its marks
-        begin = [] if templated else tokenizer.bos_ids
-        begins = True
-        pieces = source.read(by_line=by_line, chat=tokenizer.chat)
-        for batch, encoded in _encode(tokenizer, _batches(pieces), templated):
-            rows = []
-            for piece, row in zip(batch, encoded, strict=True):
-                whole = np.append(begin, row) if begins and begin else row
-                rows.append(np.append(whole, tokenizer.eos_id) if piece.eos else whole)
-                begins = piece.ends
-            sizes = [len(row) for row in rows]
-            ends = length + np.cumsum(sizes)
-            length = ends[-1]
-            append("starts", ends[[piece.ends for piece in batch]])
-            append("ids", np.concatenate(rows))
-            if source.has_answers:
-                append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
-            bar.update(sum(len(piece.text) for piece in batch))
+    append("starts", np.zeros(1))
+    length = 0
+    templated = source.has_answers and tokenizer.chat is not None  # has its marks
+    begin = [] if templated else tokenizer.bos_ids
+    begins = True
+    pieces = source.read(by_line=by_line, chat=tokenizer.chat)
+    for batch, encoded in _encode(tokenizer, _batches(pieces), templated):
+        rows = []
+        for piece, row in zip(batch, encoded, strict=True):
+            whole = np.append(begin, row) if begins and begin else row
+            rows.append(np.append(whole, tokenizer.eos_id) if piece.eos else whole)
+            begins = piece.ends
+        sizes = [len(row) for row in rows]
+        ends = length + np.cumsum(sizes)
+        length = ends[-1]
+        append("starts", ends[[piece.ends for piece in batch]])
+        append("ids", np.concatenate(rows))
+        if source.has_answers:
+            append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
+        bar.update(sum(len(piece.text) for piece in batch))
     return dtypes
 
 

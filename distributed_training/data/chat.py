@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -37,17 +38,17 @@ class ChatTemplate:
         done = ""
         try:
             for place, message in enumerate(messages):
-                if message["role"] != ASSISTANT:
-                    continue
-                whole = self.render(messages[: place + 1])
-                asked = _common(self.render(messages[:place], ask=True), whole)
-                if not asked.startswith(done):
-                    pieces = []
-                    done = ""
-                question = asked[len(done) :]
-                pieces.append(Piece(question, in_loss=False, eos=False, ends=False))
-                pieces.append(Piece(whole[len(asked) :], eos=False, ends=False))
-                done = whole
+                if message["role"] == ASSISTANT:
+                    whole = self.render(messages[: place + 1])
+                    begun = self.render(messages[:place], ask=True)
+                    asked = os.path.commonprefix([begun, whole])  # noqa: RUF071, no paths
+                    if not asked.startswith(done):
+                        pieces = []
+                        done = ""
+                    question = asked[len(done) :]
+                    pieces.append(Piece(question, in_loss=False, eos=False, ends=False))
+                    pieces.append(Piece(whole[len(asked) :], eos=False, ends=False))
+                    done = whole
         except Exception as error:  # what a template raises is its own affair
             raise UserError(f"{where} does not go with the chat template", str(error)) from None
         # What is to end the text ends it once.
@@ -66,12 +67,6 @@ def read_template(settings: dict[str, Any]) -> str | None:
     if isinstance(found, list):
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found
-
-
-def _common(one: str, other: str) -> str:
-    """What both begin with."""
-    length = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-    return one[:length]
 
 
 def _refuse(words: str) -> NoReturn:

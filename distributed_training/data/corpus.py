@@ -112,8 +112,10 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
             parquet = hub.fetch_wikitext()
         except OSError as error:
             raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
-        articles = {split: tuple(_read_wikitext(path)) for split, path in parquet.items()}
-        splits = {split: Source(form=RUNNING, texts=own) for split, own in articles.items()}
+        splits = {}
+        for split, path in parquet.items():
+            texts = split_articles(row["text"] for _, row in on_disk.read_records(path))
+            splits[split] = Source(form=RUNNING, texts=tuple(texts))
         return Corpus(name=WIKITEXT, **splits)
     if is_hub_name(dataset):
         return _read_from_hub(key, dataset)
@@ -146,9 +148,9 @@ def _find_source(path: Path, what: str) -> Source:
         raise UserError(f"{what} does not exist", fix=fix)
     files: tuple[Path, ...] = (path,)
     if path.is_dir():  # in the order of their names, but for hidden ones
-        below = [file.relative_to(path) for file in sorted(path.rglob("*"))]
-        shown = [path / file for file in below if not any(part[0] == "." for part in file.parts)]
-        files = tuple(file for file in shown if file.suffix in kinds and not file.is_dir())
+        below = [file for file in sorted(path.rglob("*")) if file.suffix in kinds]
+        shown = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
+        files = tuple(file for file in shown if not file.is_dir())
     found = sorted({file.suffix or "a file without an extension" for file in files})
     texts = set(found) <= set(TEXT_KINDS)
     if not files or not (texts or set(found) <= set(RECORD_KINDS)):
@@ -213,18 +215,8 @@ def _shuffle(texts: dict[str, str]) -> list[str]:
     return [texts[name] for name in names]
 
 
-def _read_wikitext(path: Path) -> list[str]:
-    """Articles of one split: WikiText stores one line per row."""
-    import pyarrow.parquet
-
-    try:
-        rows: list[str] = pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not WikiText's parquet file", str(error)) from None
-    return split_articles(rows)
-
-
 def split_articles(rows: Iterable[str]) -> list[str]:
-    """Join rows into articles at level-one headings (` = Title = `, not ` = = Section = = `)."""
+    """WikiText's rows, a line each, as articles, which begin with ` = Title = `; ` = = Section = = `
+    begins none."""
     articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", "".join(rows))
     return [text for text in articles if text.strip()]

@@ -57,18 +57,16 @@ def read_blocks(path: Path) -> Iterator[str]:
         file.seek(0)
         marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="")
-        held = ""  # a "\r" whose "\n" may be in the next block
         try:
             for block in iter(partial(text.read, _BLOCK), ""):
-                whole = held + block
-                held = "\r" if whole.endswith("\r") else ""
-                yield whole.removesuffix(held).replace("\r\n", "\n")
+                while block.endswith("\r") and (more := text.read(1)):
+                    block += more
+                yield block.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             start = error.start
             before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
             why = f"{error.encoding}: {error.reason}, 0x{error.object[start]:02x} after {before!r}"
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
-        yield held
 
 
 def split_lines(blocks: Iterable[str]) -> Iterator[str]:
@@ -121,27 +119,19 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     number = 0
-    with _parsing_table(path), contextlib.ExitStack() as stack:
-        if path.suffix == ARROW:
-            file = stack.enter_context(pyarrow.memory_map(str(path)))
-            batches = iter(pyarrow.ipc.open_stream(file))
-        else:
-            table = stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True))
-            names = [name for name in table.schema_arrow.names if name in COLUMNS]
-            batches = table.iter_batches(_ROWS, columns=names or None)
-        for batch in batches:
-            for first in range(0, batch.num_rows, _ROWS):
-                for row in batch.slice(first, _ROWS).to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", row
-
-
-@contextlib.contextmanager
-def _parsing_table(path: Path) -> Iterator[None]:
-    import pyarrow
-
     try:
-        yield
+        with pyarrow.memory_map(str(path)) as file:
+            if path.suffix == ARROW:
+                batches = iter(pyarrow.ipc.open_stream(file))
+            else:
+                table = pyarrow.parquet.ParquetFile(file)
+                names = [name for name in table.schema_arrow.names if name in COLUMNS]
+                batches = table.iter_batches(_ROWS, columns=names or None)
+            for batch in batches:
+                for first in range(0, batch.num_rows, _ROWS):
+                    for row in batch.slice(first, _ROWS).to_pylist():
+                        number += 1
+                        yield f"{path} row {number}", row
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = str(error).strip().partition("\n")[0]
         raise UserError(f"{path} is not a {path.suffix[1:]} file", why) from None

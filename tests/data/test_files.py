@@ -11,7 +11,7 @@ import pytest
 
 from distributed_training.data import files
 from distributed_training.data.corpus import read_corpus
-from distributed_training.data.files import read_blocks, read_records
+from distributed_training.data.files import read_blocks
 from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
@@ -59,14 +59,6 @@ def test_other_bytes_are_refused(content, words, tmp_path):
         list(read_blocks(tmp_path / "a.txt"))
 
 
-def test_what_is_no_file_is_refused(tmp_path):
-    path = tmp_path / "a.txt"
-    path.symlink_to("/dev/zero")
-    for dataset in (path, tmp_path):
-        with refused(f"dataset file {path}", "regular"):
-            read_corpus(str(dataset))
-
-
 def write_rows(path, rows):
     if path.suffix == ".jsonl":
         path.write_text("\n".join(map(json.dumps, rows)))
@@ -109,21 +101,6 @@ def test_records_that_cannot_be_used_say_why(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
         texts_of(read_corpus(str(tmp_path / name)).train)
-
-
-def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_ROWS", 10)
-    path = tmp_path / "a.parquet"
-    write_rows(path, [{"text": str(n)} for n in range(40)])
-    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
-    content = bytearray(path.read_bytes())
-    first = column.dictionary_page_offset
-    content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
-    path.write_bytes(content)  # row 31 cannot be read any more
-    rows = read_records(path)
-    assert next(rows) == (f"{path} row 1", {"text": "0"})
-    with refused("a.parquet "):
-        list(rows)
 
 
 INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]", b"\n,,"]

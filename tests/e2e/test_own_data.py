@@ -72,16 +72,6 @@ def test_a_model_of_prompts_completes_them(tmp_path):
     assert all(0 < row["num_targets"] < row["num_tokens"] for row in map(json.loads, rows))
 
 
-def test_a_folder_of_notes_and_utf_16(tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    text = "Ein Satz über größere Dinge.\r\n" * 200
-    (notes / "a.txt").write_bytes(text.encode("utf-16"))
-    (notes / "b.md").write_bytes(text.encode("utf-8-sig"))
-    values = {"dataset": notes, "strategy": "dp"}
-    assert_ok(train({**values, "max_steps": 2, "output_dir": tmp_path / "runs"}))
-
-
 def test_the_loss_of_answers_is_the_same_under_every_layout(tmp_path):
     """Micro-batches and ranks hold unequal numbers of answers; what they are divided by is one."""
     values = write_example(tmp_path, "chats.jsonl") | {"epochs": 1, "generate": None}
