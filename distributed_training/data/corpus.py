@@ -216,7 +216,6 @@ def _shuffle(texts: dict[str, str]) -> list[str]:
 
 
 def split_articles(rows: Iterable[str]) -> list[str]:
-    """WikiText's rows, a line each, as articles, which begin with ` = Title = `; ` = = Section = = `
-    begins none."""
+    """WikiText's rows, a line each, as articles, which begin at ` = Title = `."""
     articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", "".join(rows))
     return [text for text in articles if text.strip()]
