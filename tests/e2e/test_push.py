@@ -7,18 +7,14 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.conftest import HIDDEN_HUB, SMALL, assert_ok, only_record, script, train
-from tests.e2e.hub_stub import TOKEN, serve
+from tests.conftest import SMALL, assert_ok, only_record, script, train
+from tests.e2e.hub_stub import TOKEN, reaching, serve
 from tests.e2e.support import assert_refused, run_folders
 from tests.ports import free_port
 
 FILES = ("README.md", "config.json", "merges.txt", "model.safetensors", "tokenizer_config.json",
          "vocab.json")  # fmt: skip
-
-
-def hub_environment(endpoint, home, token):
-    return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token,
-            "NO_PROXY": "127.0.0.1"}  # fmt: skip
+AT_END = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny"}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +28,7 @@ def run_dir(tmp_path_factory):
 
 
 def push(*words, endpoint, home, token=TOKEN):
-    environment = hub_environment(endpoint, home, token)
-    return script({}, "push", *map(str, words), unset=[HIDDEN_HUB], **environment)
+    return script({}, "push", *map(str, words), **reaching(endpoint, home, token))
 
 
 def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
@@ -52,21 +47,19 @@ def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
 
 
 def test_a_run_is_pushed_at_its_end(tmp_path):
-    values = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny",
-              "output_dir": tmp_path / "runs"}  # fmt: skip
+    values = {**AT_END, "output_dir": tmp_path / "runs"}
     with serve({}) as hub:
-        environment = hub_environment(hub.endpoint, tmp_path / "hf", TOKEN)
-        result = train(values, num_processes=2, unset=[HIDDEN_HUB], **environment)
+        where = reaching(hub.endpoint, tmp_path / "hf", TOKEN)
+        result = train(values, num_processes=2, **where)
     assert_ok(result)
     assert f"pushed {hub.endpoint}/user/tiny\n" in result.stdout
     assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
 
 
 def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path):
-    values = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny",
-              "output_dir": tmp_path / "runs"}  # fmt: skip
-    environment = hub_environment(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
-    result = train(values, unset=[HIDDEN_HUB], **environment)
+    values = {**AT_END, "output_dir": tmp_path / "runs"}
+    where = reaching(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
+    result = train(values, **where)
     assert result.returncode == 1
     assert "type: python real_model_example.py push " in result.stderr
     assert result.stderr.count("\n") == 1
