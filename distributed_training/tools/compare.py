@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -20,9 +19,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import to_json
 from tqdm import tqdm
@@ -73,6 +72,8 @@ class Run:
     record: Record | None = None  # None: not started
     why: str = ""  # it did not start, or end well
     seconds: float = 0.0
+    verdict: str = ""  # parity's, and by how much it differs: what -> where -> share
+    apart: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def finished(self) -> Record | None:
@@ -93,18 +94,13 @@ class Run:
         return {key: value for key, value in self.values.items() if key != "seed"}
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
-
-
 @dataclass(kw_only=True, slots=True)
 class Wanted:
     """All runs of a comparison and where they go."""
 
     runs: list[Run]
     out: Path
-    num_processes: int
     command: list[str]  # of every run, but for its values and how many processes
-    git_commit: str | None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +119,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     runs = wanted.runs
     take_finished(wanted)
     kept = sum(run.finished is not None for run in runs)
-    processes = plural(wanted.num_processes, "process")
+    processes = plural(runs[0].num_processes, "process")
     about = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(wanted.out)}"
     print(f"{about}; {kept} are there already" if kept else about)
     if arguments.dry_run:
@@ -131,7 +127,7 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
         return 0
     code = 0
     try:
-        train_each(wanted, runs, functools.partial(keep, wanted))
+        train_each(wanted, lambda run: keep(run, wanted.out, arguments.git_commit))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         left = sum(run.left for run in runs)
@@ -189,9 +185,7 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
     out = Path(built.output_dir) / f"compare-{name}-x{count}"
     if arguments.out:
         out = user_path("--out", arguments.out)
-    return Wanted(
-        runs=runs, out=out, num_processes=count, command=command, git_commit=arguments.git_commit
-    )
+    return Wanted(runs=runs, out=out, command=command)
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -224,7 +218,7 @@ def with_seed(layout: Values, more: int, build: Build, num_processes: int) -> Ru
         return run
     run.config = config.model_copy(update={"seed": config.seed + more})
     run.name = config.strategy
-    run.values = {**layout, "strategy": config.strategy, "seed": run.config.seed}
+    run.values |= {"strategy": config.strategy, "seed": run.config.seed}
     return run
 
 
@@ -244,9 +238,10 @@ def take_finished(wanted: Wanted) -> None:
                     run.record = record
 
 
-def train_each(wanted: Wanted, runs: Sequence[AnyRun], conclude: Callable[[AnyRun], str]) -> None:
+def train_each(wanted: Wanted, conclude: Callable[[Run], str]) -> None:
     """Train what is left, one run after the other, and print what `conclude` says of each; a layout
     that failed with one seed is not tried with the next."""
+    runs = wanted.runs
     wanted.out.mkdir(parents=True, exist_ok=True)
     print(f"what they print goes to {short_path(wanted.out)}/log.txt", flush=True)
     for number, run in enumerate(runs, 1):
@@ -295,17 +290,19 @@ def launch(wanted: Wanted, run: Run) -> None:
         run.why = f"{run.record.status}: {run.record.error or said}"
 
 
-def keep(wanted: Wanted, run: Run) -> str:
+def keep(run: Run, out: Path, git_commit: str | None) -> str:
     """Keep the record of a run that finished. What came of it, in a line."""
     record = run.finished
     if record is None:
         return run.why
     folder = Path(record.run_dir)
     values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    values["git_commit"] = wanted.git_commit or values["git_commit"]
-    values["loss_seconds"] = training_seconds(folder / METRICS_FILE)
+    values["git_commit"] = git_commit or values["git_commit"]
+    steps = (folder / METRICS_FILE).read_text().splitlines()
+    ends = itertools.accumulate(json.loads(line)["step_time_s"] for line in steps)
+    values["loss_seconds"] = [round(seconds, 4) for seconds in ends]
     run.record = Record.model_validate(values)
-    write_json(record_path(record, wanted.out), values)
+    write_json(record_path(record, out), values)
     parts = [f"peak {gib(measured_peak(record))}"]
     if (speed := tokens_per_s(record)) is not None:
         parts.insert(0, f"{speed:,.0f} tokens/s")
@@ -332,12 +329,6 @@ def wait_for(command: Sequence[str], log: Any) -> int:
             raise
 
 
-def training_seconds(metrics: Path) -> list[float]:
-    """Seconds of training until the end of each step, evaluation and saving left out."""
-    steps = [json.loads(line)["step_time_s"] for line in metrics.read_text().splitlines()]
-    return [round(seconds, 4) for seconds in itertools.accumulate(steps)]
-
-
 def record_path(record: Record, folder: Path) -> Path:
     """Where to keep a record: named by what distinguishes it, the same run again by a number."""
     model = record.config["model"].rpartition("/")[2]
@@ -356,9 +347,7 @@ def comparisons_of(runs: Sequence[Run]) -> list[Comparison]:
     found = []
     for asked, members in groups.items():
         layouts = []
-        names = names_of(members)
-        for name in dict.fromkeys(names):
-            alike = [run for run, its in zip(members, names, strict=True) if its == name]
+        for name, alike in by_layout(members).items():
             records = [run.finished for run in alike if run.finished is not None]
             why = next((run.why for run in alike if run.why), "")
             layouts.append(Layout(name=name, records=records, num_runs=len(alike), why=why))
@@ -367,14 +356,14 @@ def comparisons_of(runs: Sequence[Run]) -> list[Comparison]:
     return found
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """Each run's strategy, and the settings in which their layouts differ."""
+def by_layout(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs by strategy and the settings in which their layouts differ."""
     telling = set(differing([run.layout for run in runs])) - {"strategy"}
-    names = []
+    found: dict[str, list[Run]] = {}
     for run in runs:
         words = [f"{key}={value}" for key, value in run.layout.items() if key in telling]
-        names.append(" ".join([run.values["strategy"], *words]))
-    return names
+        found.setdefault(" ".join([run.values["strategy"], *words]), []).append(run)
+    return found
 
 
 def write_page(wanted: Wanted) -> None:

@@ -15,8 +15,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from distributed_training.plan.mesh import OPEN
@@ -49,20 +48,6 @@ PLAIN: compare.Values = {
 
 
 Figures = dict[str, dict[str, float | None]]  # what of LIMITS -> where -> number
-Apart = dict[str, dict[str, float]]  # the same, relative differences
-
-
-@dataclass(kw_only=True, slots=True)
-class Outcome(compare.Run):
-    """A run and what it computed."""
-
-    verdict: str = ""
-    apart: Apart = field(default_factory=dict)  # from the reference
-
-    @property
-    def folder(self) -> Path:
-        assert self.record is not None
-        return Path(self.record.run_dir)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("plan", nargs="?", metavar="PLAN.json", help="layouts, as in results/plans/")
     add("--strategies", metavar="A,B", help="without a plan: separated by commas; default: all")
     add("--out", metavar="FOLDER", help="for parity.html and parity.json; default: in output_dir")
-    parser.set_defaults(seeds=1, git_commit=None)
+    parser.set_defaults(seeds=1)
 
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
@@ -80,29 +65,34 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         arguments.strategies = ",".join(list_strategies())
     wanted = compare.plan_runs(arguments, build, script, USUALLY)
     if arguments.out is None:
-        wanted.out = wanted.out.with_name(f"parity-x{wanted.num_processes}")
-    outcomes = plan_outcomes(wanted)
+        wanted.out = wanted.out.with_name(f"parity-x{wanted.runs[0].num_processes}")
+    reference, again = add_references(wanted.runs)
     if arguments.dry_run:
-        compare.print_commands(outcomes)
+        compare.print_commands(wanted.runs)
         return 0
-    reference, again, *_ = outcomes
 
-    def conclude(outcome: Outcome) -> str:
-        if outcome.why and outcome.verdict:
-            raise UserError("one process cannot train this", outcome.why)
-        if outcome is not reference:
-            judge(outcome, reference, again)
-            _remove_checkpoints(wanted.out, but=reference.folder)
-        return outcome.verdict
+    def conclude(run: compare.Run) -> str:
+        if run.why and run.verdict:
+            raise UserError("one process cannot train this", run.why)
+        if run is not reference:
+            judge(run, reference, again)
+            _remove_checkpoints(wanted.out, but=folder_of(reference))
+        return run.verdict
 
     try:
-        compare.train_each(wanted, outcomes, conclude)
+        compare.train_each(wanted, conclude)
     finally:
         _remove_checkpoints(wanted.out)
-        done = [outcome for outcome in outcomes if outcome.verdict]
+        done = [run for run in wanted.runs if run.verdict]
         if len(done) > 2:
             write_page(wanted.out, done)
-    return exit_code([outcome.verdict for outcome in outcomes])
+    return exit_code([run.verdict for run in wanted.runs])
+
+
+def folder_of(run: compare.Run) -> Path:
+    """What it wrote."""
+    assert run.record is not None
+    return Path(run.record.run_dir)
 
 
 def _remove_checkpoints(out: Path, but: Path | None = None) -> None:
@@ -116,63 +106,61 @@ def exit_code(verdicts: Sequence[str]) -> int:
     return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
 
 
-def plan_outcomes(wanted: compare.Wanted) -> list[Outcome]:
-    """One process twice, with the global batch of all, then every layout that is wanted."""
-    first = next(run for run in wanted.runs if run.config is not None)
-    config = first.config
-    assert config is not None
-    work = {name for name, key in KEYS.items() if key.work} | USUALLY.keys()
-    values = {name: value for name, value in first.values.items() if name in work}
-    values |= {**PLAIN, **_decided(first)}
+def add_references(runs: list[compare.Run]) -> tuple[compare.Run, compare.Run]:
+    """Put one process before the runs, twice, with the global batch of all and their work; in fp32,
+    as all runs, unless CONFIG or the command line says otherwise."""
+    for name, alike in compare.by_layout(runs).items():
+        for run in alike:
+            run.name = name
+            run.values |= ALWAYS
+            if run.config is not None and run.config.precision == AUTO:
+                run.values["precision"] = "fp32"
+    config, values, processes = next(
+        (r.config, r.values, r.num_processes) for r in runs if r.config
+    )
+    work = {name for name, key in KEYS.items() if key.work} | USUALLY.keys() | ALWAYS.keys()
+    plain = {name: value for name, value in values.items() if name in work} | PLAIN
     size = int(config.batch_size)
-    other = 1 if size > 1 else wanted.num_processes
-    sequences = size * config.grad_accum_steps * wanted.num_processes
-    cut, again = ({"batch_size": n, "grad_accum_steps": sequences // n} for n in (size, other))
-    found = [
-        Outcome(name="one process", num_processes=1, verdict="reference", values=values | cut),
-        Outcome(name="again, cut otherwise", num_processes=1, verdict="rounding",
-                values=values | again),
-    ]  # fmt: skip
-    for name, run in zip(compare.names_of(wanted.runs), wanted.runs, strict=True):
-        values = {**run.values, **_decided(run)}
-        found.append(
-            Outcome(name=name, num_processes=run.num_processes, values=values, why=run.why)
+    sequences = size * config.grad_accum_steps * processes
+    references = []
+    for name, verdict, micro in (
+        ("one process", "reference", size),
+        ("again, cut otherwise", "rounding", 1 if size > 1 else processes),
+    ):
+        cut = {"batch_size": micro, "grad_accum_steps": sequences // micro}
+        references.append(
+            compare.Run(name=name, verdict=verdict, values=plain | cut, num_processes=1)
         )
-    return found
+    runs[:0] = references
+    return references[0], references[1]
 
 
-def _decided(run: compare.Run) -> compare.Values:
-    """What is decided here; fp32, unless CONFIG or the command line says otherwise."""
-    is_open = run.config is not None and run.config.precision == AUTO
-    return {**ALWAYS, "precision": "fp32"} if is_open else ALWAYS
-
-
-def judge(outcome: Outcome, reference: Outcome, again: Outcome) -> None:
+def judge(run: compare.Run, reference: compare.Run, again: compare.Run) -> None:
     """Say what a run differs by from the reference, and whether that is rounding."""
-    if outcome.why:
-        outcome.verdict = "failed" if outcome.record else "not run"
+    if run.why:
+        run.verdict = "failed" if run.record else "not run"
         return
     theirs = figures(reference)
-    for what, ours in figures(outcome).items():
+    for what, ours in figures(run).items():
         both = ours | theirs[what]
-        outcome.apart[what] = {w: _apart(ours.get(w), theirs[what].get(w)) for w in both}
-    outcome.apart["weights"] = dict(_apart_in_state(outcome, reference))
-    works = [run.record.work for run in (outcome, reference) if run.record]
+        run.apart[what] = {w: _apart(ours.get(w), theirs[what].get(w)) for w in both}
+    run.apart["weights"] = _apart_in_state(run, reference)
+    works = [each.record.work for each in (run, reference) if each.record]
     if other := differing(works):
-        outcome.verdict = "other work"
-        outcome.why = f"by design, {', '.join(other)} being its own"
-    elif outcome is not again:
-        found = [_beyond(what, outcome, again) for what in LIMITS]
-        outcome.why = "; ".join(filter(None, found))
-        outcome.verdict = "differs" if outcome.why else OK
+        run.verdict = "other work"
+        run.why = f"by design, {', '.join(other)} being its own"
+    elif run is not again:
+        found = [_beyond(what, run, again) for what in LIMITS]
+        run.why = "; ".join(filter(None, found))
+        run.verdict = "differs" if run.why else OK
 
 
-def _beyond(what: str, outcome: Outcome, again: Outcome) -> str:
+def _beyond(what: str, run: compare.Run, again: compare.Run) -> str:
     """Where a run differs most from the reference, by more than rounding; "" where it does not."""
     rounding = again.apart[what]
     if what != "weights":  # one step rounds as another does
         rounding = dict.fromkeys(rounding, max(rounding.values()))
-    sizes = outcome.apart[what]
+    sizes = run.apart[what]
     limits = {where: max(LIMITS[what], SPREADS * rounding.get(where, 0.0)) for where in sizes}
     worst = max(sizes, key=lambda where: sizes[where] / limits[where])
     if sizes[worst] <= limits[worst]:
@@ -180,10 +168,10 @@ def _beyond(what: str, outcome: Outcome, again: Outcome) -> str:
     return f"{worst} by {sizes[worst]:.1e}, where rounding is {limits[worst]:.1e} at most"
 
 
-def figures(run: Outcome) -> Figures:
+def figures(run: compare.Run) -> Figures:
     """What the steps and evaluations of a run say; None: not finite or skipped."""
     assert run.record is not None
-    lines = (run.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     losses = {f"loss of step {row['step']}": row["loss"] for row in steps}
     for row in run.record.evaluations:
@@ -199,39 +187,35 @@ def _apart(one: float | None, other: float | None) -> float:
     return 0.0 if one == other else math.inf
 
 
-def _apart_in_state(outcome: Outcome, reference: Outcome) -> Iterator[tuple[str, float]]:
+def _apart_in_state(run: compare.Run, reference: compare.Run) -> dict[str, float]:
     """Of each tensor of the last checkpoints, whatever layout saved it, by the norm: the weights
     and, as Adam's steps hardly depend on a gradient's size, its means of gradients and squares."""
-    import torch  # slow
+    from torch.linalg import vector_norm  # slow
 
     from distributed_training.parallel.tensor_files import TensorFiles
 
     files = []
-    for run in (outcome, reference):
-        (folder,) = list_checkpoints(run.folder)
+    for each in (run, reference):
+        (folder,) = list_checkpoints(folder_of(each))
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
     ours, theirs = files
-    for name in sorted(ours.stored.keys() | theirs.stored.keys()):
-        if not name.startswith(STATE):
-            continue
-        apart = math.inf  # only one of both has it
-        if name in ours.stored and name in theirs.stored:
-            one = ours.whole(name)
-            other = theirs.whole(name)
-            size = max(float(torch.linalg.vector_norm(other)), TINY)
-            apart = float(torch.linalg.vector_norm(one - other)) / size
-        yield (name, apart)
+    names = [name for name in ours.stored.keys() | theirs.stored.keys() if name.startswith(STATE)]
+    found = dict.fromkeys(sorted(names), math.inf)  # unless both have it
+    for name in ours.stored.keys() & theirs.stored.keys() & found.keys():
+        other = theirs.whole(name)
+        size = max(float(vector_norm(other)), TINY)
+        found[name] = float(vector_norm(ours.whole(name) - other)) / size
+    return found
 
 
-def write_page(out: Path, outcomes: Sequence[Outcome]) -> None:
+def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     """parity.json, parity.html, and the table on the screen."""
-    reference = outcomes[0].record
+    reference = runs[0].record
     assert reference is not None
-    layouts = outcomes[2:]
-    bad = [outcome.name for outcome in layouts if outcome.verdict in BAD]
-    good = sum(outcome.verdict == OK for outcome in layouts)
+    layouts = runs[2:]
+    good = sum(run.verdict == OK for run in layouts)
     heading = f"{good} of {plural(len(layouts), 'layout')} compute what one process computes."
-    if bad:
+    if bad := [run.name for run in layouts if run.verdict in BAD]:
         heading += f" These do not: {', '.join(bad)}."
     config = reference.config
     words = [f"{key} {config[key]}" for key in ("model", "dataset", "precision")]
@@ -246,9 +230,14 @@ def write_page(out: Path, outcomes: Sequence[Outcome]) -> None:
         f"of AdamW's state. Rounding is up to {SPREADS} times what one process differs by from "
         f"itself with other micro-batches, each tensor by itself, and in any case {least}."
     )
-    notes = [f"{each.name} {each.verdict}: {each.why}" for each in layouts if each.why]
+    notes = [f"{run.name} {run.verdict}: {run.why}" for run in layouts if run.why]
+    rows = []
+    for run in runs:
+        sizes = [
+            f"{max(run.apart[what].values()):.1e}" if run.apart else NOTHING for what in LIMITS
+        ]
+        rows.append([run.name, *sizes, f"{run.seconds:.0f}", run.verdict])
     headers = ["layout", *LIMITS, "seconds", "verdict"]
-    rows = [_row(outcome) for outcome in outcomes]
     table = Table(title="Differences", about=rule, headers=headers, rows=rows)
     about = provenance(shlex.join(["python", *sys.argv]))
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -256,19 +245,13 @@ def write_page(out: Path, outcomes: Sequence[Outcome]) -> None:
     section = page.Section(title, notes, [table])
     text = page.html("Parity of layouts", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
-    runs = [
-        {"name": each.name, "set": each.values, "verdict": each.verdict, "why": each.why,
-         "mesh": each.record and each.record.mesh, "seconds": each.seconds, "apart": each.apart}
-        for each in outcomes
+    found = [
+        {"name": run.name, "set": run.values, "verdict": run.verdict, "why": run.why,
+         "mesh": run.record and run.record.mesh, "seconds": run.seconds, "apart": run.apart}
+        for run in runs
     ]  # fmt: skip
-    found = {"heading": heading, "rule": rule, "config": config, "machine": reference.machine}
-    write_json(out / "parity.json", {**about, **found, "runs": runs})
+    about |= {"heading": heading, "rule": rule, "config": config, "machine": reference.machine}
+    write_json(out / "parity.json", {**about, "runs": found})
     texts = [textwrap.fill(text, WIDTH) for text in (title, *notes, heading)]
     texts.insert(1, page.plain(table, WIDTH))
     print("", *texts, f"wrote {short_path(out)}/parity.html and parity.json", sep="\n")
-
-
-def _row(outcome: Outcome) -> list[str]:
-    sizes = [f"{max(apart.values()):.1e}" for apart in outcome.apart.values()]
-    sizes = sizes or [NOTHING] * len(LIMITS)
-    return [outcome.name, *sizes, f"{outcome.seconds:.0f}", outcome.verdict]
