@@ -176,7 +176,7 @@ class Trainer:
 
     def _update(self) -> None:
         """One optimizer step; what came of it is still on the device."""
-        self.at(f"step {self.step + 1}", limited=bool(self._first), is_step=True)
+        self.at(f"step {self.step + 1}", is_step=True, first=not self._first)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)

@@ -70,8 +70,9 @@ class Watch:
         self._place = "starting"
         self._since = 0.0
         self._count = 0
-        self._limited = False
+        self._limited = False  # while it starts
         self._is_step = False
+        self._compiles = False
         self._thread = self.main
         self._clock = 0.0  # seconds that this process has been running, by the thread that watches
         self._others: dict[int, dict[str, Any]] = {}
@@ -95,24 +96,25 @@ class Watch:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def at(
-        self, place: str, *, limited: bool = True, is_step: bool = False, thread: int | None = None
+        self, place: str, *, is_step: bool = False, first: bool = False, thread: int | None = None
     ) -> None:
-        """The main thread begins something, or to wait for another `thread` that does it;
-        `limited`: which ends before `limit_s`."""
+        """The main thread begins something, or to wait for another `thread` that does it; the
+        `first` step of a process may compile."""
         if self._is_step:
             self._steps_s.append(self._clock - self._since)
         self._is_step = is_step
+        self._compiles = first and self._least_s == UNKNOWN_S
         self._thread = thread or self.main
         self._place = place
         self._since = self._clock
-        self._limited = limited
+        self._limited = True
         self._count += 1
 
     @property
     def limit_s(self) -> float:
         """How long the run may be where it is; 0: for ever."""
         if self._given_s is not None:
-            return self._given_s
+            return max(self._given_s, UNKNOWN_S) if self._compiles else self._given_s
         if self.world_size == 1:  # whoever started it sees where it is, in a debugger, say
             return 0.0
         if self._is_step and self._steps_s:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import warnings
 from dataclasses import replace
@@ -39,6 +41,7 @@ from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
 from distributed_training.run.process import Process, Startup
 from distributed_training.run.profiling import Profile
+from distributed_training.run.ranks import handling
 from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims, export, resume
 from distributed_training.run.saving.disks import check_disks
@@ -74,10 +77,14 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(given.run_dir, topology, given.config)
-        try:
-            return _train(given, topology, watch, ask, startup)
-        except BaseException as error:  # others may wait in a collective that never completes
-            end_failed(given, topology, error, store)
+        # Training saves at Ctrl-C. Before and after it the run just ends, at once: libraries make
+        # something else of a KeyboardInterrupt, such as a checkpoint that cannot be read.
+        leave = functools.partial(end_failed, given, topology, KeyboardInterrupt(), store)
+        with handling({signal.SIGINT: lambda *_: leave()}):
+            try:
+                return _train(given, topology, watch, ask, startup)
+            except BaseException as error:  # others may wait in a collective that never completes
+                end_failed(given, topology, error, store)
 
 
 def warm_up(process: Process) -> None:

@@ -66,6 +66,33 @@ def kill_rank_1(tmp_path):
     worker.send_signal(signal.SIGKILL)
 
 
+INTERRUPTED_SCRIPT = """
+import signal, sys
+sys.path.insert(0, {root!r})
+import real_model_example
+from distributed_training.run import assemble
+
+def build_engine(*arguments):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:  # as a tensor's constructor does
+        raise ValueError("could not determine the shape")
+
+assemble.build_engine = build_engine
+raise SystemExit(real_model_example.main())
+"""
+
+
+def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED_SCRIPT.format(root=str(ROOT)))
+    values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs"}
+    result = run_command([sys.executable, script, *settings(values)], timeout_s=LIMIT_S)
+    assert result.returncode == 130, result.stderr
+    assert result.stderr.strip() == "interrupted; nothing was trained"
+    assert only_record(tmp_path / "runs")["status"] == "interrupted"
+
+
 def test_killed_rank_is_recorded_by_the_parent(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**LONG, "strategy": "pp", "grad_accum_steps": 2, "output_dir": output_dir}

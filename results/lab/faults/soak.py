@@ -502,7 +502,8 @@ def soak(
 
 
 def prepare(whole: Soak) -> None:
-    """Leave out what this machine cannot do."""
+    """Leave out what this machine cannot do; where extensions go unless the environment says so."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(whole.folder / "extensions"))
     if "infinity" in whole.strategies and not has_libaio():
         whole.not_run["infinity"] = "libaio is not installed"
     if "disk full" in whole.kinds and not can_mount():
