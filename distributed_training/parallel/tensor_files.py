@@ -254,31 +254,27 @@ class TensorFiles:
         for found in (*stored, *self.stored.get(COPY + part.name, ())):
             if found.start == start and tuple(found.data.get_shape()) == size:
                 return found.data[:]
-        if all(len(found.start) == len(start) for found in stored):
+        is_box = len(start) == len(part.shape)
+        if is_box and all(len(found.start) == len(start) for found in stored):
             return self._fill(part, size, start)
-        # A box and a range have whole rows in common.
-        width = math.prod(part.shape[1:])
-        if len(start) == len(part.shape):
-            rows = self._rows(part, start[0], start[0] + size[0])
+        # Else whole rows, which boxes and ranges have in common.
+        others = part.shape[1:]
+        width = 1 if is_box else math.prod(others)
+        first = start[0] // width
+        last = -(-(start[0] + size[0]) // width) if all(size) else first
+        rows = self._fill(part, (last - first, *others), (first, *(0 for _ in others)))
+        if is_box:
             columns = zip(start[1:], size[1:], strict=True)
             return rows[(slice(None), *(slice(first, first + n) for first, n in columns))]
-        first = start[0] // width
-        last = -(-(start[0] + size[0]) // width)
-        return self._rows(part, first, last).flatten()[start[0] - first * width :][: size[0]]
+        return rows.flatten()[start[0] - first * width :][: size[0]]
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, on the CPU."""
         shape = self.stored[name][0].shape
-        whole = part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape))
-        return self._rows(whole, 0, shape[0])
-
-    def _rows(self, part: Part, first: int, last: int) -> torch.Tensor:
-        """Rows `first` to `last` of the part's tensor."""
-        others = part.shape[1:]
-        return self._fill(part, (last - first, *others), (first, *(0 for _ in others)))
+        return self.read(part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape)))
 
     def _fill(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
-        """A box, or range, of the part's tensor. Whole rows, where files hold ranges, too."""
+        """A box of the part's tensor: whole rows, where files hold ranges."""
         box = torch.empty(size, dtype=part.dtype)
         filled = 0
         for found in self.stored.get(part.name, []):

@@ -7,7 +7,7 @@ meeting towards that mean. AdamW's moments stay each replica's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,15 +30,25 @@ class LocalSGD(NativeEngine):
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
         options: Any = plan.options  # engine.py's OPTIONS
-        self.local_steps = options.local_steps
+        self.options = options
         # Clipping and Adam are not linear: with one local step only the mean of the *gradients*
         # gives what dp computes, and then the weights never part.
         self.averages_gradients = options.local_steps == 1 and options.averages
         self.since = 0  # steps since the replicas met
         self.own: list[torch.Tensor] = []  # weights, while the mean is in their place
-        self.outer: OuterStep | None = None
+        self.outer: torch.optim.SGD | None = None
         if not options.averages:
-            self.outer = OuterStep(self.parameters, options.outer_lr, options.outer_momentum)
+            self._begin_outer()
+
+    def _begin_outer(self) -> None:
+        """Take the weights for those of the last meeting, and remember no momentum."""
+        momentum = self.options.outer_momentum
+        self.starts = [parameter.detach().clone() for parameter in self.parameters]
+        self.outer = torch.optim.SGD(
+            self.starts, self.options.outer_lr, momentum, nesterov=momentum > 0
+        )
+        for start in self.starts if momentum else ():  # as after a first step, for load_own
+            self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
 
     def replicate(self, part: Decoder) -> nn.Module:
         return part  # no DDP: the backward pass exchanges nothing
@@ -52,7 +62,7 @@ class LocalSGD(NativeEngine):
             gradients = [parameter.grad for parameter in self.parameters]
             average([gradient for gradient in gradients if gradient is not None])
         norms = super().update()
-        self.since = (self.since + 1) % self.local_steps
+        self.since = (self.since + 1) % self.options.local_steps
         if self.since == 0 and not self.averages_gradients:
             self._meet()
         return norms
@@ -61,7 +71,12 @@ class LocalSGD(NativeEngine):
     def _meet(self) -> None:
         average(self.parameters)
         if self.outer is not None:
-            self.outer.step(self.parameters)
+            for start, mean in zip(self.starts, self.parameters, strict=True):
+                start.grad = start - mean
+            self.outer.step()
+            self.outer.zero_grad()
+            for start, mean in zip(self.starts, self.parameters, strict=True):
+                mean.copy_(start)
 
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         self._take_mean()
@@ -94,7 +109,7 @@ class LocalSGD(NativeEngine):
         self.since = 0
         self.own = []
         if self.outer is not None:
-            self.outer.begin_at(self.parameters)
+            self._begin_outer()
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Each replica's own weights and moments, how far it is (in fp16 one may have left out a
@@ -129,38 +144,6 @@ class LocalSGD(NativeEngine):
         adam = [self.optimizer.state.get(self.local[p], {}) for p in self.parameters]
         found |= {name: [held[name] for held in adam] for name in MOMENTS if name in adam[0]}
         if self.outer is not None:
-            found |= {"start": self.outer.start, "momentum": self.outer.momenta}
+            momenta = [held["momentum_buffer"] for held in self.outer.state.values()]
+            found |= {"start": self.starts, "momentum": momenta}
         return found
-
-
-class OuterStep:
-    """DiLoCo's Nesterov SGD from the weights of the last meeting, with (start - mean) as gradient.
-
-    As torch.optim.SGD(nesterov=True), whose first step has a momentum of 0 to begin with.
-    """
-
-    def __init__(self, weights: Sequence[torch.Tensor], rate: float, momentum: float) -> None:
-        self.rate = rate
-        self.momentum = momentum
-        self.start = [weight.detach().clone() for weight in weights]
-        self.momenta = [torch.zeros_like(weight) for weight in self.start] if momentum else []
-
-    @torch.no_grad()
-    def begin_at(self, weights: Sequence[torch.Tensor]) -> None:
-        """The weights of the last meeting, with nothing remembered of those before."""
-        for start, weight in zip(self.start, weights, strict=True):
-            start.copy_(weight)
-        for velocity in self.momenta:
-            velocity.zero_()
-
-    @torch.no_grad()
-    def step(self, means: Sequence[torch.Tensor]) -> None:
-        """Replace the mean of the replicas' weights by what the outer step makes of it."""
-        for number, (start, mean) in enumerate(zip(self.start, means, strict=True)):
-            update = start - mean
-            if self.momentum:
-                velocity = self.momenta[number]
-                velocity.mul_(self.momentum).add_(update)
-                update = update.add(velocity, alpha=self.momentum)
-            start.sub_(update, alpha=self.rate)
-            mean.copy_(start)
