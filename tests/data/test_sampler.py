@@ -29,12 +29,15 @@ def samplers(shape):
 
 
 def padded_samples(num_samples, seq_len=6):
-    """Samples of random lengths over random tokens."""
+    """Samples of random lengths over random tokens, of which some are learnt."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, seq_len + 1, num_samples)
     starts = np.concatenate([[0], np.cumsum(lengths + 1)])[:-1]
     tokens = random.integers(1, 500, int((lengths + 1).sum()))
-    return Samples(tokens, starts, lengths, seq_len, 0, lengths)
+    learnt = random.random(len(tokens)) < 0.7
+    ends = starts + lengths + 1
+    counts = [learnt[start + 1 : end].sum() for start, end in zip(starts, ends, strict=True)]
+    return Samples(tokens, starts, lengths, seq_len, 0, np.array(counts), learnt)
 
 
 def test_the_order_is_the_one_of_earlier_releases():
@@ -73,12 +76,18 @@ def test_replicas_share_a_step_without_overlap(shape, step):
     batches = [sampler.step_batch(samples, step) for sampler in replicas]
     assert all((sampler.step_indices(step) == indices).all() for sampler in replicas)
     num_targets = 0
+    num_tokens = 0
     for replica, batch in enumerate(batches):
         assert len(batch.micro_batches) == shape["num_microbatches"]
-        for number, pair in enumerate(batch.micro_batches):
-            np.testing.assert_array_equal(pair, samples.batch(indices[number, replica]))
-            num_targets += int((pair[1] != IGNORE_INDEX).sum())
+        for number, (inputs, targets) in enumerate(batch.micro_batches):
+            own = indices[number, replica]
+            np.testing.assert_array_equal((inputs, targets), samples.batch(own))
+            assert ((inputs == samples.padding_id) | (own != EMPTY)[:, None]).all()
+            assert ((targets == IGNORE_INDEX) | (own != EMPTY)[:, None]).all()
+            num_targets += int((targets != IGNORE_INDEX).sum())
+            num_tokens += int((inputs != samples.padding_id).sum())
     assert {batch.num_targets for batch in batches} == {num_targets}
+    assert {batch.num_tokens for batch in batches} == {num_tokens}
 
 
 @given(st.integers(1, 60), st.sampled_from([1, 2, 4, 6, 8, 12]), st.integers(0, 50))
