@@ -10,20 +10,17 @@ order. results/lab/tutorial/benchmark.py has settings for GPUs.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pipedream.config import Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
-from pipedream.runtime.launch import Process, launch, run_worker, this_process
-from pipedream.runtime.prediction import MeasuredRun, calibrate, can_predict, predict
-from pipedream.runtime.record import build_record, render
+from pipedream.runtime.launch import CASE, Process, launch, run_worker, this_process
 from pipedream.schedules.catalogue import (
     FOUND,
     SCHEDULES,
@@ -31,10 +28,6 @@ from pipedream.schedules.catalogue import (
     schedule_for_training,
     trainable,
 )
-from pipedream.simulate.trace import trace_document
-
-if TYPE_CHECKING:
-    from pipedream.train.trainer import Weights
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: processes, each with one stage of the model
@@ -205,10 +198,6 @@ def start(arguments: list[str]) -> NoReturn:
     run_worker(lambda own: be_stage(config, arguments, own), process)
 
 
-CASE = "PIPEDREAM_CASE"
-"""Environment: the file in which rank 0 says which case it has begun."""
-
-
 def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
     """Start the stages; with go_on again and again, without the schedules that failed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -234,73 +223,10 @@ def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
 
 def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
     """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.runtime.session import calibration, run_session  # torch
+    from pipedream.runtime.session import run_session  # torch
     from pipedream.runtime.workload import about
 
-    how = about({key: config[key] for key in CONFIG}, arguments)
-
-    def keep(runs: list[MeasuredRun]) -> None:
-        """A record of the runs so far, so that one that fails does not take them along."""
-        chosen = calibration(runs, config)
-        if config["record"] is not None and chosen is not None:
-            _write_whole(Path(config["record"]), build_record(runs, chosen, how))
-
-    def begin(name: str) -> None:
-        if process.rank == 0 and CASE in os.environ:
-            Path(os.environ[CASE]).write_text(name)
-
-    outcome = run_session(
-        config,
-        process,
-        keep_weights=config["weights"] is not None,
-        say=partial(print, flush=True),
-        keep=keep,
-        begin=begin,
-    )
-    if not outcome:
-        return
-    runs = [run for run, _ in outcome]
-    chosen = calibration(runs, config)
-    assert chosen is not None
-    print(render(build_record(runs, chosen, how)), flush=True)
-    if config["trace"] is not None:
-        _write_trace(config["trace"], runs[-1], chosen)
-    if config["weights"] is not None:
-        _save_weights(config["weights"], outcome)
-
-
-def _write_whole(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file at once: whenever the run ends, a whole record is there. What a link names
-    is replaced, not the link, and what is no file (/dev/stdout) is written to."""
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return
-    path = path.resolve()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
-
-
-def _write_trace(path: str, run: MeasuredRun, chosen: MeasuredRun) -> None:
-    timeline = None
-    if can_predict(chosen.case.schedule, run.case.schedule):
-        timeline = predict(run.case.schedule, calibrate(chosen.events, chosen.case.schedule))
-    trace = trace_document(
-        predicted=timeline,
-        measured=run.events,
-        policy=run.case.policy,
-        batch_size=run.case.num_microbatches,
-        unit_s=1e-9,
-    )
-    Path(path).write_text(json.dumps(trace))
-
-
-def _save_weights(path: str, outcome: list[tuple[MeasuredRun, list[Weights]]]) -> None:
-    """{(schedule, m): [the weights of each stage, by name]}"""
-    import torch
-
-    torch.save({(r.case.name, r.case.num_microbatches): weights for r, weights in outcome}, path)
+    run_session(config, about({key: config[key] for key in CONFIG}, arguments), process)
 
 
 if __name__ == "__main__":

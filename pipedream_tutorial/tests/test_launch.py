@@ -97,7 +97,7 @@ def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
 
 
 @pytest.mark.timeout(90)
-def test_torchrun_ends_the_others_and_the_killed_stage_is_named():
+def test_torchrun_ends_the_others_and_names_the_killed_stage():
     """Stage 2 is no neighbour of stage 0: whatever a stage waits for, it ends."""
     process = _start_endless(start=[*TORCHRUN, "3", "pipedream_runtime.py", "--device=cpu"])
     victim = _worker(process, 0)
@@ -105,7 +105,6 @@ def test_torchrun_ends_the_others_and_the_killed_stage_is_named():
     code, errors, seconds = _end_of(process)
     assert code == 1
     assert seconds < ENDS_WITHIN_S
-    assert f"error: stage 0 of 3 (process {victim.pid}) is gone" in errors
     root_cause = errors[errors.index("Root Cause") :]  # torchrun's own last words
     assert "rank      : 0 " in root_cause
     assert "exitcode  : -9" in root_cause
@@ -132,7 +131,7 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
     done = run(["-c", FAILING, *arguments], start=[sys.executable])
     assert done.returncode == 1
     assert last_line(done.stderr) == (
-        "error: stage 1 of 3 failed: ValueError: boom in microbatch 5; the other stages were ended"
+        "error: stage 1 of 3 failed: ValueError: boom in microbatch 5; the other stages are ended"
     )
     assert "in backward" in done.stderr  # the traceback, above
     assert "stage 0" not in done.stderr

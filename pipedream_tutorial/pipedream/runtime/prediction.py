@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import median
+from typing import Any
 
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
@@ -34,24 +35,26 @@ class Case:
     `schedule` is 1F1B, which has the same stages and neighbours."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class MeasuredRun:
     """A case, run for real. Of several repeats: the one whose makespan is the median."""
 
     case: Case
-    events: tuple[MeasuredEvent, ...]
-    repeat_makespans_ns: tuple[int, ...]
-    peak_versions: tuple[int, ...]
+    events: Sequence[MeasuredEvent]
+    repeat_makespans_ns: Sequence[int]
+    peak_versions: Sequence[int]
     """By stage: most weight versions that it kept at a time."""
-    peak_memory_bytes: tuple[int, ...] | None
-    """By stage, as the GPU's allocator counted them; None on a CPU."""
-    losses: tuple[float, ...]
+    losses: Sequence[float]
     """Mean loss of each batch."""
-    waited_for_host: tuple[float, ...] | None = None
-    """By stage: share of its operations that ended as soon as they were handed to the GPU, which so
+    peak_memory_bytes: Sequence[int] | None = None
+    """By rank, as the GPU's allocator counted them; None on a CPU."""
+    waited_for_host: Sequence[float] | None = None
+    """By rank: share of its operations that ended as soon as they were handed to the GPU, which so
     waited for the host; None on a CPU."""
+    weights: Sequence[Any] = ()
+    """By stage, of the last repeat, where they were asked for."""
     weights_equal: bool | None = None
-    """Whether the final weights are those of the one-process run bit for bit; None: not checked."""
+    """Whether they are those of the one-process run bit for bit; None: not checked."""
 
 
 def compute_events(events: Sequence[MeasuredEvent]) -> dict[Op, MeasuredEvent]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import isfinite
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,6 +27,7 @@ from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GR
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs
+from pipedream.simulate.trace import trace_document
 
 RECORD_FORMAT = 1
 
@@ -87,6 +91,36 @@ def build_record(
         },
         "cases": cases,
     }
+
+
+def write_whole(name: str, record: Mapping[str, Any]) -> None:
+    """Replace the file at once: whenever the run ends, a whole record is there. What a link names
+    is replaced, not the link, and what is no file (/dev/stdout) is written to."""
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    path = Path(name)
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def write_trace(path: str, run: MeasuredRun, calibrated_on: MeasuredRun) -> None:
+    """The run's timeline, and the predicted one where there is one, for ui.perfetto.dev."""
+    first = calibrated_on.case.schedule
+    timeline = None
+    if can_predict(first, run.case.schedule):
+        timeline = predict(run.case.schedule, calibrate(calibrated_on.events, first))
+    trace = trace_document(
+        predicted=timeline,
+        measured=run.events,
+        policy=run.case.policy,
+        batch_size=run.case.num_microbatches,
+        unit_s=1e-9,
+    )
+    Path(path).write_text(json.dumps(trace))
 
 
 def _measured(run: MeasuredRun) -> dict[str, Any]:

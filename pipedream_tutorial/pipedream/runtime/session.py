@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Peer, connect, connection_to, exchange, gather_weights
-from pipedream.runtime.launch import Process, meet
+from pipedream.runtime.channels import Peer, connect, connection_to, gather
+from pipedream.runtime.launch import CASE, Process
 from pipedream.runtime.prediction import Case, MeasuredRun, calibrate, makespan_ns, recut
-from pipedream.runtime.stage import (
-    RankRun,
-    Station,
-    build_clock,
-    pace_from_ms,
-    run_rank,
-    warm_up_compute,
-)
+from pipedream.runtime.record import build_record, render, write_trace, write_whole
+from pipedream.runtime.stage import RankRun, Station, run_rank, warm_up_compute
 from pipedream.runtime.workload import (
     Config,
     build_workload,
     describe,
-    emulated_ms,
     equal_bits,
     on_gpus,
     train_alone,
@@ -38,9 +33,8 @@ from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
-from pipedream.simulate.trace import MeasuredEvent, transfers
+from pipedream.simulate.trace import transfers
 from pipedream.train.oracle import batch_losses
-from pipedream.train.trainer import Weights
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -88,45 +82,32 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     return repeat(batch, num_batches), POLICIES["flush"]
 
 
-def _found_case(config: Config, case: Case, runs: Sequence[MeasuredRun]) -> Case:
+def _found_case(config: Config, case: Case, chosen: MeasuredRun | None) -> Case:
     """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
-    words = None
-    if dist.get_rank() == 0:
-        chosen = calibration(runs, config)
-        assert chosen is not None
+    words = [None]
+    if chosen is not None:
         assert case.memory is not None
         costs = recut(calibrate(chosen.events, chosen.case.schedule), config["num_stages"])
-        words = search(costs, case.num_microbatches, case.memory).words
-    schedule = as_schedule(exchange(words)[0], case.name)
+        words = [search(costs, case.num_microbatches, case.memory).words]
+    with connection_to("stage 0"):
+        dist.broadcast_object_list(words)
+    schedule = as_schedule(words[0], case.name)
     return replace(case, schedule=repeat(schedule, case.num_batches))
 
 
-def calibration(runs: Sequence[MeasuredRun], config: Config) -> MeasuredRun | None:
-    """The run that durations are from, once it has been run."""
-    return next((run for run in runs if run.case.num_microbatches == config["calibrate_on"]), None)
+def run_session(config: Config, how: dict[str, Any], process: Process) -> None:
+    """Run all cases as one of the stages; on rank 0 also print and write what came of it.
 
-
-def run_session(
-    config: Config,
-    process: Process,
-    *,
-    keep_weights: bool,
-    say: Callable[[str], None],
-    keep: Callable[[list[MeasuredRun]], None],
-    begin: Callable[[str], None],
-) -> list[tuple[MeasuredRun, list[Weights]]]:
-    """Run all cases; on rank 0 what came of each, with the weights by stage where they were asked
-    for; nothing on the others.
-
-    On rank 0 `say` prints, and `keep` gets the runs so far, after each. `begin` gets the name of
-    each case before it runs.
+    `how`: what a record says of how it came about.
     """
     cases = build_cases(config)
     device = _take_device(config, process)
-    timeout = datetime.timedelta(seconds=float(config["timeout_s"]))
-    meet(process, timeout)
-    if process.rank == 0:
-        say(describe(config, device))
+    timeout = datetime.timedelta(seconds=config["timeout_s"])
+    # Of gloo, for barriers and results, on a GPU as well.
+    dist.init_process_group("gloo", timeout=timeout)
+    first = process.rank == 0
+    if first:
+        print(describe(config, device), flush=True)
     pairs = set()
     for case in cases:
         ranks = case.schedule.ranks()
@@ -134,39 +115,51 @@ def run_session(
     max_ctas = config["nccl_max_ctas"]
     peers = connect(process.rank, pairs, device=device, timeout=timeout, max_ctas=max_ctas)
     stations: dict[tuple[int, ...], Station] = {}
-    runs: list[MeasuredRun] = []
-    weights: list[list[Weights]] = []
-    wanted = keep_weights or config["check_weights"]
     for case in cases:
         stages = tuple(case.schedule.stages()[process.rank])
         if stages not in stations:
             stations[stages] = _build_station(config, process, device, stages, peers)
             warm_up_compute(stations[stages], case)
-    for place, case in enumerate(cases):
-        begin(case.name)
+    runs: list[MeasuredRun] = []
+    chosen = None  # the run that durations are from
+    for case in cases:
+        if first and CASE in os.environ:
+            Path(os.environ[CASE]).write_text(case.name)
         if case.memory is not None:
-            case = cases[place] = _found_case(config, case, runs)
+            case = _found_case(config, case, chosen)
         station = stations[tuple(case.schedule.stages()[process.rank])]
-        repeats = _run_case(config, station, case, keep_weights=wanted)
-        weights.append(gather_weights(repeats[-1].weights))
-        by_rank = exchange([own._replace(weights={}) for own in repeats])
-        if process.rank != 0:
+        by_rank = gather(_run_case(config, station, case))
+        if not first:
             continue
-        runs.append(_measured_run(case, [[RankRun(*own) for own in rank] for rank in by_rank]))
-        say(f"  {case.name}, m={case.num_microbatches}: {makespan_ns(runs[-1].events) / 1e9:.3f} s")
-        keep(runs)
+        run = _measured_run(case, by_rank)
+        runs.append(run)
+        if chosen is None and case.num_microbatches == config["calibrate_on"]:
+            chosen = run
+        print(
+            f"  {case.name}, m={case.num_microbatches}: {makespan_ns(run.events) / 1e9:.3f} s",
+            flush=True,
+        )
+        if chosen and config["record"]:  # so that a case that fails does not take the others along
+            write_whole(config["record"], build_record(runs, chosen, how))
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
-    if process.rank != 0:
-        return []
+    if not first:
+        return
+    assert chosen is not None
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
-        say("  training in one process, to compare the weights")
-        for place, (case, ours) in enumerate(zip(cases, weights, strict=True)):
-            equal = equal_bits(ours, train_alone(config, case, device))
-            runs[place] = replace(runs[place], weights_equal=equal)
-        keep(runs)
-    return list(zip(runs, weights, strict=True))
+        print("  training in one process, to compare the weights", flush=True)
+        for run in runs:
+            run.weights_equal = equal_bits(run.weights, train_alone(config, run.case, device))
+    record = build_record(runs, chosen, how)
+    print(render(record), flush=True)
+    if config["record"]:
+        write_whole(config["record"], record)
+    if config["trace"]:
+        write_trace(config["trace"], runs[-1], chosen)
+    if config["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
+        found = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
+        torch.save(found, config["weights"])
 
 
 def _take_device(config: Config, process: Process) -> torch.device:
@@ -194,27 +187,25 @@ def _build_station(
     workload = build_workload(config, device, chunks=len(stages))
     return Station(
         rank=process.rank,
+        config=config,
+        device=device,
         modules={stage: workload.modules[stage].cpu() for stage in stages},
         num_stages=len(workload.modules),
         loss=workload.loss,
         task=workload.task,
         peers=peers,
-        clock=build_clock(device),
-        receive_depth=config["receive_depth"],
-        learning_rate=config["learning_rate"],
-        device=device,
     )
 
 
-def _run_case(config: Config, station: Station, case: Case, *, keep_weights: bool) -> list[RankRun]:
+def _run_case(config: Config, station: Station, case: Case) -> list[RankRun]:
     """The repeats, the last one with its weights if they are wanted. Warm-up runs come first;
     nothing is slept in them."""
     for _ in range(config["warmups"]):
-        run_rank(station, case, pace_from_ms(0, 0))
-    pace = pace_from_ms(*emulated_ms(config, station.device), case.schedule.stages_per_rank)
+        run_rank(station, case)
+    wanted = config["check_weights"] or config["weights"]
     last = config["repeats"] - 1
     return [
-        run_rank(station, case, pace, keep_weights=keep_weights and number == last)
+        run_rank(station, case, emulated=True, keep_weights=bool(wanted) and number == last)
         for number in range(config["repeats"])
     ]
 
@@ -222,20 +213,21 @@ def _run_case(config: Config, station: Station, case: Case, *, keep_weights: boo
 def _measured_run(case: Case, by_rank: Sequence[list[RankRun]]) -> MeasuredRun:
     """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
     repeats = list(zip(*by_rank, strict=True))
-    events = [[MeasuredEvent(*e) for rank in repeat for e in rank.events] for repeat in repeats]
+    events = [[event for rank in repeat for event in rank.events] for repeat in repeats]
     spans = list(map(makespan_ns, events))
     median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
     chosen = repeats[median]
-    versions = sorted(kept for rank in chosen for kept in rank.peak_versions)
-    losses = dict(loss for rank in chosen for loss in rank.losses)
-    memory = [rank.peak_memory_bytes for rank in chosen if rank.peak_memory_bytes is not None]
-    waited = [rank.waited_for_host for rank in chosen if rank.waited_for_host is not None]
+    versions = ChainMap(*(rank.peak_versions for rank in chosen))
+    losses = ChainMap(*(rank.losses for rank in chosen))
+    weights = ChainMap(*(rank.weights for rank in repeats[-1]))
+    on_gpu = chosen[0].peak_memory_bytes is not None
     return MeasuredRun(
         case=case,
-        events=tuple(events[median]),
-        repeat_makespans_ns=tuple(spans),
-        peak_versions=tuple(count for _, count in versions),
-        peak_memory_bytes=tuple(memory) or None,
-        waited_for_host=tuple(waited) or None,
-        losses=tuple(batch_losses(losses, case.num_microbatches, case.num_batches)),
+        events=events[median],
+        repeat_makespans_ns=spans,
+        peak_versions=[versions[stage] for stage in sorted(versions)],
+        peak_memory_bytes=[rank.peak_memory_bytes for rank in chosen] if on_gpu else None,
+        waited_for_host=[rank.waited_for_host for rank in chosen] if on_gpu else None,
+        losses=batch_losses(losses, case.num_microbatches, case.num_batches),
+        weights=[weights[stage] for stage in sorted(weights)],
     )

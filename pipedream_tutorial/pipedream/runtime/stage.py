@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,87 +22,55 @@ from torch import nn
 
 from pipedream.runtime.channels import Inbox, Outbox, Peer, connection_to
 from pipedream.runtime.prediction import Case
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
+from pipedream.runtime.workload import Config, emulated_ms
+from pipedream.schedules.ops import BACKWARD, FORWARD, Op
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.trace import MeasuredEvent, handed_on
 from pipedream.train.models import Task
 from pipedream.train.trainer import Loss, StageTrainer, Weights
 
 
-class HostClock:
-    """Marks points of a stage's work and later tells when they were reached, for work that is done
-    when the call returns. The raw counter, which all processes of a host share: zeros that each
-    takes after a barrier differ by how long it took to leave it."""
+class Clock:
+    """Marks points of a stage's work and later tells when they were reached.
 
-    def start(self) -> None:
-        """Called before a run."""
-
-    def mark(self) -> Any:
-        """The point that the work has come to."""
-        return time.perf_counter_ns()
-
-    def finish(self) -> None:
-        """Wait until all work is done; marks can be read from here on."""
-
-    def read(self, mark: Any) -> int:
-        """Nanoseconds of perf_counter."""
-        return mark
-
-    def lag(self, mark: Any) -> int | None:
-        """Nanoseconds by which a GPU came to this point after the host had; None on a CPU."""
-        return None
-
-
-class EventClock(HostClock):
-    """For a GPU, which works after the call has returned: its own events, tied to the host's time.
-
-    Before each run the device is idle, an event is recorded and waited for, and the host's time
-    around it is taken: of 20 tries the one in the tightest bracket, halfway.
+    On a CPU, where to call is to compute, by the raw counter, which all processes of a host share:
+    zeros that each takes after a barrier differ by how long it took to leave it. A GPU works after
+    the call has returned: there by its own events, tied to the host's time. Before each run an
+    event is recorded and waited for, and the time around it is taken: of 20 tries the one in the
+    tightest bracket, halfway.
     """
 
-    def __init__(self, new_event: Callable[[], Any], synchronize: Callable[[], None]) -> None:
+    def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
         """`new_event` as torch.cuda.Event with timing: record(), synchronize(), elapsed_time()."""
         self.new_event = new_event
-        self.synchronize = synchronize
-        self.zero: Any = None
-        self.zero_ns = 0
-
-    def start(self) -> None:
-        self.synchronize()
-        tightest = None
+        if new_event is None:
+            return
+        tightest = math.inf
         for _ in range(20):
-            event = self.new_event()
+            event = new_event()
             before = time.perf_counter_ns()
             event.record()
             event.synchronize()
             after = time.perf_counter_ns()
-            if tightest is None or after - before < tightest:
+            if after - before < tightest:
                 tightest = after - before
                 self.zero = event
                 self.zero_ns = (before + after) // 2
 
-    def mark(self) -> tuple[Any, int]:
-        event = self.new_event()
-        event.record()
-        return event, time.perf_counter_ns()
+    def mark(self) -> tuple[int, Any]:
+        """The point that the work has come to."""
+        event = None
+        if self.new_event is not None:
+            event = self.new_event()
+            event.record()
+        return time.perf_counter_ns(), event
 
-    def finish(self) -> None:
-        self.synchronize()
-
-    def read(self, mark: tuple[Any, int]) -> int:
-        return self.zero_ns + round(self.zero.elapsed_time(mark[0]) * 1e6)
-
-    def lag(self, mark: tuple[Any, int]) -> int:
-        return self.read(mark) - mark[1]
-
-
-def build_clock(device: torch.device) -> HostClock:
-    """The clock for work on this device."""
-    if device.type == "cpu":
-        return HostClock()
-    return EventClock(
-        lambda: torch.cuda.Event(enable_timing=True), lambda: torch.cuda.synchronize(device)
-    )
+    def read(self, mark: tuple[int, Any]) -> int:
+        """Nanoseconds of perf_counter; on a GPU once it is idle."""
+        host_ns, event = mark
+        if event is None:
+            return host_ns
+        return self.zero_ns + round(self.zero.elapsed_time(event) * 1e6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,34 +78,28 @@ class Station:
     """All that one process needs to be a rank, whatever the schedule."""
 
     rank: int
+    config: Config
+    device: torch.device
     modules: Mapping[int, nn.Module]
     """stage -> initial weights, on the CPU, for this rank's stages; every run trains copies."""
     num_stages: int
     """Of the whole model, on all ranks."""
     loss: Loss
-    """Of the last stage."""
     task: Task
     peers: Mapping[int, Peer]
-    clock: HostClock
-    receive_depth: int
-    """How many receives are posted before they are asked for."""
-    learning_rate: float
-    device: torch.device
 
     def trainers(self, case: Case, *, cut: bool) -> dict[int, StageTrainer]:
         """By stage, with copies of the initial weights."""
-        last = self.num_stages - 1
-        m = case.num_microbatches
         return {
             stage: StageTrainer(
                 copy.deepcopy(module).to(self.device),
                 case.policy,
                 stage=stage,
                 num_stages=self.num_stages,
-                batch_size=m,
-                num_microbatches=m * case.num_batches,
-                learning_rate=self.learning_rate,
-                loss=self.loss if stage == last else None,
+                batch_size=case.num_microbatches,
+                num_microbatches=case.num_microbatches * case.num_batches,
+                learning_rate=self.config["learning_rate"],
+                loss=self.loss,
                 cut=cut,
             )
             for stage, module in self.modules.items()
@@ -143,13 +107,13 @@ class Station:
 
 
 class RankRun(NamedTuple):
-    """What one rank brings home from a run: plain data, which rank 0 gathers as JSON."""
+    """What one rank brings home from a run."""
 
     events: list[MeasuredEvent]
-    peak_versions: list[tuple[int, int]]
-    """(stage, versions)"""
-    losses: list[tuple[int, float]]
-    """(microbatch, mean loss), on the rank with the last stage."""
+    peak_versions: dict[int, int]
+    """By stage."""
+    losses: dict[int, float]
+    """By microbatch, mean loss, on the rank with the last stage."""
     peak_memory_bytes: int | None
     waited_for_host: float | None
     """Share of the operations that the GPU had done within AT_ONCE_NS of their being handed over, 0
@@ -159,15 +123,6 @@ class RankRun(NamedTuple):
 
 
 AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation worth measuring
-
-Pace = Mapping[str, float]
-"""kind of operation -> seconds that are slept in it, to stand in for a device's work."""
-
-
-def pace_from_ms(forward_ms: float, backward_ms: float, stages_per_rank: int = 1) -> Pace:
-    """Durations to sleep, of one stage; I and W take half of a whole backward pass each."""
-    forward, half = (ms / 1000 / stages_per_rank for ms in (forward_ms, backward_ms / 2))
-    return {FORWARD: forward, BACKWARD: 2 * half, INPUT_GRADIENT: half, WEIGHT_GRADIENT: half}
 
 
 def warm_up_compute(station: Station, case: Case) -> None:
@@ -188,39 +143,47 @@ def warm_up_compute(station: Station, case: Case) -> None:
                 trainer.run(Op(BACKWARD, stage, i), gradient, station.task)
 
 
-def run_rank(station: Station, case: Case, pace: Pace, *, keep_weights: bool = False) -> RankRun:
-    """Train a copy of the initial weights under a schedule. All ranks have to call this together.
+def run_rank(
+    station: Station, case: Case, *, emulated: bool = False, keep_weights: bool = False
+) -> RankRun:
+    """Train a copy of the initial weights under a schedule, with CONFIG's sleeps if `emulated`. All
+    ranks have to call this together.
 
     Raises StageLostError when a peer is gone.
     """
     trainers = station.trainers(case, cut=case.schedule.cuts_backward)
-    clock = station.clock
     device = station.device
+    on_gpu = device.type == "cuda"
+    new_event = None
     memory = None
+    waited = None
     gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
     try:
-        clock.start()
-        if device.type == "cuda":
+        if on_gpu:
+            torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
+            new_event = partial(torch.cuda.Event, enable_timing=True)
+        clock = Clock(new_event)
         with connection_to("the other stages"):
             dist.barrier()
-        spans = _run_order(station, case, trainers, pace)
-        clock.finish()
+        spans = _run_order(station, case, trainers, clock, emulated=emulated)
+        if on_gpu:
+            torch.cuda.synchronize(device)
     finally:
         gc.enable()
-    if device.type == "cuda":
+    if on_gpu:
         memory = torch.cuda.max_memory_allocated(device)
-    lags = [clock.lag(end) for thread, _, _, end in spans if thread == "compute"]
-    at_once = [lag < AT_ONCE_NS for lag in lags if lag is not None]
+        ends = [end for thread, _, _, end in spans if thread == "compute"]
+        waited = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends) / len(ends)
     return RankRun(
         events=[
             MeasuredEvent(station.rank, *op, clock.read(start), clock.read(end), thread)
             for thread, op, start, end in spans
         ],
-        peak_versions=[(stage, trainer.peak_versions) for stage, trainer in trainers.items()],
-        losses=[(i, float(x)) for trainer in trainers.values() for i, x in trainer.losses.items()],
+        peak_versions={stage: trainer.peak_versions for stage, trainer in trainers.items()},
+        losses={i: float(x) for trainer in trainers.values() for i, x in trainer.losses.items()},
         peak_memory_bytes=memory,
-        waited_for_host=sum(at_once) / len(at_once) if at_once else None,
+        waited_for_host=waited,
         weights={
             stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
             for stage, trainer in trainers.items()
@@ -229,12 +192,25 @@ def run_rank(station: Station, case: Case, pace: Pace, *, keep_weights: bool = F
     )
 
 
+def _slept_s(station: Station, case: Case, kind: str) -> float:
+    """What stands in for a device's work, of one stage; I and W take half of a whole backward pass
+    each."""
+    forward_ms, backward_ms = emulated_ms(station.config, station.device)
+    ms = {FORWARD: forward_ms, BACKWARD: backward_ms}.get(kind, backward_ms / 2)
+    return ms / 1000 / case.schedule.stages_per_rank
+
+
 _Span = tuple[str, Op, Any, Any]
 """Thread, operation, and marks at its start and end."""
 
 
 def _run_order(
-    station: Station, case: Case, trainers: Mapping[int, StageTrainer], pace: Pace
+    station: Station,
+    case: Case,
+    trainers: Mapping[int, StageTrainer],
+    clock: Clock,
+    *,
+    emulated: bool,
 ) -> list[_Span]:
     """Run the rank's operations, until all that they send is through."""
     ranks = case.schedule.ranks()
@@ -248,11 +224,11 @@ def _run_order(
     for rank, peer in station.peers.items():
         sent = [op for item in orders[rank] for op in item.parts if op in target]
         arriving = [op for op in sent if ranks[target[op]] == own]
-        inboxes[rank] = Inbox(peer, arriving, example, station.receive_depth)
+        inboxes[rank] = Inbox(peer, arriving, example, station.config["receive_depth"])
         outboxes[rank] = Outbox(peer)
     spans: list[_Span] = []
     kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
-    mark = station.clock.mark
+    mark = clock.mark
     for op in (op for item in orders[own] for op in item.parts):
         received = None
         giver = source.get(op)
@@ -264,8 +240,9 @@ def _run_order(
             spans.append(("receive", giver, begun, mark()))
         begun = mark()
         result = trainers[op.stage].run(op, received, station.task)
-        if pace[op.kind] > 0:
-            time.sleep(pace[op.kind])
+        slept_s = _slept_s(station, case, op.kind) if emulated else 0
+        if slept_s:
+            time.sleep(slept_s)
         spans.append(("compute", op, begun, mark()))
         if result is None or op not in target:
             continue

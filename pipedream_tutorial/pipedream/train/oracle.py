@@ -16,7 +16,7 @@ from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Sche
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.train.models import Task, build_stages, build_task
-from pipedream.train.trainer import Loss, StageTrainer, Weights
+from pipedream.train.trainer import StageTrainer, Weights
 
 Watcher = Callable[[Op, list[StageTrainer]], None]
 
@@ -42,27 +42,12 @@ def build_trainers(
     stages: list[nn.Module],
     policy: Policy,
     *,
-    batch_size: int,
-    num_microbatches: int,
-    learning_rate: float,
-    cut: bool = False,
-    loss: Loss = nn.functional.cross_entropy,
     trainer_class: type[StageTrainer] = StageTrainer,
+    **settings: Any,
 ) -> list[StageTrainer]:
-    """One trainer a stage; the last one has the loss. `cut`: backward passes in two halves."""
-    last = len(stages) - 1
+    """One trainer a stage, with the same settings."""
     return [
-        trainer_class(
-            module,
-            policy,
-            stage=stage,
-            num_stages=len(stages),
-            batch_size=batch_size,
-            num_microbatches=num_microbatches,
-            learning_rate=learning_rate,
-            loss=loss if stage == last else None,
-            cut=cut,
-        )
+        trainer_class(module, policy, stage=stage, num_stages=len(stages), **settings)
         for stage, module in enumerate(stages)
     ]
 

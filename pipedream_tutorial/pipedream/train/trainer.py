@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import Policy
@@ -37,6 +38,7 @@ class _InFlight:
     """Gradients that I has made: those of the other layers' weights."""
 
 
+@dataclass(eq=False)
 class StageTrainer:
     """Plain SGD on one stage under a weight policy.
 
@@ -45,34 +47,29 @@ class StageTrainer:
     the batch, and one learning rate suits all.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        policy: Policy,
-        *,
-        stage: int,
-        num_stages: int,
-        batch_size: int,
-        num_microbatches: int,
-        learning_rate: float,
-        loss: Loss | None = None,
-        cut: bool = False,
-    ) -> None:
-        """`batch_size` counts microbatches; `loss` belongs to the last stage only. `module` gives
-        the first version of the weights, in its memory, and is not used afterwards. `cut` asks for
-        backward passes in two halves, I and W."""
-        self.module = _without_weights(module)
-        self.policy = policy
-        self.loss = loss
-        self.stage = stage
-        self.num_stages = num_stages
-        self.batch_size = batch_size
-        self.num_microbatches = num_microbatches
-        self.learning_rate = learning_rate
-        self.cut = cut
-        self.versions = {0: {n: p.detach() for n, p in module.named_parameters()}}
+    module: nn.Module
+    """Gives the first version of the weights, in its memory, which is not used afterwards."""
+    policy: Policy
+    _: KW_ONLY
+    stage: int
+    num_stages: int
+    batch_size: int
+    """Microbatches in a batch."""
+    num_microbatches: int
+    """In all of training."""
+    learning_rate: float
+    loss: Loss | None = functional.cross_entropy
+    """Of the last stage; None on the others."""
+    cut: bool = False
+    """Whether backward passes come in two halves, I and W."""
+
+    def __post_init__(self) -> None:
+        self.versions = {0: {n: p.detach() for n, p in self.module.named_parameters()}}
         for tensor in self.versions[0].values():
             tensor.requires_grad_()
+        self.module = _without_weights(self.module)
+        if self.stage < self.num_stages - 1:
+            self.loss = None
         self.updates = 0
         self.peak_versions = 1
         self.num_forwards = 0
