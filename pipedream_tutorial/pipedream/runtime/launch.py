@@ -92,34 +92,34 @@ def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
                 worker = context.Process(target=_be, args=(stage, rank, num_stages, port))
                 worker.start()
                 workers.append(worker)
-            store = dist.TCPStore(
+            _store = dist.TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-        codes = [None] * num_stages
+        codes: list[Any] = [None] * num_stages
         while None in codes and not any(codes):
             running = [w.sentinel for w, code in zip(workers, codes, strict=True) if code is None]
             multiprocessing.connection.wait(running)
             codes = [worker.exitcode for worker in workers]
-        del store
     finally:
         for worker in workers:
             worker.kill()
         for worker in workers:
             worker.join()
-    rank = next((rank for rank, code in enumerate(codes) if code), None)
-    if rank is None:
+    if not any(codes):
         return 0
-    if codes[rank] < 0:  # else it has said why
-        what = f"was killed by {signal.Signals(-codes[rank]).name}"
-        if codes[rank] == -signal.SIGKILL:
+    failed = next(rank for rank, code in enumerate(codes) if code)
+    code = codes[failed]
+    if code < 0:  # else it has said why
+        what = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
             what += ", which is also what happens when memory runs out"
         print(
-            f"error: stage {rank} of {num_stages} (process {workers[rank].pid}) {what}; the other "
-            "stages were ended",
+            f"error: stage {failed} of {num_stages} (process {workers[failed].pid}) {what}; the "
+            "other stages were ended",
             file=sys.stderr,
         )
-    return 2 if codes[rank] == 2 else 1
+    return 2 if code == 2 else 1
 
 
 def _be(stage: Callable[[], NoReturn], rank: int, num_stages: int, port: int) -> NoReturn:

@@ -6,7 +6,7 @@ Imports no torch. Times of the simulator are nanoseconds here, kept as exact fra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import median
 from typing import Any
@@ -51,7 +51,7 @@ class MeasuredRun:
     waited_for_host: Sequence[float] | None = None
     """By rank: share of its operations that ended as soon as they were handed to the GPU, which so
     waited for the host; None on a CPU."""
-    weights: Sequence[Any] = ()
+    weights: list[Any] = field(default_factory=list)
     """By stage, of the last repeat, where they were asked for."""
     weights_equal: bool | None = None
     """Whether they are those of the one-process run bit for bit; None: not checked."""

@@ -84,7 +84,7 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 def _found_case(config: Config, case: Case, chosen: MeasuredRun | None) -> Case:
     """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
-    words = [None]
+    words: list[list[str]] = [[]]
     if chosen is not None:
         assert case.memory is not None
         costs = recut(calibrate(chosen.events, chosen.case.schedule), config["num_stages"])
