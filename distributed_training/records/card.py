@@ -21,16 +21,16 @@ _TEXT = """---
 {front}
 ---
 
-# {model} trained on {dataset}
+# {r.config[model]} trained on {dataset}
 
-{kind}. {parameters:,} parameters; {weights} initial weights.
-Trained on {samples:,} samples of {length} tokens an epoch.
+The weights after step {steps}{best}. {r.num_parameters:,} parameters; {weights} initial weights.
+Trained on {r.data[num_train_samples]:,} samples of {r.config[max_length]} tokens an epoch.
 
 {losses}
 
 ## How it was trained
 
-{steps} of {planned} steps of {sequences} sequences each.
+{steps} of {r.num_steps} steps of {r.batch.global_batch_size} sequences each.
 Strategy `{strategy}` on {processes} ({device}).
 
 {settings}
@@ -58,12 +58,11 @@ python real_model_example.py generate {local} --prompt "The value of"
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     """Write README.md of `folder`, a run's hf/ or best/: YAML for the Hub, then what was trained on
     what, how, with which losses. `repo_id`: where on the Hub it will be."""
-    config = r.config
     steps = r.step
-    kind = ""
+    best = ""
     if folder.name == BEST and r.best is not None:
         steps = r.best["step"]
-        kind = ", of the lowest validation loss"
+        best = ", of the lowest validation loss"
     losses = [
         (entry["step"], entry["loss"], entry["perplexity"])
         for entry in r.evaluations
@@ -73,21 +72,16 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     settings = [(key, last_part(str(value))) for key, value in r.work.items()]
     local = Path("runs", folder.parent.name, folder.name)
     text = _TEXT.format(
+        r=r,
         front=_front_matter(r),
-        model=config["model"],
-        dataset=last_part(config["dataset"]),
-        kind=f"The weights after step {steps}{kind}",
-        parameters=r.num_parameters,
-        weights=last_part(config["weights"]),
-        samples=r.data["num_train_samples"],
-        length=config["max_length"],
+        dataset=last_part(r.config["dataset"]),
+        weights=last_part(r.config["weights"]),
+        best=best,
         losses=tabulate(
             losses, ["step", "validation loss", "perplexity"], "github",
             floatfmt=("g", ".4f", ".2f"),
         ),
         steps=steps,
-        planned=r.num_steps,
-        sequences=r.batch.global_batch_size,
         strategy=COLUMNS["strategy"](r),
         processes=plural(r.world_size, "process"),
         device=r.machine["gpu_name"] or "CPU",

@@ -121,25 +121,25 @@ class Comparison:
         return [table for table in found if len(table.headers) > 1]
 
 
-def differing(runs: Sequence[Mapping[str, Any]], missing: Any = None) -> list[str]:
+def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values are not equal in all."""
     keys = dict.fromkeys(key for run in runs for key in run)
-    return [key for key in keys if len({repr(run.get(key, missing)) for run in runs}) > 1]
+    return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
     """The settings that are equal in all."""
-    found = {name: {cell(r) for r in records} for name, cell in SETTINGS.items()}
-    return {name: cells.pop() for name, cells in found.items() if len(cells) == 1}
+    differ = differing([{name: cell(r) for name, cell in SETTINGS.items()} for r in records])
+    return {name: cell(records[0]) for name, cell in SETTINGS.items() if name not in differ}
 
 
 def overfitting(r: Record) -> str:
     """Where the validation loss was lowest, if it has risen since."""
     seen = [(row["loss"], row["step"]) for row in r.evaluations if row["loss"] is not None]
-    if not seen or seen[-1][0] <= 1.01 * min(seen)[0]:
+    lowest, step = min(seen, default=(0, 0))
+    last = seen[-1][0] if seen else 0
+    if last <= 1.01 * lowest:
         return ""
-    lowest, step = min(seen)
-    last = seen[-1][0]
     return f"overfitted: its validation loss was {lowest:.3f} after step {step}, now {last:.3f}"
 
 
@@ -154,10 +154,10 @@ def status(r: Record) -> str:
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
     """A row a run, by the work they did, that of the newest run first."""
     records = sorted(records, key=lambda r: r.started_at)
-    telling = differing([record.work for record in records], missing=...)
+    telling = differing([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}
     for name, r in reversed([*zip(run_names(records), records, strict=True)]):
-        work = repr([r.work.get(key, ...) for key in telling])
+        work = repr([r.work.get(key) for key in telling])
         groups.setdefault(work, []).insert(0, (name, r))
     said = [key for key in telling if key not in _IN_SETTINGS]
     if len(telling) > 1:  # a hash tells a reader least
@@ -214,21 +214,22 @@ def predictions(comparison: Comparison) -> Table:
     what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
     about = f"Memory is {what}. Each prediction was made before its run"
     headers = [comparison.rows]
-    rows = [[layout.name] for layout in done]
     for name, (heading, found, said) in PREDICTED.items():
         headers += [f"{heading} measured", f"{heading} predicted", f"{heading} off"]
-        for layout, row in zip(done, rows, strict=True):
-            error = _error(said, found, layout.records)
-            off = NOTHING if error is None else f"{error:+.0%}"
-            row += [found(*layout.records), said(*layout.records), off]
-        by_run = [_error(said, found, [r]) for r in comparison.records]
-        sizes = [abs(error) for error in by_run if error is not None]
+        errors = [_error(said, found, [r]) for r in comparison.records]
+        sizes = [abs(error) for error in errors if error is not None]
         if sizes:
             near = sum(size <= 0.10 for size in sizes)
             about += f"; {name}: {near} of {len(sizes)} within 10%, median {median(sizes):.0%} off"
-    for layout, row in zip(done, rows, strict=True):
-        bound = {r.prediction["bound_by"] for r in layout.records if r.prediction} - {None}
-        row.append(", ".join(sorted(bound)) or NOTHING)
+    rows = []
+    for layout in done:
+        runs = layout.records
+        row = [layout.name]
+        for _, found, said in PREDICTED.values():
+            error = _error(said, found, runs)
+            row += [found(*runs), said(*runs), NOTHING if error is None else f"{error:+.0%}"]
+        bound = {r.prediction["bound_by"] for r in runs if r.prediction} - {None}
+        rows.append([*row, ", ".join(sorted(bound)) or NOTHING])
     return _table("Prediction and measurement", f"{about}.", [*headers, "mostly"], rows)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.records.comparison import Comparison, Table
+from distributed_training.records.comparison import Comparison, Table, results
 from distributed_training.records.display import WIDTH
 from distributed_training.records.tables import MARKDOWN
 
@@ -50,20 +50,24 @@ class Section:
     plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
 
 
-def build_section(comparison: Comparison) -> Section:
-    """A comparison's notes, tables and plots."""
+def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
+    """Notes, tables and plots of each; the plots' names are numbered where there are several."""
     from distributed_training.records.plots import draw_pngs  # slow to import
 
-    plots = draw_pngs(comparison)
-    return Section(comparison.title, comparison.notes, comparison.tables(), plots)
+    found = []
+    for number, each in enumerate(comparisons, 1):
+        suffix = f"-{number}" if len(comparisons) > 1 else ""
+        plots = {name + suffix: png for name, png in draw_pngs(each).items()}
+        found.append(Section(each.title, each.notes, each.tables(), plots))
+    return found
 
 
 def terminal(comparison: Comparison) -> str:
     """Title, results and notes, as wide as the terminal."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     notes = [textwrap.fill(note, width) for note in comparison.notes]
-    table = comparison.tables()[0]
-    return "\n".join([textwrap.fill(comparison.title, width), plain(table, width), *notes])
+    title = textwrap.fill(comparison.title, width)
+    return "\n".join([title, plain(results(comparison), width), *notes])
 
 
 def plain(table: Table, width: int) -> str:
@@ -86,32 +90,26 @@ def _align(headers: Sequence[str]) -> list[str]:
     return ["left" if name in WORDS else "right" for name in headers]
 
 
-def save_plots(sections: Sequence[Section], folder: Path) -> list[list[Path]]:
-    """NAME.png, numbered where there are several sections, for each plot of each; the paths. Raises
-    OSError where nothing can be written."""
-    found = []
-    for number, section in enumerate(sections, 1):
-        suffix = f"-{number}" if len(sections) > 1 else ""
-        found.append([folder / f"{name}{suffix}.png" for name in section.plots])
-        for path, png in zip(found[-1], section.plots.values(), strict=True):
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png)
-    return found
+def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
+    """Write the plots into `folder`; the files' names. Raises OSError where that cannot be."""
+    plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
+    for name, png in plots.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png)
+    return list(plots)
 
 
-def markdown(
-    title: str, heading: str, sections: Sequence[Section], plots: Sequence[Sequence[Path]]
-) -> str:
-    """The page for a repository; `plots` of each section lie beside it."""
+def markdown(title: str, heading: str, sections: Sequence[Section]) -> str:
+    """The page for a repository, beside which the plots lie."""
     lines = [f"# {title}", "", heading]
-    for section, paths in zip(sections, plots, strict=True):
+    for section in sections:
         for line in (f"## {section.title}", *section.notes):
             lines += ["", line]
         for table in section.tables:
             text = tabulate(table.rows, table.headers, **MARKDOWN)
             lines += ["", f"### {table.title}", "", table.about, "", text]
-        for path in paths:
-            lines += ["", f"![{path.stem}]({path.name})"]
+        for name in section.plots:
+            lines += ["", f"![{name}]({name}.png)"]
     return "\n".join([*lines, ""])
 
 

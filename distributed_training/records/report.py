@@ -5,7 +5,6 @@ python real_model_example.py report [RUN ...]
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import textwrap
@@ -74,15 +73,14 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     note = f"left out: {left} older runs of other work; --all shows them" if left else ""
     texts = [about, *map(page.terminal, comparisons), note]
     print("\n\n".join(filter(None, texts)), flush=True)
-    sections = list(map(page.build_section, comparisons))
+    sections = page.build_sections(comparisons)
     try:
         if arguments.html is not None:
             text = page.html("Training runs", about, sections, note)
             arguments.html.write_text(text, encoding="utf-8")
             wrote = short_path(arguments.html)
         else:
-            plots = itertools.chain(*page.save_plots(sections, arguments.plots))
-            names = ", ".join(path.name for path in plots)
+            names = ", ".join(page.save_plots(sections, arguments.plots))
             wrote = names and f"{short_path(arguments.plots)}/{names}"
     except OSError as error:
         option = "--plots" if arguments.html is None else "--html"

@@ -79,11 +79,6 @@ def trained(name: str) -> Value:
 validation_loss = trained("loss")
 
 
-def last_loss(r: Record) -> float | None:
-    """Of training."""
-    return finite(r.loss_curve[-1][1]) if r.loss_curve else None
-
-
 def finite(value: float | None) -> float:
     """What was not finite is None in a record."""
     return float("nan") if value is None else value
@@ -132,7 +127,11 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
     "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
-    "training loss": Number(last_loss, "{:.3f}".format, spread=True),
+    "training loss": Number(
+        lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
+        "{:.3f}".format,
+        spread=True,
+    ),
     "validation loss": Number(validation_loss, "{:.4f}".format, spread=True),
     "validation perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),
 }

@@ -57,11 +57,6 @@ def final_values(r: Record) -> dict[str, float]:
     return {f"final/{name}": value for name, value in found.items() if value is not None}
 
 
-def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any]) -> Tracker:
-    """The tracker that `log_to` names, told `about` the run; None gives one that keeps nothing."""
-    return _BUILD[log_to](run_dir, about) if log_to else Tracker()
-
-
 def _tensorboard(run_dir: Path, about: dict[str, Any]) -> Tracker:
     """Look with `tensorboard --logdir runs`."""
     from torch.utils.tensorboard import SummaryWriter
@@ -109,9 +104,15 @@ def _mlflow(run_dir: Path, about: dict[str, Any]) -> Tracker:
     return Tracker(mlflow.log_metrics, close)
 
 
-_BUILD: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
+_BUILD: dict[str | None, Callable[[Path, dict[str, Any]], Tracker]] = {
+    None: lambda run_dir, about: Tracker(),
     "tensorboard": _tensorboard,
     "wandb": lambda run_dir, about: _wandb("wandb", run_dir, about, dir=str(run_dir)),
     "mlflow": _mlflow,
     "trackio": partial(_wandb, "trackio"),
 }
+
+
+def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any]) -> Tracker:
+    """The tracker that CONFIG's `log_to` names, told `about` the run."""
+    return _BUILD[log_to](run_dir, about)

@@ -281,10 +281,11 @@ def build_config(
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             values[name] = expand_home(name, values[name])
-    changed = [name for name, value in given.items() if value != keys[name].default]
-    typed = [n for n in {**dict.fromkeys(changed), **over} if {**given, **over}[n] != AUTO]
-    values |= {"typed": tuple(typed), "from_defaults": tuple(decided)}
-    return validate(RunConfig, {**values, "has_preset": preset is not None}, KEYS)
+    changed = {name: value for name, value in given.items() if value != keys[name].default} | over
+    values["typed"] = tuple(name for name, value in changed.items() if value != AUTO)
+    values["from_defaults"] = tuple(decided)
+    values["has_preset"] = preset is not None
+    return validate(RunConfig, values, KEYS)
 
 
 def load_preset(given: str) -> dict[str, Any]:

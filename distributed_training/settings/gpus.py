@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, nearest, parse_as, shown
+from distributed_training.settings.files import did_you_mean, load_json, parse_as, shown
 
 GIB = 2**30
 ADAPTER_BYTES_PER_S = 50e9  # of a GPU between nodes: one 400 Gbit/s adapter each
@@ -49,13 +49,8 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
         return self.tflops * 1e12
 
 
-def described_gpu(document: Any) -> Gpu:
-    """The GPU that `--gpu` describes as JSON; UserError for a key that is wrong or missing."""
-    return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
-
-
-_FILE = Path(__file__).with_suffix(".json")
-GPUS = {entry["name"]: Gpu(**entry) for entry in load_json(_FILE, "the table of GPUs")}
+_TABLE = load_json(Path(__file__).with_suffix(".json"), "the table of GPUs")
+GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
@@ -83,22 +78,20 @@ def known_gpu(name: str) -> Gpu:
     described as JSON; UserError with the nearest names."""
     if name.lstrip().startswith("{"):
         try:
-            return described_gpu(json.loads(name))
+            document = json.loads(name)
         except json.JSONDecodeError as error:
             raise UserError(f"--gpu {shown(name)} is not JSON", str(error)) from None
-    limited = re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE)
-    if limited:
+        return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
+    if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return limited_to(known_gpu(limited[1]), float(limited[2]))
     by_name = {known.lower(): gpu for known, gpu in GPUS.items()}
     text = name.strip().lower().replace(" ", "-").replace("_", "-")
     found = by_name.get(text) or find_gpu(name)
     if found is not None:
         return found
-    near = nearest(text, by_name)
-    fix = f"did you mean {by_name[near].name}? " if near else ""
-    fix += f"or describe it: --gpu '{_EXAMPLE}'"
+    fix = f"{did_you_mean(text, GPUS)} or describe it: --gpu '{_EXAMPLE}'"
     why = f"the table has {', '.join(GPUS)}"
-    raise UserError(f"GPU {shown(name)} is not known", why, fix)
+    raise UserError(f"GPU {shown(name)} is not known", why, fix.lstrip())
 
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:

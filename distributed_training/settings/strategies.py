@@ -51,6 +51,8 @@ class _Folder(BaseModel, strict=True, extra="forbid"):
 
 class _Offload(BaseModel, strict=True):
     device: Literal["none", "cpu", "nvme"] = "none"
+    buffer_count: int = 5  # DeepSpeed's defaults
+    buffer_size: float = 1e8  # values
 
 
 class _Zero(BaseModel, strict=True):
@@ -92,16 +94,19 @@ class Strategy:
     traits: Traits
 
     @property
+    def _zero(self) -> _Zero:
+        return _DeepSpeed.model_validate(self.document).zero_optimization
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's ZeRO stage; 0 without a DeepSpeed JSON."""
-        return int(self.document.get("zero_optimization", {}).get("stage", 0))
+        return self._zero.stage
 
     @property
     def offload(self) -> dict[str, str]:
         """Where the state of "optimizer" and "param"eters is kept: "none", "cpu" or "nvme"."""
-        zero = self.document.get("zero_optimization", {})
-        sections = {what: zero.get(f"offload_{what}") or {} for what in _OFFLOADED}
-        return {what: section.get("device", "none") for what, section in sections.items()}
+        sections = {"optimizer": self._zero.offload_optimizer, "param": self._zero.offload_param}
+        return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
     def pipelined(self) -> bool:
@@ -133,11 +138,10 @@ class Strategy:
     @property
     def swap_buffer_values(self) -> int:
         """Values that the buffers hold through which parameters come from files and go there."""
-        if self.offload["param"] != "nvme":
+        section = self._zero.offload_param
+        if section is None or section.device != "nvme":
             return 0
-        section = {"buffer_count": 5, "buffer_size": 1e8}  # DeepSpeed's defaults
-        section |= self.document["zero_optimization"]["offload_param"]
-        return int(section["buffer_count"] * section["buffer_size"])
+        return int(section.buffer_count * section.buffer_size)
 
     @property
     def sharding(self) -> str:
@@ -153,21 +157,17 @@ class Strategy:
         elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
             parts.append("parameters, gradients, optimizer state over dp_shard")
         parts = parts or ["nothing (replicas)"]
-        kept = self.offload.items()
-        parts += [
-            f"{_OFFLOADED[what]} kept on {device}" for what, device in kept if device != "none"
-        ]
+        for what, device in self.offload.items():
+            if device != "none":
+                parts.append(f"{_OFFLOADED[what]} kept on {device}")
         return "; ".join(parts)
 
 
 def list_strategies() -> dict[str, Path]:
     """Short name -> config.json of every folder under strategies/, in the folders' order."""
-
-    def number(path: Path) -> str:
-        return path.parent.name.partition("_")[0].zfill(20)
-
-    paths = sorted(STRATEGIES_DIR.glob("*/config.json"), key=number)
-    return {_read_folder(path).name: path for path in paths}
+    paths = STRATEGIES_DIR.glob("*/config.json")
+    by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
+    return {_read_folder(path).name: path for path in by_number}
 
 
 def strategy_defaults(name: str) -> dict[str, Any]:
@@ -193,21 +193,19 @@ def load_strategy(config: RunConfig) -> Strategy:
     """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
     an unknown name and for a JSON that does not parse or means another strategy."""
     path, folder = _find(config.strategy)
-    folders = [folder]
+    own = _read(path, folder, config)
     given = config.deepspeed_config
-    if given is not None:
-        if folder.deepspeed is None:
-            what = f"strategy={folder.name!r} would ignore deepspeed_config={given!r}"
-            raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-        folders.append(folder.model_copy(update={"deepspeed": given}))
-    own, *theirs = (_read(path, each, config) for each in folders)
-    for strategy in theirs:
-        if strategy.sharding != own.sharding:
-            what = f"{strategy.source} means {strategy.sharding!r} but "
-            what += f"strategy={own.name!r} means {own.sharding!r}"
-            raise UserError(what, fix="change one of them")
-        own = strategy
-    return own
+    if given is None:
+        return own
+    if folder.deepspeed is None:
+        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
+        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
+    strategy = _read(path, folder.model_copy(update={"deepspeed": given}), config)
+    if strategy.sharding != own.sharding:
+        what = f"{strategy.source} means {strategy.sharding!r} but "
+        what += f"strategy={own.name!r} means {own.sharding!r}"
+        raise UserError(what, fix="change one of them")
+    return strategy
 
 
 def _read(path: Path, folder: _Folder, config: RunConfig) -> Strategy:

@@ -369,15 +369,15 @@ def by_layout(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def write_page(wanted: Wanted) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
     comparisons = comparisons_of(wanted.runs)
-    sections = list(map(page.build_section, comparisons))
-    plots = page.save_plots(sections, wanted.out)
+    sections = page.build_sections(comparisons)
+    page.save_plots(sections, wanted.out)
     finished = sum(run.finished is not None for run in wanted.runs)
     runs = plural(len(wanted.runs), "run")
     if finished < len(wanted.runs):
         runs = f"{finished} of {runs}"
     heading = f"{runs}, each in processes of its own, one after the other."
     title = "Strategies side by side"
-    text = page.markdown(title, heading, sections, plots)
+    text = page.markdown(title, heading, sections)
     (wanted.out / "compare.md").write_text(text, encoding="utf-8")
     text = page.html(title, heading, sections)
     (wanted.out / "compare.html").write_text(text, encoding="utf-8")

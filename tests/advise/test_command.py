@@ -89,7 +89,7 @@ def test_a_batch_script_that_a_shell_can_read(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cluster", "4xH201"], ["'H201' is not known", "did you mean H20?", "--gpu '{"]),
+        (["--cluster", "4xH201"], ["'H201' is not known", "did you mean 'H20'?", "--gpu '{"]),
         (["--cluster", "0x8xH200"], ["nodes x GPUs x kind", "8xH200"]),
         (["--cluster", "99999x99999xT4"], ["at most"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["leave out --num_gpus"]),

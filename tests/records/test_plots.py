@@ -6,7 +6,7 @@ import math
 import pytest
 
 from distributed_training.records.comparison import Comparison, Layout
-from distributed_training.records.page import build_section, save_plots
+from distributed_training.records.page import build_sections, save_plots
 from distributed_training.records.plots import build_figures
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
@@ -63,15 +63,15 @@ def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line()
 
 def test_equal_records_give_equal_files_and_without_results_none(tmp_path):
     """Otherwise each regeneration would change the files that are committed."""
-    section = build_section(of_runs(made_record()))
-    assert section.plots == build_section(of_runs(made_record())).plots
-    assert all(png.startswith(b"\x89PNG") for png in section.plots.values())
-    nothing = build_section(of_runs(made_record(finished=False)))
-    assert save_plots([nothing], tmp_path / "plots") == [[]]
-    assert not (tmp_path / "plots").exists()
-    first, second = save_plots([section, section], tmp_path / "new" / "plots")
-    assert [path.name for path in first] == ["loss-1.png", "throughput-1.png"]
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    folder = tmp_path / "new" / "plots"
+    nothing = build_sections([of_runs(made_record(finished=False))])
+    assert save_plots(nothing, folder) == []
+    assert not folder.exists()
+    names = save_plots(build_sections([of_runs(made_record())] * 2), folder)
+    assert names == ["loss-1.png", "throughput-1.png", "loss-2.png", "throughput-2.png"]
+    first, _, second, _ = [(folder / name).read_bytes() for name in names]
+    assert first == second
+    assert first.startswith(b"\x89PNG")
 
 
 def test_curves_are_means_over_the_seeds(over_seeds):  # noqa: F811

@@ -15,7 +15,7 @@ from distributed_training.predict.predict import predict
 from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.gpus import GPUS, described_gpu
+from distributed_training.settings.gpus import GPUS, Gpu
 from distributed_training.settings.strategies import (
     list_strategies,
     strategy_defaults,
@@ -41,7 +41,7 @@ SMALL = {
     "name": "RTX-4060",
 }  # fmt: skip
 RECIPES = (  # label, GPU, model, batch_size
-    ("8 GB", described_gpu(SMALL), "gpt2", 8),
+    ("8 GB", Gpu.model_validate(SMALL), "gpt2", 8),
     ("16 GB", GPUS["T4"], "gpt2-medium", 8),
     ("24 GB", GPUS["RTX-4090"], "gpt2-large", 8),
     ("80 GB", GPUS["H100-80GB"], "gpt2-xl", 16),
