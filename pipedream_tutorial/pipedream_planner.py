@@ -80,7 +80,7 @@ RULES: dict[str, Rule] = {
 
 
 def main() -> None:
-    config = parse_arguments(CONFIG, RULES, "PipeDream's partitioner.")
+    config = parse_arguments(CONFIG, RULES, "PipeDream's partitioner.", script=__file__)
     profile = get_profile(config)
     layers = profile.layers
     network = {

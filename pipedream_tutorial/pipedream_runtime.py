@@ -42,8 +42,8 @@ CONFIG: dict[str, Any] = {
     "device": "auto",  # auto: GPUs where there are any
     "forward_ms": 10,  # on the CPU each forward also sleeps this long: it emulates a device
     "backward_ms": 20,  # the same for a whole backward; 0 and 0: only the real computation
-    "learning_rate": 0.1,
-    "seed": 0,
+    "learning_rate": 0.1,  # of plain SGD
+    "seed": 0,  # of weights and data
     "repeats": 1,  # timed runs of each case; the one with the median makespan is reported
     "warmups": 1,  # runs of each case before those, not timed
     "receive_depth": 2,  # receives that are posted before they are asked for
@@ -55,80 +55,32 @@ CONFIG: dict[str, Any] = {
 }
 
 RULES: dict[str, Rule] = {
-    "num_stages": Rule(text="stages p, one process each", kind=int, low=1, high=64),
-    "num_microbatches": Rule(
-        text="microbatches m in a batch, one run for each", kind=int, many=True, low=1, high=4096
-    ),
-    "num_batches": Rule(text="batches in a run", kind=int, low=1, high=1000),
+    "num_stages": Rule(kind=int, low=1, high=64),
+    "num_microbatches": Rule(kind=int, many=True, low=1, high=4096),
+    "num_batches": Rule(kind=int, low=1, high=1000),
     "schedule": Rule(
+        kind=str, many=True, choices=("all", "search", *SCHEDULES), or_file=".csv",
         text="one run for each; all: those with one copy of the model",
-        kind=str,
-        many=True,
-        choices=("all", "search", *SCHEDULES),
-        or_file=".csv",
     ),
-    "memory": Rule(
-        text="of search: microbatches that a rank may hold, one run for each; None: num_stages",
-        kind=int,
-        many=True,
-        none=True,
-        low=1,
-        high=4096,
-    ),
-    "model": Rule(
-        text="what is trained; of gpt2 the blocks only",
-        kind=str,
-        choices=("mlp", "gpt2-tiny", "gpt2-medium"),
-    ),
-    "layers_per_stage": Rule(
-        text="None: 2 of mlp, an even share of the blocks of a gpt2",
-        kind=int,
-        none=True,
-        low=1,
-        high=256,
-    ),
-    "microbatch_size": Rule(
-        text="samples or sequences in a microbatch; None: 8 of mlp, 4 of a gpt2",
-        kind=int,
-        none=True,
-        low=1,
-        high=512,
-    ),
-    "dtype": Rule(
-        text="None: float64 for mlp; for a gpt2 bfloat16 on a GPU, float32 on the CPU",
-        kind=str,
-        none=True,
-        choices=("float64", "float32", "bfloat16"),
-    ),
-    "device": Rule(text="auto: GPUs if any", kind=str, choices=("auto", "cpu", "cuda")),
-    "forward_ms": Rule(
-        text="each forward on the CPU also sleeps this long, to emulate a device",
-        kind=float,
-        low=0,
-        high=10_000,
-    ),
-    "backward_ms": Rule(text="the same for a whole backward", kind=float, low=0, high=10_000),
-    "learning_rate": Rule(text="of plain SGD", kind=float, low=0, high=100),
-    "seed": Rule(text="of weights and data", kind=int, low=0, high=10**6),
-    "repeats": Rule(text="timed runs of each case", kind=int, low=1, high=1000),
-    "warmups": Rule(text="runs of each case before those", kind=int, low=0, high=1000),
-    "receive_depth": Rule(text="receives posted ahead", kind=int, low=0, high=64),
-    "nccl_max_ctas": Rule(
-        text="multiprocessors of a GPU that one pending receive may take; None: as NCCL likes",
-        kind=int,
-        none=True,
-        low=1,
-        high=32,
-    ),
-    "calibrate_on": Rule(
-        text="the m of the run, of the first schedule, that durations are from; None: the first m",
-        kind=int,
-        none=True,
-    ),
-    "check_weights": Rule(text="compare with the one-process run bit for bit", kind=bool),
-    "timeout_s": Rule(text="longest wait for another stage, seconds", kind=float, low=1, high=3600),
-    "go_on": Rule(text="where a schedule fails, start again without it", kind=bool),
-}
+    "memory": Rule(kind=int, many=True, none=True, low=1, high=4096),
+    "model": Rule(kind=str, choices=("mlp", "gpt2-tiny", "gpt2-medium")),
+    "layers_per_stage": Rule(kind=int, none=True, low=1, high=256),
+    "microbatch_size": Rule(kind=int, none=True, low=1, high=512),
+    "dtype": Rule(kind=str, none=True, choices=("float64", "float32", "bfloat16")),
+    "device": Rule(kind=str, choices=("auto", "cpu", "cuda")),
+    "forward_ms": Rule(kind=float, low=0, high=10_000),
+    "backward_ms": Rule(kind=float, low=0, high=10_000),
+    "learning_rate": Rule(kind=float, low=0, high=100),
+    "seed": Rule(kind=int, low=0, high=10**6),
+    "repeats": Rule(kind=int, low=1, high=1000),
+    "warmups": Rule(kind=int, low=0, high=1000),
+    "receive_depth": Rule(kind=int, low=0, high=64),
+    "nccl_max_ctas": Rule(kind=int, none=True, low=1, high=32),
+    "calibrate_on": Rule(kind=int, none=True),
+    "check_weights": Rule(kind=bool),
+    "timeout_s": Rule(kind=float, low=1, high=3600),
+    "go_on": Rule(kind=bool),
+}  # fmt: skip
 EXTRA = {
     "trace": "write a Perfetto trace of the last run, predicted and measured",
     "record": "write all measured and predicted numbers as JSON",
@@ -138,7 +90,9 @@ EXTRA = {
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
     """CONFIG, with what the command line changes."""
-    config = parse_arguments(CONFIG, RULES, __doc__ or "", extra=EXTRA, arguments=arguments)
+    config = parse_arguments(
+        CONFIG, RULES, str(__doc__), script=__file__, extra=EXTRA, arguments=arguments
+    )
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
     for key in ("schedule", "num_microbatches"):

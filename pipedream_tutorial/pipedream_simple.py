@@ -433,7 +433,7 @@ def chosen() -> dict[str, Any] | None:
     if "--help" in sys.argv or "-h" in sys.argv:
         return None
     try:
-        config = parse_arguments(CONFIG, {key: RULES[key] for key in CONFIG}, "")
+        config = parse_arguments(CONFIG, {key: RULES[key] for key in CONFIG}, "", script=__file__)
         config["schedule"] = config["schedule"].lower()
         if config["schedule"] != "all":
             measure(config["schedule"], config)

@@ -22,15 +22,15 @@ with errors_in_one_line():  # matplotlib may be missing
     from pipedream.draw import charts, grids
 
 CONFIG: dict[str, Any] = {
-    "num_stages": 4,
-    "num_microbatches": 8,
-    "chunks": 2,
-    "forward": 1,
-    "input_gradient": 1,
-    "weight_gradient": 1,
-    "communication": 0,
-    "overlap_saving": 0,
-    "stage_scale": None,
+    "num_stages": 4,  # stages of the pipeline, one a rank
+    "num_microbatches": 8,  # microbatches that a batch is cut into
+    "chunks": 2,  # stages a rank under interleaved 1F1B
+    "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
+    "input_gradient": 1,  # time of the half of the backward pass that gives the input's gradient
+    "weight_gradient": 1,  # time of the half that gives the weights' gradients
+    "communication": 0,  # time from one rank to the next; occupies neither
+    "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
+    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
     "weight_size": 1,
     "output": "figures",
     "only": None,
@@ -156,7 +156,7 @@ RULES: dict[str, Rule] = {
 def main() -> None:
     """Draw what CONFIG and the command line say, and print the files' names."""
     config = parse_arguments(
-        CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines."
+        CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines.", script=__file__
     )
     case = Case(
         num_stages=config["num_stages"],

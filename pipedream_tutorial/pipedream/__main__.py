@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
     "weight_gradient": 1,  # time of the half that gives the weights' gradients
     "communication": 0,  # time from one rank to the next
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
-    "recompute": None,  # R before each backward pass: the share of activations kept, such as 1/20
+    "recompute": None,  # R before each backward pass: the share of activations kept until then
     "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
     "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
     "chunks": 2,  # stages a rank under interleaved 1F1B
@@ -65,38 +65,12 @@ OWN_RULES = {
         kind=str,
         text=f"all, search, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}",
     ),
-    "memory": Rule(
-        kind=int,
-        none=True,
-        low=1,
-        high=512,
-        text="of schedule=search: microbatches that a rank may hold; None: num_stages",
-    ),
-    "prove": Rule(
-        kind=float,
-        low=0,
-        high=3600,
-        text="of schedule=search: seconds for OR-Tools to look for the shortest and prove it",
-    ),
-    "recompute": Rule(
-        kind=Fraction,
-        none=True,
-        low=0,
-        high=1,
-        text="compute activations again before each backward pass (R, as long as F); the value is "
-        "the share of them kept until then, the stage's input; None: keep all",
-    ),
-    "reorder": Rule(
-        kind=bool,
-        text="V-Half and V-Min: move operations forward while the pipeline fills and drains, in "
-        "the same memory, as published; False: the block repeated, and no more",
-    ),
-    "verbose": Rule(
-        kind=bool,
-        none=True,
-        text="True: draw every schedule; False: only the tables; None: draw one that is named",
-    ),
-    "num_batches": Rule(kind=int, low=2, high=64, text="batches that are simulated in a row"),
+    "memory": Rule(kind=int, none=True, low=1, high=512),
+    "prove": Rule(kind=float, low=0, high=3600),
+    "recompute": Rule(kind=Fraction, none=True, low=0, high=1),
+    "reorder": Rule(kind=bool),
+    "verbose": Rule(kind=bool, none=True),
+    "num_batches": Rule(kind=int, low=2, high=64),
 }
 RULES = {key: (SHARED_RULES | OWN_RULES)[key] for key in CONFIG}
 EXTRA = {
@@ -106,7 +80,8 @@ EXTRA = {
 
 
 def main() -> None:
-    config = parse_arguments(CONFIG, RULES, str(__doc__).split("\n\n")[0], extra=EXTRA)
+    about = str(__doc__).split("\n\n")[0]
+    config = parse_arguments(CONFIG, RULES, about, script=__file__, extra=EXTRA)
     name = config["schedule"] = known_schedule(config["schedule"])
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
     if name == "all":

@@ -1,7 +1,8 @@
 """A script's CONFIG, changed by `--set key=value`, and errors as one line. Imports no torch.
 
-A script holds CONFIG, a plain dict, and one Rule a key that says what the key means and accepts.
-The same rules check what was typed and what was edited in the file.
+A script holds CONFIG, a plain dict with a comment behind each key that says what it means, and one
+Rule a key that says what it accepts. The same rules check what was typed and what was edited in the
+file.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What one CONFIG key means and accepts."""
+    """What one CONFIG key accepts."""
 
-    text: str
-    """Shown by --help."""
     kind: type
     """int, float, bool, str, or Fraction for a duration: 2, 0.5 and 1/3 are kept exactly."""
+    text: str = ""
+    """What --help says of it, if not the comment behind it in the script's CONFIG."""
     many: bool = False
     """A list of such values: [1, 2] in CONFIG, 1,2 on the command line."""
     none: bool = False
@@ -135,46 +136,19 @@ def _convert(kind: type, value: object) -> Any:
 
 # Keys that more than one script has.
 SHARED_RULES: dict[str, Rule] = {
-    "num_stages": Rule(kind=int, low=1, high=64, text="stages of the pipeline, one a rank"),
-    "num_microbatches": Rule(kind=int, low=1, high=512, text="microbatches a batch is cut into"),
-    "layers_per_stage": Rule(kind=int, low=1, high=64, text="blocks of the trained model a stage"),
-    "verbose": Rule(kind=bool, text="show every schedule; False: only the tables"),
-    "forward": Rule(
-        kind=Fraction, above=0, high=10**6, text="duration of one microbatch's forward on one rank"
-    ),
-    "input_gradient": Rule(
-        kind=Fraction,
-        above=0,
-        high=10**6,
-        text="duration of the backward pass's half that gives the input's gradient",
-    ),
-    "weight_gradient": Rule(
-        kind=Fraction,
-        low=0,
-        high=10**6,
-        text="duration of the backward pass's half that gives the weights' gradients",
-    ),
-    "communication": Rule(
-        kind=Fraction, low=0, high=10**6, text="time from one rank to the next; occupies neither"
-    ),
-    "overlap_saving": Rule(
-        kind=Fraction,
-        low=0,
-        high=1,
-        text="share of a pair's shorter half hidden when F and B run together (DualPipeV)",
-    ),
-    "stage_scale": Rule(
-        kind=Fraction,
-        many=True,
-        none=True,
-        above=0,
-        high=1000,
-        text="factors on the durations for uneven stages: one a stage, or one a chunk",
-    ),
-    "chunks": Rule(kind=int, low=1, high=16, text="stages a rank under interleaved 1F1B"),
-    "learning_rate": Rule(kind=float, above=0, high=100, text="of plain SGD"),
-    "steps": Rule(kind=int, low=0, high=10000, text="batches to train on"),
-    "seed": Rule(kind=int, low=0, high=2**31 - 1, text="of the initial weights and the data"),
+    "num_stages": Rule(kind=int, low=1, high=64),
+    "num_microbatches": Rule(kind=int, low=1, high=512),
+    "layers_per_stage": Rule(kind=int, low=1, high=64),
+    "forward": Rule(kind=Fraction, above=0, high=10**6),
+    "input_gradient": Rule(kind=Fraction, above=0, high=10**6),
+    "weight_gradient": Rule(kind=Fraction, low=0, high=10**6),
+    "communication": Rule(kind=Fraction, low=0, high=10**6),
+    "overlap_saving": Rule(kind=Fraction, low=0, high=1),
+    "stage_scale": Rule(kind=Fraction, many=True, none=True, above=0, high=1000),
+    "chunks": Rule(kind=int, low=1, high=16),
+    "learning_rate": Rule(kind=float, above=0, high=100),
+    "steps": Rule(kind=int, low=0, high=10000),
+    "seed": Rule(kind=int, low=0, high=2**31 - 1),
 }
 
 
@@ -190,6 +164,7 @@ def parse_arguments(
     rules: Mapping[str, Rule],
     description: str,
     *,
+    script: str,
     extra: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
@@ -201,6 +176,7 @@ def parse_arguments(
     value that its rule does not accept; --help prints all keys and exits with 0.
     """
     extra = extra or {}
+    comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', Path(script).read_text()))
     for key in config:
         if key not in rules:
             raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
@@ -211,7 +187,7 @@ def parse_arguments(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_list_keys(config, rules),
+        epilog=_list_keys(config, rules, comments),
     )
     parser.add_argument(
         "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE",
@@ -249,10 +225,13 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message, "--help lists what can be given")
 
 
-def _list_keys(config: Mapping[str, Any], rules: Mapping[str, Rule]) -> str:
+def _list_keys(
+    config: Mapping[str, Any], rules: Mapping[str, Rule], comments: Mapping[str, str]
+) -> str:
     lines = ["keys of CONFIG (--set key=value, or --key value):"]
     for key, default in config.items():
-        text = f"{rules[key].text} ({rules[key].describe()}; default {_shown(default)})"
+        meaning = rules[key].text or comments.get(key, "")
+        text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})"
         lines += [f"  {key}", *textwrap.wrap(text, 84, initial_indent=" " * 6,
                                              subsequent_indent=" " * 6)]  # fmt: skip
     return "\n".join(lines)

@@ -11,24 +11,26 @@ from pipedream.config import FOLDER, SHARED_RULES, Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
 
 CONFIG = {
-    "num_stages": 4,
-    "forward": 1,
-    "stage_scale": None,
-    "verbose": True,
-    "learning_rate": 0.1,
-    "mode": "fast",
-    "path": None,
+    "num_stages": 4,  # ranks
+    "forward": 1,  # how long
+    "stage_scale": None,  # factors
+    "verbose": True,  # more
+    "learning_rate": 0.1,  # of SGD
+    "mode": "fast",  # not shown
+    "path": None,  # where
 }
 RULES = {
     **{key: SHARED_RULES[key] for key in CONFIG if key in SHARED_RULES},
+    "verbose": Rule(kind=bool),
     "mode": Rule(kind=str, choices=("fast", "slow"), text="how"),
-    "path": Rule(kind=str, none=True, text="where"),
+    "path": Rule(kind=str, none=True),
 }
 
 
-def parse(*arguments: str, config: dict = CONFIG) -> dict:
+def parse(*arguments: str) -> dict:
+    extra = {"trace": "write a file"}
     return parse_arguments(
-        config, RULES, "A test.", extra={"trace": "write a file"}, arguments=arguments
+        CONFIG, RULES, "A test.", script=__file__, extra=extra, arguments=arguments
     )
 
 
@@ -88,8 +90,9 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
         parse("--help")
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for key, default in CONFIG.items():
-        assert f"{key} {RULES[key].text} ({RULES[key].describe()}; default {default})" in text
+    texts = ("ranks", "how long", "factors", "more", "of SGD", "how", "where")
+    for (key, default), meaning in zip(CONFIG.items(), texts, strict=True):
+        assert f"{key} {meaning} ({RULES[key].describe()}; default {default})" in text
     assert "--trace PATH write a file" in text
 
 
