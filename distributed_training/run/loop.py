@@ -176,7 +176,7 @@ class Trainer:
 
     def _update(self) -> None:
         """One optimizer step; what came of it is still on the device."""
-        self.at(f"step {self.step + 1}", is_step=True, first=not self._first)
+        self.at(f"step {self.step + 1}", is_step=True)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
@@ -264,10 +264,9 @@ class Trainer:
     def _saved_checkpoints(self) -> list[Path]:
         """Of steps that this run has taken, as rank 0 sees them: later ones, which whoever resumed
         passed over, are there until the next save. Collective."""
-        taken = name_of(self.step)
-        folders = list_checkpoints(self.plan.run_dir)
-        found = [str(folder) for folder in folders if folder.name <= taken]
-        return [Path(folder) for folder in from_rank_0(found)]
+        folders = map(str, list_checkpoints(self.plan.run_dir))
+        found = [Path(folder) for folder in from_rank_0(list(folders))]
+        return [folder for folder in found if folder.name <= name_of(self.step)]
 
     def _roll_back(self, error: ending.NonFiniteError) -> None:
         """Go back to the last checkpoint and leave out the batch of the step that failed, where
@@ -275,7 +274,6 @@ class Trainer:
         saved = self._saved_checkpoints()
         if self.plan.config.on_nonfinite != "rollback" or self._passed_over or not saved:
             raise error
-        self._pending.clear()
         self.restore(saved[-1])
         self._passed_over = error.step
         self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")

@@ -47,8 +47,7 @@ class Profile:
         self._written = False
         self._on_gpu = topology.device_type == "cuda"
         self._rank = topology.rank
-        self._trace = plan.run_dir / TRACE_FILE.format(self._rank)
-        self._memory = plan.run_dir / MEMORY_FILE.format(self._rank)
+        self._run_dir = plan.run_dir
         self._profiler: torch.profiler.profile | None = None
         if plan.config.profile and not self.steps:
             display.note("nothing is traced: no step is left after a warm-up")
@@ -71,49 +70,44 @@ class Profile:
         }  # fmt: skip
 
     def __enter__(self) -> Profile:
-        if self.steps:
-            if self._rank == 0:  # of an earlier start, perhaps with more processes
-                for name in (TRACE_FILE, MEMORY_FILE):
-                    for file in self._trace.parent.glob(name.format("*")):
-                        file.unlink()
-            os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-            activities = [ProfilerActivity.CPU]
-            if self._on_gpu:
-                activities.append(ProfilerActivity.CUDA)
-            wait = self.steps.start - self._done - 2  # the step before is the profiler's warm-up
-            self._profiler = torch.profiler.profile(
-                activities=activities,
-                schedule=torch.profiler.schedule(
-                    wait=wait, warmup=1, active=len(self.steps), repeat=1
-                ),
-            )
-            self._profiler.start()
+        if not self.steps:
+            return self
+        if self._rank == 0:  # of an earlier start, perhaps with more processes
+            for name in (TRACE_FILE, MEMORY_FILE):
+                for file in self._run_dir.glob(name.format("*")):
+                    file.unlink()
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+        activities = [ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+        wait = self.steps.start - self._done - 2  # the step before is the profiler's warm-up
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(self.steps), repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profiler.start()
         return self
 
     def step_ended(self) -> None:
-        """Go on to the next step; the one after the last writes the files."""
+        """Go on to the next step; the files are written after the last."""
         if self._profiler is None:
             return
         self._done += 1
         if self._on_gpu and self._done == self.steps[0] - 1:
             record_memory_history()
         self._profiler.step()
-        if self._done == self.steps[-1]:
-            self._stop()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After a signal, what there is by then is written; after a failure of one process, the
         profiler of another could wait for it for ever."""
-        if kind is None:
-            self._stop()
+        if kind is None and self._profiler is not None:
+            self._profiler.stop()
 
-    def _stop(self) -> None:
-        if self._profiler is None:
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        if self._done < self.steps[0]:  # a signal came before the first one ended
             return
-        self._profiler.stop()
-        if self._done >= self.steps[0]:  # no signal came before the first one ended
-            if self._on_gpu:
-                dump_memory_history(self._memory)
-            self._profiler.export_chrome_trace(str(self._trace))
-            self._written = True
-        self._profiler = None
+        if self._on_gpu:
+            dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))
+        profiler.export_chrome_trace(str(self._run_dir / TRACE_FILE.format(self._rank)))
+        self._written = True

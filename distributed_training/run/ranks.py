@@ -58,18 +58,21 @@ class Ended:
         code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
         if not code:
             return ""
-        killed = sorted(rank for rank, its in self.codes.items() if its == code)
         name = signal.Signals(-code).name
         more = "; most often memory ran out" if name == "SIGKILL" else ""
-        return f"rank {', '.join(map(str, killed))}: killed by {name}{more}"
+        return f"{self._ranks_with(code)}: killed by {name}{more}"
 
     @property
     def left_early(self) -> str:
         """Who was gone when others failed for want of it."""
-        left = sorted(rank for rank, code in self.codes.items() if code == 0)
-        if not left or not any(self.codes.values()):
+        if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
-        return f"rank {', '.join(map(str, left))}: left before the run's end, with exit code 0"
+        return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
+
+    def _ranks_with(self, code: int) -> str:
+        return "rank " + ", ".join(
+            str(rank) for rank in sorted(self.codes) if self.codes[rank] == code
+        )
 
 
 @contextlib.contextmanager
@@ -123,7 +126,7 @@ def run_ranks(
 
 def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: int) -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
-        common = {
+        environment = {
             "OMP_NUM_THREADS": str(threads_per_process(count)),
             **os.environ,
             "WORLD_SIZE": str(count),
@@ -131,18 +134,14 @@ def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: 
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(listener.getsockname()[1]),
             LAUNCHER: str(os.getpid()),
+            STORE_SOCKET: str(listener.fileno()),
         }
         for rank in range(count):
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            passed = list[int]()
-            if rank == 0:
-                passed.append(listener.fileno())
-                environment[STORE_SOCKET] = str(listener.fileno())
             process = subprocess.Popen(
                 [sys.executable, "-u", *command],
-                env=environment,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
-                pass_fds=passed,
+                pass_fds=[listener.fileno()] if rank == 0 else [],
                 start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
             )
             ranks.append(process)

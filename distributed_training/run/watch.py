@@ -69,10 +69,8 @@ class Watch:
         self._steps_s: deque[float] = deque(maxlen=1000)  # how long the last took, to the second
         self._place = "starting"
         self._since = 0.0
-        self._count = 0
-        self._limited = False  # while it starts
+        self._count = 0  # places since the start, which nothing limits
         self._is_step = False
-        self._compiles = False
         self._thread = self.main
         self._clock = 0.0  # seconds that this process has been running, by the thread that watches
         self._others: dict[int, dict[str, Any]] = {}
@@ -95,26 +93,22 @@ class Watch:
         self._far = topology.rank != topology.local_rank  # from the store, on the first node
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def at(
-        self, place: str, *, is_step: bool = False, first: bool = False, thread: int | None = None
-    ) -> None:
-        """The main thread begins something, or to wait for another `thread` that does it; the
-        `first` step of a process may compile."""
+    def at(self, place: str, *, is_step: bool = False, thread: int | None = None) -> None:
+        """The main thread begins something, or to wait for another `thread` that does it."""
         if self._is_step:
             self._steps_s.append(self._clock - self._since)
         self._is_step = is_step
-        self._compiles = first and self._least_s == UNKNOWN_S
         self._thread = thread or self.main
         self._place = place
         self._since = self._clock
-        self._limited = True
         self._count += 1
 
     @property
     def limit_s(self) -> float:
         """How long the run may be where it is; 0: for ever."""
         if self._given_s is not None:
-            return max(self._given_s, UNKNOWN_S) if self._compiles else self._given_s
+            compiles = self._is_step and not self._steps_s and self._least_s == UNKNOWN_S
+            return max(self._given_s, UNKNOWN_S) if compiles else self._given_s
         if self.world_size == 1:  # whoever started it sees where it is, in a debugger, say
             return 0.0
         if self._is_step and self._steps_s:
@@ -201,7 +195,7 @@ class Watch:
                 os._exit(128 + signal.SIGTERM)
             if self.world_size > 1:
                 self._look_at_others()
-            if self.rank == 0 and self._limited:
+            if self.rank == 0 and self._count:
                 self._look_at_progress(self._clock - self._since)
 
     def _look_at_others(self) -> None:

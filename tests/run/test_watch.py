@@ -68,10 +68,10 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     assert watch.limit_s == 600
     watch._given_s = 7
     assert watch.limit_s == 7
-    watch.at("step", is_step=True, first=True)
-    assert watch.limit_s == 7
     watch._least_s = 600.0  # where steps are compiled
-    watch.at("step", is_step=True, first=True)
+    watch.at("step", is_step=True)
+    assert watch.limit_s == 7
+    watch._steps_s.clear()  # it is the first
     assert watch.limit_s == 600
     watch._given_s, watch.world_size = None, 1
     assert watch.limit_s == 0, "nobody waits for it"

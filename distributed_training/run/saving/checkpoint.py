@@ -171,7 +171,7 @@ class Saver:
 
     def _on_all(self, do: Callable[..., Any] | None, *arguments: Any) -> list[Any]:
         """What it gives on each rank, None where there is nothing to do; the first error, of a disk
-        or of numbers that are not finite, is raised on all. Collective in the thread's group."""
+        or of numbers that are not finite, is raised on all. Collective."""
         found = failure = None
         try:
             if do is not None:
@@ -246,13 +246,11 @@ def load_checkpoint(
 
 
 def own_parts(engine: Engine, topology: Topology) -> Iterator[Part]:
-    """This rank's own state."""
     for name, tensor in engine.own_state().items():
         yield part_of(f"own/{topology.rank}/{name}", tensor, tensor.shape, (0,) * tensor.dim())
 
 
 def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
-    """Restore this rank's own state."""
     own = f"own/{topology.rank}/"
     names = [name for name in saved.stored if name.startswith(own)]
     engine.load_own({name.removeprefix(own): saved.whole(name) for name in names})
@@ -268,7 +266,6 @@ def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
 
 
 def _random_numbers(topology: Topology) -> Iterator[Part]:
-    """The states of this rank's generators."""
     states = {"cpu": (torch.get_rng_state(), torch.set_rng_state)}
     if topology.device_type == "cuda":
         states["cuda"] = (torch.cuda.get_rng_state(), torch.cuda.set_rng_state)

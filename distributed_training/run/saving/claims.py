@@ -12,7 +12,6 @@ import fcntl
 import os
 import platform
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ class Claim(BaseModel):
     identity: dict[str, Any]  # resume.py's
 
 
-def claim(run_dir: Path, identity: Mapping[str, Any]) -> None:
+def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     """Take a run's folder for this process; raises UserError where another has it."""
     refuse_held(run_dir)
     if run_dir not in _held:
@@ -48,8 +47,13 @@ def claim(run_dir: Path, identity: Mapping[str, Any]) -> None:
         fcntl.flock(_held[run_dir], fcntl.LOCK_SH)
     except OSError:  # files cannot be locked here, or a machine that is gone has it locked
         kernel = ""
-    who = {"hostname": platform.node(), "pid": os.getpid(), "claimed_at": time.time()}
-    mine = Claim.model_validate({**who, "kernel": kernel, "identity": dict(identity)})
+    mine = Claim(
+        hostname=platform.node(),
+        pid=os.getpid(),
+        claimed_at=time.time(),
+        kernel=kernel,
+        identity=identity,
+    )
     text = mine.model_dump_json().encode()
     os.pwrite(_held[run_dir], text, 0)
     os.truncate(_held[run_dir], len(text))
@@ -86,25 +90,19 @@ def refuse_held(run_dir: Path) -> None:
     """Raises UserError where another process has the run's folder."""
     found = _read(run_dir)
     here = found is None or found.kernel == _kernel()
-    if run_dir not in _held and (is_locked(run_dir) if here else _is_renewed(run_dir)):
-        raise going_on(run_dir)
-
-
-def going_on(run_dir: Path) -> UserError:
-    """The error for whoever would join that run."""
-    found = _read(run_dir)
-    why = "its processes have not ended yet"
-    if found is not None:
-        why = f"process {found.pid} on {found.hostname} began it, and {why}"
+    if run_dir in _held or not (is_locked(run_dir) if here else _is_renewed(run_dir)):
+        return
+    what = f"the run {shown(str(run_dir))} is going on"
+    began = f"process {found.pid} on {found.hostname} began it, and " if found else ""
     fix = "wait for it or stop it; resume=None starts another beside it"
-    return UserError(f"the run {shown(str(run_dir))} is going on", why, fix)
+    raise UserError(what, f"{began}its processes have not ended yet", fix)
 
 
-def refuse_doubling(output_dir: Path, identity: Mapping[str, Any]) -> set[Path]:
+def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> set[Path]:
     """The runs of this machine that are going on in `output_dir`; UserError where one has that
     identity."""
-    files = sorted(output_dir.glob(f"*/{OWNER_FILE}"))
-    runs = [file.parent for file in files if not file.parent.is_symlink()]  # latest
+    folders = (file.parent for file in output_dir.glob(f"*/{OWNER_FILE}"))
+    runs = {folder for folder in folders if not folder.is_symlink()}  # latest
     for run_dir in runs:
         found = _read(run_dir)
         if found is not None and found.identity == identity:

@@ -58,7 +58,6 @@ class Meta(BaseModel, strict=True):
 
 
 def name_of(step: int) -> str:
-    """Of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
@@ -101,7 +100,6 @@ def read_meta(folder: Path) -> Meta:
 
 
 def file_of(rank: int) -> str:
-    """The file that a process writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -121,10 +119,10 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int 
     if meta.hosts and (lacking := absent()):
         hosts = sorted({meta.hosts[name] for name in lacking if name in meta.hosts})
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        missing = ", ".join(lacking[:3]) + more
-        what = f"checkpoint {folder} is not whole on {socket.gethostname()}; it lacks {missing}"
-        why = f"written on {', '.join(hosts)}, without a shared disk" if hosts else ""
-        raise ElsewhereError(what, why, TOGETHER)
+        what = f"checkpoint {folder} is not whole on {socket.gethostname()}"
+        missing = f"it lacks {', '.join(lacking[:3])}{more}"
+        why = f"; written on {', '.join(hosts)}, without a shared disk" if hosts else ""
+        raise ElsewhereError(what, missing + why, TOGETHER)
     return names
 
 
@@ -165,22 +163,16 @@ def find_resume(plan: Plan) -> Path | None:
     """The checkpoint to continue from, in its run's folder, or None to start afresh.
 
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
-    its newest checkpoint that can be read, and warns of what it passes over. A path names a run
-    (its newest checkpoint) or a checkpoint; raises UserError when it is missing, damaged, without
-    its run's record, or of another work. Strategy and processes may be others: `describe_change`.
-    Either way raises UserError for a run that is going on, or whose files are on other nodes. Where
-    "auto" finds none, the plan's notes say why.
+    its newest checkpoint that can be read, and warns of what it passes over; where it finds none,
+    the plan's notes say why. A path names a run (its newest checkpoint) or a checkpoint; raises
+    UserError when it is missing, damaged, without its run's record, or of another work. Either way
+    raises UserError for a run that is going on, or whose files are on other nodes.
     """
     resume = plan.config.resume
     if resume is None:
         return None
-    if resume != AUTO:
-        return _named(resume, plan)
-    others = claims.refuse_doubling(plan.output_dir, identity(plan))
-    return _newest(plan, others)
-
-
-def _named(resume: str, plan: Plan) -> Path:
+    if resume == AUTO:
+        return _newest(plan)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
     if differences := _differences(meta, plan):
@@ -203,8 +195,8 @@ def named_checkpoint(resume: str) -> Path:
     return checkpoint
 
 
-def _newest(plan: Plan, others: set[Path]) -> Path | None:
-    """As `find_resume` for "auto"; `others` are going on."""
+def _newest(plan: Plan) -> Path | None:
+    others = claims.refuse_doubling(plan.output_dir, identity(plan))  # which are going on
     found = list[tuple[Path, Meta]]()
     obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
