@@ -171,7 +171,7 @@ def doctor(argv: Sequence[str], program: Program) -> int:
     if not arguments.nodes:
         return _load("tools.doctor").main(output_dir_of(program)[1])
     code = _start_processes(["doctor", *argv], program, arguments.num_gpus)
-    return _load("tools.nodes").main() if code is None else code
+    return _load("tools.links").check_nodes() if code is None else code
 
 
 def train(argv: Sequence[str], program: Program) -> int:

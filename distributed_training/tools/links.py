@@ -1,6 +1,4 @@
-"""`links`: how fast processes talk to each other: six operations over every group of the mesh.
-
-    python real_model_example.py links [--num_gpus N] [--tp T] [--largest MIB]
+"""How fast processes talk: six operations over every group of the mesh, or each link by itself.
 
 Sizes are those of the whole tensor, as in predict/traffic.py: algorithm bandwidth is size /
 seconds, bus bandwidth what a process sends in a ring / seconds. The fit, latency + sent bytes /
@@ -10,8 +8,11 @@ bandwidth, weighs relative errors, so that small messages count as much as large
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import platform
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,20 @@ from distributed_training.records.record import plural, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.tools.measuring import Clock, Group, open_group
 
-# Operation -> messages that follow each other in a ring of n processes.
-STEPS: dict[str, Callable[[int], int]] = {
-    "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "broadcast": lambda n: n - 1,
-    "all_to_all": lambda n: n - 1,
-    "send": lambda n: 1,
-}
+# Operation -> times that it goes around a ring of all processes; a message goes to the next one.
+TURNS = {
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
+    "send": 0,
+}  # fmt: skip
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
+MOST_FOR_PAIRS = 8  # processes of which every pair is measured; of more each with the next
+ROUNDS = 3  # of which the quickest counts: other programs only make a link slower
+ROUND_S = 0.02
+SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, for a link's latency and bandwidth
+# By how much a link is worse than the best of its kind before it is called slow.
+SLOW_LATENCY = 3.0
+SLOW_RATE = 2.0
+FIX = "leave its host out, or see what else uses it: top, nvidia-smi, ethtool"
 
 
 def time_group(
@@ -115,24 +120,26 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Operation -> fit and points, with both bandwidths and the ring's law: what its messages would
     take at the latency and bandwidth that one message between two processes was found to have."""
     members = entries[0]["members"]
+    sizes = [entry["bytes"] for entry in entries]
     lines = {
         kind: [(sent_bytes(kind, e["bytes"], members), e["seconds"][kind]) for e in entries]
-        for kind in STEPS
+        for kind in TURNS
     }
-    fits = {kind: fit_line(line) for kind, line in lines.items()}
-    message_s, message_rate, _ = fits["send"]
+    message_s, message_rate, _ = fit_line(lines["send"])
     found = {}
-    for kind, (latency, rate, error) in fits.items():
+    for kind, line in lines.items():
+        latency, rate, error = fit_line(line)
+        ring_s = max(1, TURNS[kind] * (members - 1)) * message_s
         points = [
             {
-                "bytes": entry["bytes"],
+                "bytes": size,
                 "seconds": seconds,
                 "fitted_s": latency + sent / rate,
-                "ring_s": STEPS[kind](members) * message_s + sent / message_rate,
-                "algorithm_bytes_per_s": entry["bytes"] / seconds,
+                "ring_s": ring_s + sent / message_rate,
+                "algorithm_bytes_per_s": size / seconds,
                 "bus_bytes_per_s": sent / seconds,
             }
-            for entry, (sent, seconds) in zip(entries, lines[kind], strict=True)
+            for size, (sent, seconds) in zip(sizes, line, strict=True)
         ]
         found[kind] = {
             "points": points, "latency_s": latency, "bytes_per_s": rate, "fit_error": error,
@@ -151,7 +158,7 @@ def measure(group: Group, axes: dict[str, int], largest: int, budget_s: float) -
     clock = Clock(group.device, budget_s=budget_s)
     found = {}
     for axis, members in groups.items():
-        entries = time_group(clock, members, sizes, STEPS)
+        entries = time_group(clock, members, sizes, TURNS)
         found[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
     return found
 
@@ -177,7 +184,7 @@ def draw(groups: dict[str, Any], path: Path) -> None:
     """Seconds by size of each operation, both logarithmic: points, fit, the ring's law."""
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     panels: Any = figure.subplots(2, 3, sharex=True, sharey=True)
-    for axes, kind in zip(panels.flat, STEPS, strict=True):
+    for axes, kind in zip(panels.flat, TURNS, strict=True):
         for index, (axis, found) in enumerate(groups.items()):
             points = found["operations"][kind]["points"]
             label = f"{axis}, {found['members']} processes"
@@ -239,3 +246,78 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
         what = f"{show_axes(axes)} does not divide {plural(world_size, 'process')}"
         raise UserError(what, fix="set --num_gpus to a multiple of their product, 2 or more")
     return {**axes, "dp_replicate": world_size // fixed}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What lies between two processes."""
+
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    latency_s: float
+    bytes_per_s: float
+
+
+def pairs(world_size: int) -> list[tuple[int, int]]:
+    """The ranks whose link is measured."""
+    if world_size <= MOST_FOR_PAIRS:
+        return list(itertools.combinations(range(world_size), 2))
+    return list(itertools.pairwise(range(world_size)))
+
+
+def measure_links(group: Group) -> list[Link]:
+    """All links, on every rank: two processes at a time send each other a tensor while the others
+    wait. Collective."""
+    hosts = gather(platform.node())
+    clock = Clock(group.device, budget_s=ROUND_S)
+    sizes = SIZES[group.device.type]
+    found = []
+    for ranks in pairs(group.process.world_size):
+        rounds = [time_group(clock, None, sizes, ("send",), ranks) for _ in range(ROUNDS)]
+        latency, seconds = (
+            min(entry["seconds"]["send"] for entry in entries)
+            for entries in zip(*rounds, strict=True)
+        )
+        ends = (hosts[ranks[0]], hosts[ranks[1]])
+        rate = sizes[1] / seconds
+        found.append(Link(ranks=ranks, hosts=ends, latency_s=latency, bytes_per_s=rate))
+    return found
+
+
+def describe(links: Sequence[Link]) -> str:
+    """The links by kind, and what is slow among its kind."""
+    lines = []
+    slow = []
+    kinds: dict[str, list[Link]] = {}
+    for link in links:
+        kind = "in a node" if link.hosts[0] == link.hosts[1] else "between nodes"
+        kinds.setdefault(kind, []).append(link)
+    for kind, alike in kinds.items():
+        latency = min(link.latency_s for link in alike)
+        rate = max(link.bytes_per_s for link in alike)
+        best = f"{1e6 * latency:,.0f} us, {rate / 1e9:.2f} GB/s"
+        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {best}")
+        for link in alike:
+            ends = zip(link.ranks, link.hosts, strict=True)
+            both = " - ".join(f"{rank} ({host})" for rank, host in ends)
+            found = f"{1e6 * link.latency_s:,.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s"
+            late = link.latency_s / latency
+            thin = rate / link.bytes_per_s
+            if thin > SLOW_RATE or late > SLOW_LATENCY:
+                slow.append(set(link.ranks))
+                less = f"{thin:.1f} times less" if thin > SLOW_RATE else f"{late:.1f} times later"
+                found += f", slow: {less} than the best"
+            lines.append(f"  rank {both}: {found}")
+    if common := slow and set.intersection(*slow):
+        ranks = " and ".join(map(str, sorted(common)))
+        lines.append(f"all slow links end at rank {ranks}: {FIX}")
+    return "\n".join(lines)
+
+
+def check_nodes() -> int:
+    """`doctor --nodes`: this process's part; the exit code."""
+    with open_group() as group:
+        links = measure_links(group)
+    if group.process.rank == 0:
+        print(describe(links))
+    return 0

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed_training.parallel.agree import from_rank_0
 from distributed_training.plan.topology import process_group
 from distributed_training.run import launch, rendezvous, worker
 from distributed_training.run.process import Process, current_process, single_process
@@ -28,11 +24,10 @@ CALLS = 30  # of a part of a training
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The processes that all runs share."""
+    """The processes that measure, and this one's device."""
 
     process: Process
     device: torch.device
-    folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
 
     @property
     def device_name(self) -> str:
@@ -49,12 +44,7 @@ def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
     store = rendezvous.meet(process, RENDEZVOUS_S)
     # Three minutes: another rank may have failed.
     with process_group(device, store, minutes=3, p2p_channels=p2p_channels):
-        folder = Path(from_rank_0(tempfile.mkdtemp() if process.rank == 0 else None))
-        try:
-            yield Group(process=process, device=device, folder=folder)
-        finally:
-            if process.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+        yield Group(process=process, device=device)
 
 
 @dataclass(frozen=True, slots=True)

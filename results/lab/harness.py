@@ -9,6 +9,7 @@ Starting processes takes longer than the few steps that a comparison or a test n
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,11 +17,13 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +41,7 @@ from distributed_training.run import assemble, worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
-from distributed_training.tools.measuring import Group, open_group
-
-__all__ = ["Group", "Kept", "Run", "each_run", "every_run", "open_group", "open_group_for"]
+from distributed_training.tools import measuring
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,26 @@ class Run:
     def batch(self, step: int) -> StepBatch:
         """This rank's samples of one step."""
         return self.sampler.step_batch(self.data.train, step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group(measuring.Group):
+    """The processes that all runs share."""
+
+    folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
+
+
+@contextlib.contextmanager
+def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
+    """`measuring.open_group`, with a folder."""
+    with measuring.open_group(p2p_channels) as group:
+        rank = group.process.rank
+        folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
+        try:
+            yield Group(process=group.process, device=group.device, folder=folder)
+        finally:
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:

@@ -1,15 +1,26 @@
-"""`links`: the fit, the ring's law, and what two processes measure."""
+"""`links` and `doctor --nodes`: the fit, the ring's law, what processes measure, what is slow."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
+import re
 
 import pytest
 
 from distributed_training.predict.traffic import sent_bytes
-from distributed_training.tools.links import STEPS, fit_line, mesh_of, summarise
-from tests.conftest import heavy_pool, light_pool
+from distributed_training.tools.links import (
+    TURNS,
+    Link,
+    describe,
+    fit_line,
+    mesh_of,
+    pairs,
+    summarise,
+)
+from tests.conftest import assert_ok, heavy_pool, light_pool
 from tests.support import refused
 
 
@@ -34,10 +45,11 @@ def test_neither_figure_is_below_zero(points, latency):
 
 def test_links_that_keep_the_rings_law_are_found_to_keep_it():
     """Four processes, messages of 1e-5 s and 1 GB/s."""
+    messages = dict.fromkeys(TURNS, 3) | {"all_reduce": 6, "send": 1}
     entries = []
     for size in (2**12, 2**20, 2**26):
         seconds = {
-            kind: steps(4) * 1e-5 + sent_bytes(kind, size, 4) / 1e9 for kind, steps in STEPS.items()
+            kind: 1e-5 * steps + sent_bytes(kind, size, 4) / 1e9 for kind, steps in messages.items()
         }
         entries.append({"members": 4, "bytes": size, "seconds": seconds})
     found = summarise(entries)
@@ -46,7 +58,7 @@ def test_links_that_keep_the_rings_law_are_found_to_keep_it():
             assert point["seconds"] == pytest.approx(point["ring_s"])
             assert point["seconds"] == pytest.approx(point["fitted_s"])
         assert row["bytes_per_s"] == pytest.approx(1e9)
-        assert row["latency_s"] == pytest.approx(STEPS[kind](4) * 1e-5)
+        assert row["latency_s"] == pytest.approx(1e-5 * messages[kind])
     last = found["all_reduce"]["points"][-1]
     assert last["bus_bytes_per_s"] == pytest.approx(1.5 * last["algorithm_bytes_per_s"])
 
@@ -61,7 +73,7 @@ def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
         "dp_replicate": 2, "tp": 2, "all": 4,
     }  # fmt: skip
     for group in record["groups"].values():
-        assert set(group["operations"]) == set(STEPS)
+        assert set(group["operations"]) == set(TURNS)
         for row in group["operations"].values():
             assert [point["bytes"] for point in row["points"]] == [4**n for n in range(5, 11)]
             assert all(point["seconds"] > 0 for point in row["points"])
@@ -79,3 +91,39 @@ def test_refusals(typed):
 def test_a_mesh_that_does_not_divide_the_processes_is_refused():
     with refused("does not divide 3 processes"):
         mesh_of(argparse.Namespace(pp=1, dp_shard=1, tp=2), 3)
+
+
+QUICK = Link(ranks=(0, 1), hosts=("a", "a"), latency_s=30e-6, bytes_per_s=2e9)
+
+
+def test_every_pair_of_three_processes_is_measured():
+    result = heavy_pool().script(["doctor", "--nodes"], num_processes=3)
+    assert_ok(result)
+    summary, *links = result.stdout.splitlines()[:4]
+    assert summary.startswith("3 links in a node, at best ")
+    found = [re.match(r"  rank (\d) \(\S+\) - (\d) \(\S+\): ([\d,]+) us, ([\d.]+) GB/s", line)
+             for line in links]  # fmt: skip
+    assert [(int(match[1]), int(match[2])) for match in found] == [(0, 1), (0, 2), (1, 2)]
+    assert all(float(match[4]) > 0.01 for match in found)
+
+
+def test_many_processes_are_measured_in_a_chain():
+    assert pairs(3) == [(0, 1), (0, 2), (1, 2)]
+    assert pairs(16) == list(itertools.pairwise(range(16)))
+
+
+@pytest.mark.parametrize(
+    ("slower", "words"),
+    [({"latency_s": 100e-6}, "3.3 times later"), ({"bytes_per_s": 0.5e9}, "4.0 times less")],
+)
+def test_the_slow_rank_is_named(slower, words):
+    """Links between nodes are compared with each other."""
+    links = [dataclasses.replace(QUICK, ranks=ranks) for ranks in pairs(4)]
+    links = [dataclasses.replace(each, **slower) if 2 in each.ranks else each for each in links]
+    between = dataclasses.replace(QUICK, hosts=("a", "b"), latency_s=90e-6, bytes_per_s=0.4e9)
+    *lines, named = describe([*links, between, between]).splitlines()
+    assert [line.startswith("  rank") and "2 (a)" in line for line in lines] == [
+        words in line for line in lines
+    ]
+    assert sum("slow" in line for line in lines) == 3
+    assert named.startswith("all slow links end at rank 2: ")
