@@ -16,19 +16,19 @@ from distributed_training.parallel.blocks import apply_checkpointing
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
 
 
-def random_model(seed=0, **options):
+def random_model(dropout=0.0):
     """Every parameter random, biases and norms too."""
-    model = build_model(SIZE, dropout=options.pop("dropout", 0.0), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
+    model = build_model(SIZE, dropout=dropout, seed=0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
-def random_batch(batch=3, tokens=20, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(SIZE.vocab_size, (batch, tokens + 1), generator=generator)
+def random_batch():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(SIZE.vocab_size, (3, 21), generator=generator)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
     targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORE_INDEX
     return inputs, targets
@@ -51,24 +51,9 @@ def test_loss_is_the_sum_over_targets_that_count():
         for row, column in (targets != IGNORE_INDEX).nonzero().tolist()
     )
     assert float(model(inputs, targets).detach()) == pytest.approx(expected, rel=1e-5)
-
-
-def test_nothing_but_ignored_targets_is_no_loss():
-    model = random_model()
-    inputs, targets = random_batch()
     loss, gradients = loss_and_gradients(model, inputs, torch.full_like(targets, IGNORE_INDEX))
     assert loss == 0
     assert all(not gradient.any() for gradient in gradients.values())
-
-
-def test_later_tokens_do_not_reach_earlier_logits():
-    model = random_model()
-    inputs, _ = random_batch()
-    changed = inputs.clone()
-    changed[:, 10] = (changed[:, 10] + 1) % SIZE.vocab_size
-    before, after = model(inputs), model(changed)
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert (before[:, 10:] - after[:, 10:]).abs().amax(-1).min() > 1e-3
 
 
 def test_padding_rows_are_invisible():
@@ -122,49 +107,40 @@ def test_initialisation_is_gpt2s():
 
 
 def test_matrices_decay_and_vectors_do_not():
-    model = build_model(SIZE, dropout=0.0, seed=0)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decaying, free = parameter_groups(model.parameters(), 0.1)
+    named = dict(build_model(SIZE, dropout=0.0, seed=0).named_parameters())
+    decaying, free = parameter_groups(named.values(), 0.1)
     assert (decaying["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-    matrices = {names[id(parameter)] for parameter in decaying["params"]}
-    vectors = {names[id(parameter)] for parameter in free["params"]}
-    assert matrices | vectors == set(names.values())
-    assert vectors == {name for name in names.values() if name.endswith("bias") or "norm_" in name}
-    assert len(decaying["params"]) + len(free["params"]) == len(names)
+    for group, kind in ((decaying, False), (free, True)):
+        own = {id(parameter) for parameter in group["params"]}
+        vectors = {name for name, parameter in named.items() if id(parameter) in own}
+        assert vectors == {n for n in named if (n.endswith("bias") or "norm_" in n) is kind}
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_no_number(mode, dropout):
-    inputs, targets = random_batch()
-    results = {}
-    for chosen in ("none", mode):
-        model = random_model(dropout=dropout)
-        apply_checkpointing(model, chosen)
-        torch.manual_seed(3)
-        results[chosen] = loss_and_gradients(model, inputs, targets)
-    (loss, gradients), (other_loss, other_gradients) = results.values()
-    assert torch.equal(loss, other_loss)
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, other_gradients[name])
-
-
-def test_activation_checkpointing_keeps_less_and_selective_multiplies_nothing_again():
-    """Elements that autograd keeps outside of checkpointed blocks, and FLOPs of matrix products."""
-    kept, flops = {}, {}
+def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
+    """Elements that autograd keeps outside of checkpointed blocks, and FLOPs of matrix products,
+    which "selective" does not repeat."""
+    results, kept, flops = {}, {}, {}
     for mode in ("none", "full", "selective"):
-        model, sizes = random_model(), []
+        model, sizes = random_model(dropout), []
         apply_checkpointing(model, mode)
+        torch.manual_seed(3)
         with (
             FlopCounterMode(display=False) as counter,
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
             ),
         ):
-            model(*random_batch()).backward()
+            results[mode] = loss_and_gradients(model, *random_batch())
         kept[mode], flops[mode] = sum(sizes), counter.get_total_flops()
+    loss, gradients = results.pop("none")
+    for other_loss, other_gradients in results.values():
+        assert torch.equal(loss, other_loss)
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, other_gradients[name])
     assert max(kept["full"], kept["selective"]) < kept["none"] / 2
-    assert flops["none"] == flops["selective"] < flops["full"]
+    if not dropout:  # with it, attention on CPUs is not one operation
+        assert flops["none"] == flops["selective"] < flops["full"]
 
 
 def test_dropout_acts_in_training_only():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -14,17 +15,14 @@ from distributed_training.settings.files import ROOT
 from tests.support import CPU_MACHINE, refused
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
-FOUR = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A Hugging Face folder of a size that no name stands for, without weights."""
-    (tmp_path / "four").mkdir()
-    return write(tmp_path / "four", FOUR)
-
-
-def write(folder, config):
+    folder = tmp_path / "four"
+    folder.mkdir()
+    config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -37,20 +35,6 @@ def test_a_hugging_face_folder_has_the_size_of_its_config(folder):
     assert (size.vocab_size, size.num_positions) == (2048, 1024)
     model = spec.build(dropout=0.0, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == size.num_parameters
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"n_embd": "16"}, "n_embd='16' is not accepted"),
-        ({"n_head": 3}, "n_head=3 does not divide n_embd=16"),
-        ({"model_type": "phi3"}, "model_type 'phi3'"),
-    ],
-)
-def test_a_folder_that_our_gpt2_does_not_compute_is_refused(changes, words, folder):
-    write(folder, {**FOUR, **changes})
-    with refused(str(folder), words):
-        find_model(str(folder))
 
 
 def planned(model, tmp_path, **others):
@@ -68,11 +52,9 @@ def test_plans_of_folders(folder, tmp_path):
     assert plan.size.num_layers == 4
     assert "-dp-four-x1" in plan.run_dir.name
     assert plan.config.weights == "random"
-    find_model("gpt2-tiny").save(
-        dict(find_model("gpt2-tiny").build(dropout=0.0, seed=0).state_dict()),
-        tmp_path / "hf",
-        eos_token_id=0,
-    )
+    tiny = find_model("gpt2-tiny")
+    weights = dict(tiny.build(dropout=0.0, seed=0).state_dict())
+    tiny.save(weights, tmp_path / "hf", eos_token_id=0)
     assert planned(tmp_path / "hf", tmp_path).weights_dir == tmp_path / "hf"
     assert planned(tmp_path / "hf", tmp_path, weights="random").weights_dir is None
 
@@ -98,22 +80,19 @@ def test_what_sizes_say_is_what_modules_hold(name):
     """plan/ counts by a size's properties what parallel/ does by its roles."""
     spec = find_model(name)
     size, model = spec.size, spec.build(dropout=0.0, seed=0)
-    held = dict.fromkeys(
-        ("column", "row", "row bias", "whole", "heads", "positions", "vocabulary"), 0
-    )
+    held = Counter()
     for module, role in model.find_roles().items():
         for parameter, values in model.get_submodule(module).named_parameters():
             held["row bias" if (role, parameter) == ("row", "bias") else role] += values.numel()
-    count, rows = size.num_layers, size.padded_vocab_size * size.hidden_size
+    count = size.num_layers
+    rows = size.padded_vocab_size * size.hidden_size
+    norms = count * size.block_norm_parameters + size.final_norm_parameters
     assert held["column"] + held["row"] == count * size.block_parameters_split
     assert len(list(model.blocks.parameters())) == count * size.block_tensors
-    assert (
-        held["whole"] + held["heads"]
-        == count * size.block_norm_parameters + size.final_norm_parameters
-    )
+    assert held["whole"] + held["heads"] == norms
     assert held["positions"] == size.position_parameters
     assert held["vocabulary"] == rows * (1 if size.tied else 2)
-    assert sum(held.values()) == sum(values.numel() for values in model.parameters())
+    assert held.total() == sum(values.numel() for values in model.parameters())
     first = model.stage(range(1), is_first=True, is_last=False)
     last = model.stage(range(1, count), is_first=False, is_last=True)
     for index, part in enumerate((first, last)):

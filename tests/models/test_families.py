@@ -1,13 +1,15 @@
-"""Llama's family against transformers, whose model_types and options it computes."""
+"""Both families against transformers, whose model_types and options they compute."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +27,7 @@ LLAMA3 = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 OPTIONS = {
+    "gpt2": ("GPT2", {}),
     "llama": ("Llama", {}),
     "llama-biases-tied-wide-heads": (
         "Llama", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 12},
@@ -57,8 +60,8 @@ def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
     return model
 
 
-def ours(folder: Path):
-    spec = find_model(str(folder))
+def ours(folder: Path, spec=None):
+    spec = spec or find_model(str(folder))
     model = spec.build(dropout=0.0, seed=1)
     spec.load(model, folder)
     return model
@@ -116,6 +119,66 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
         ours(parts)
 
 
+FC = "h.1.mlp.c_fc.bias"
+
+
+def edit_tensors(folder, edit):
+    theirs("gpt2", folder)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_names_without_the_transformer_prefix_load(tmp_path):
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    whole = theirs("gpt2", tmp_path)
+    edit_tensors(tmp_path, strip)
+    assert_near(ours(tmp_path)(IDS), whole(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (FC, None, "is missing"),
+        (FC, lambda tensor: tensor.to(torch.int8), "int8"),
+        ("ln_f.bias", lambda _: torch.zeros(31), "[31]"),
+        # Fewer rows than the vocabulary: zeros would be put in.
+        ("wte.weight", lambda _: torch.zeros(250, 32), "[250, 32]"),
+        ("wte.weight", lambda _: torch.zeros(300), "[300]"),  # else an IndexError
+        ("h.0.attn.c_attn.bias", lambda _: torch.zeros(97), "[97]"),  # else a RuntimeError
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name, change, words, tmp_path):
+    def edit(tensors):
+        tensor = tensors.pop(f"transformer.{name}")
+        if change is not None:
+            tensors[f"transformer.{name}"] = change(tensor)
+
+    edit_tensors(tmp_path, edit)
+    with refused(str(tmp_path), "shapes differ", name, words):
+        ours(tmp_path)
+
+
+def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
+    theirs("gpt2", tmp_path)
+    spec = find_model(str(tmp_path))
+    wider = dataclasses.replace(spec.size, vocab_size=600)
+    with refused("vocab_size=300 but the model has 600", "set model to the size"):
+        ours(tmp_path, dataclasses.replace(spec, size=wider))
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    for kept in (len(content) - 99, 4):
+        file.write_bytes(content[:kept])
+        with refused("model.safetensors cannot be read", "fetch it again"):
+            ours(tmp_path)
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -125,6 +188,14 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'",)),
         ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
         ({"num_key_value_heads": 3}, ("4 heads", "3 of k and v")),
+        ({**GPT2, "n_embd": "16"}, ("n_embd='16' is not accepted",)),
+        ({**GPT2, "n_head": 3}, ("n_head=3 does not divide n_embd=32",)),
+        ({**GPT2, "n_inner": 64}, ("n_inner=64 is not 4 n_embd=128",)),
+        ({**GPT2, "activation_function": "relu"}, ("activation_function='relu'",)),
+        ({**GPT2, "layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon=1e-06",)),
+        ({**GPT2, "scale_attn_weights": False}, ("scale_attn_weights=False",)),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx",)),
+        ({**GPT2, "tie_word_embeddings": False}, ("tie_word_embeddings=False",)),
     ],
 )
 def test_what_is_another_function_is_refused(changes, words, tmp_path):
