@@ -8,7 +8,9 @@ ring sends / bandwidth.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import P2P_CHANNELS
@@ -22,27 +24,9 @@ UPDATE_BYTES = {False: 28 + 12, True: 60}
 BACKWARD_ATTENTION = 5 / 2  # matrix products of its backward pass by those of the forward one
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds on a GPU: arithmetic, memory traffic, network."""
-
-    arithmetic: float = 0.0
-    memory: float = 0.0
-    network: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.arithmetic + other.arithmetic,
-            self.memory + other.memory,
-            self.network + other.network,
-        )
-
-    def times(self, factor: float) -> Cost:
-        return Cost(self.arithmetic * factor, self.memory * factor, self.network * factor)
-
-    @property
-    def total(self) -> float:
-        return self.arithmetic + self.memory + self.network
+# A cost is these in seconds, or zeros and sums of them.
+ARITHMETIC, MEMORY, NETWORK = np.eye(3)
+Cost = NDArray[np.float64]
 
 
 class Work(Shapes):
@@ -60,9 +44,9 @@ class Work(Shapes):
         blocks = self.plan.layout.blocks_per_stage
         found = {}
         for stage, number in enumerate(blocks):
-            found["F", stage] = forward.times(number)
-            found["I", stage] = inputs.times(number)
-            found["W", stage] = weights.times(number)  # of the blocks' matrices alone
+            found["F", stage] = number * forward
+            found["I", stage] = number * inputs
+            found["W", stage] = number * weights  # of the blocks' matrices alone
             if stage == len(blocks) - 1:
                 head = self.head()
                 found["F", stage] += head[0]
@@ -73,9 +57,9 @@ class Work(Shapes):
     def block(self) -> tuple[Cost, Cost, Cost]:
         """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
         tokens = self.tokens
-        forward = Cost()
-        inputs = Cost()
-        weights = Cost()
+        forward = np.zeros(3)
+        inputs = np.zeros(3)
+        weights = np.zeros(3)
         for place, (rows, columns) in enumerate(self.size.block_matrices):
             n, k = (rows, columns / self.tp) if place % 2 else (rows / self.tp, columns)
             forward += self._gemm(tokens, k, n)
@@ -87,18 +71,18 @@ class Work(Shapes):
             outputs = sum(rows for rows, _ in self.size.block_matrices) / self.tp
             moved = tokens * self.width * outputs / self.rates.memory_bytes
             share = len(self.size.adapted(self.config.lora_targets)) / len(self.size.matrix_names)
-            forward += Cost(0, 4 * moved * share)
-            inputs += Cost(0, 7 * moved * share)
+            forward += 4 * moved * share * MEMORY
+            inputs += 7 * moved * share * MEMORY
         elementwise = self._elementwise()
         forward += elementwise + attention + exchange
-        inputs += elementwise.times(2) + attention.times(BACKWARD_ATTENTION) + exchange
-        weights += Cost(0, self._gradient_bytes() / self.rates.memory_bytes)
+        inputs += 2 * elementwise + BACKWARD_ATTENTION * attention + exchange
+        weights += self._gradient_bytes() / self.rates.memory_bytes * MEMORY
         if self.frozen:
-            weights = Cost()
+            weights = np.zeros(3)
         if self.config.activation_checkpointing == "full":
             inputs += forward
         elif self.config.activation_checkpointing == "selective":  # norms, GELU and sums again
-            inputs += elementwise + exchange.times(0.5)
+            inputs += elementwise + 0.5 * exchange
         return forward, inputs, weights
 
     def head(self) -> tuple[Cost, Cost, Cost]:
@@ -111,11 +95,11 @@ class Work(Shapes):
             each = FITTED.logit_traffic.split
             rate = self.rates.memory_bytes
         moved = each * self.width / 2 * self.tokens * vocabulary
-        traffic = Cost(0, moved / rate)
+        traffic = 0.5 * (moved / rate) * MEMORY
         return (
-            self._gemm(self.tokens, d, vocabulary) + traffic.times(0.5),
-            self._gemm(self.tokens, vocabulary, d) + traffic.times(0.5),
-            Cost() if self.frozen else self._gemm(d, self.tokens, vocabulary),
+            self._gemm(self.tokens, d, vocabulary) + traffic,
+            self._gemm(self.tokens, vocabulary, d) + traffic,
+            np.zeros(3) if self.frozen else self._gemm(d, self.tokens, vocabulary),
         )
 
     def update(self, process: Formulas) -> float:
@@ -158,7 +142,7 @@ class Work(Shapes):
     def _gemm(self, m: float, k: float, n: float) -> Cost:
         rates = self.rates
         flops = rates.fp32_gemm_flops if self.width == 4 else rates.gemm_flops
-        return Cost(2 * tiled(m, k, n, rates.num_sms) / flops)
+        return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
 
     def _attention(self) -> Cost:
         """Causal attention of one block, forward."""
@@ -166,7 +150,7 @@ class Work(Shapes):
         rate = self.rates.attention_flops * length / (length + FITTED.attention_half)
         if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
             rate = self.rates.fp32_gemm_flops / 2
-        return Cost(2 * self.tokens * length * self.size.attention_width / self.tp / rate)
+        return 2 * self.tokens * length * self.size.attention_width / self.tp / rate * ARITHMETIC
 
     def _elementwise(self) -> Cost:
         """Of a block, forward; a backward pass reads and writes twice as much."""
@@ -174,7 +158,7 @@ class Work(Shapes):
         values = fitted.between * self.between + fitted.split * self.by_gpt2 / self.tp
         moved = values * self.eager * self.hidden
         starts = fitted.starts * self.eager * self.rates.kernel_s
-        return Cost(0, moved / self.rates.memory_bytes + starts)
+        return (moved / self.rates.memory_bytes + starts) * MEMORY
 
     def _gradient_bytes(self) -> float:
         """Read and written of a block's gradients and rounded weights in one micro-batch."""
@@ -198,10 +182,10 @@ class Work(Shapes):
     def _tensor_parallel(self) -> Cost:
         """Of one block, one way: two gathers and two scatters, or two all-reduces."""
         if self.tp == 1:
-            return Cost()
+            return np.zeros(3)
         if not self.config.sequence_parallel:
-            return Cost(0, 0, self.collective("tp", "all_reduce", 2 * self.hidden, 2))
+            return self.collective("tp", "all_reduce", 2 * self.hidden, 2) * NETWORK
         seconds = self.collective("tp", "all_gather", 4 * self.hidden, 4)
         if self.config.async_tp:
             seconds *= 1 - FITTED.async_tp_share
-        return Cost(0, 0, seconds)
+        return seconds * NETWORK

@@ -6,11 +6,14 @@ the slower of both counts, unless a CUDA graph launches all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.kernels import Cost, Work
+from distributed_training.predict.kernels import Work
 from distributed_training.predict.orders import simulate
 from distributed_training.predict.rates import Rates
 from distributed_training.predict.stages import find_orders
@@ -49,7 +52,7 @@ class _Step(Work):
         costs = self.operations()
         orders = find_orders(self.plan)
         ranks = self.plan.layout.ranks
-        seconds = {key: cost.total for key, cost in costs.items()}
+        seconds = {key: float(cost.sum()) for key, cost in costs.items()}
         message = self.message() if self.pp > 1 else 0.0
         on_gpu, busy = simulate(orders, seconds, ranks, message)
         phase = on_gpu
@@ -58,9 +61,9 @@ class _Step(Work):
             phase = on_gpu
         elif self.pp > 1 and not self.graph:  # the host of each stage launches its operations
             phase, _ = simulate(orders, seconds, ranks, message, self._launching())
-        slowest = max(range(self.pp), key=lambda place: busy[place])
-        total = sum((costs[kind, stage] for kind, stage, _ in orders[slowest]), start=Cost())
-        return self._add_up(total, slowest, on_gpu, phase)
+        slowest = busy.index(max(busy))
+        spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
+        return self._add_up(spent, slowest, on_gpu, phase)
 
     def _launching(self) -> dict[tuple[str, int], float]:
         """Seconds in which the host launches each kind of operation of each stage: a block's are
@@ -72,8 +75,10 @@ class _Step(Work):
             for kind, share in shares.items()
         }
 
-    def _add_up(self, total: Cost, place: int, on_gpu: float, phase: float) -> StepTime:
-        data = self._data_parallel(place, total.total)
+    def _add_up(self, spent: Sequence[float], place: int, on_gpu: float, phase: float) -> StepTime:
+        arithmetic, memory, network = spent
+        computing = sum(spent)
+        data = self._data_parallel(place, computing)
         update = self.update(self.processes[place])
         step_host, waits = self._host_step(place)
         launching = 0.0
@@ -88,10 +93,10 @@ class _Step(Work):
         offload, disk = self._away()
         seconds += offload + disk
         parts = {
-            "arithmetic": total.arithmetic,
-            "memory": total.memory + update,
-            "network": total.network + data,
-            "bubble": max(0.0, on_gpu - total.total) if self.pp > 1 else 0.0,
+            "arithmetic": arithmetic,
+            "memory": memory + update,
+            "network": network + data,
+            "bubble": max(0.0, on_gpu - computing) if self.pp > 1 else 0.0,
             "host RAM": offload,
             "disk": disk,
         }

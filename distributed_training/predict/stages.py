@@ -29,12 +29,10 @@ def with_orders(plan: Plan, rates: Rates | None) -> Plan:
     if not plan.schedule.searched:
         return plan
     work = Work(plan, rates or rates_of(known_gpu("H200")))
-    costs = work.operations()
+    costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage
-    seconds = tuple(
-        (costs["F", stage].total, costs["I", stage].total, costs["W", stage].total)
-        for stage in range(len(blocks))
-    )
+    stages = range(len(blocks))
+    seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in stages)
     message_s = work.message()
     orders = search_orders(seconds, blocks, plan.batch.num_microbatches, message_s)
     found = FoundOrders(by_place=orders, stage_s=seconds, message_s=message_s)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.kernels import BACKWARD_ATTENTION, UPDATE_BYTES, Cost, Work
+from distributed_training.predict.kernels import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
@@ -128,9 +129,9 @@ def of_training(clock: Clock, found: dict[str, Any], machine: Machine) -> dict[s
     work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
     traffic = {"update": UPDATE_BYTES[False] * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", work.head())):
-        cost = sum(costs, start=Cost())
+        arithmetic, memory, _ = np.sum(costs, axis=0)
         # At least a tenth, should products have been slower on their own.
-        traffic[name] = cost.memory / max(seconds[name] - cost.arithmetic, 0.1 * seconds[name])
+        traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 

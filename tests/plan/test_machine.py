@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -54,17 +53,15 @@ def test_hidden_gpus_do_not_count(visible, memories, nvidia_smi, monkeypatch):
     assert machine.gpu_memory_bytes == min(memories, default=0) * MIB
 
 
-@pytest.mark.parametrize(("answer", "code"), [("", 0), ("NVIDIA-SMI has failed\n", 9)])
-def test_a_driver_without_gpus_is_a_machine_without(answer, code, nvidia_smi):
+def test_a_driver_without_gpus_is_a_machine_without(nvidia_smi):
     assert detect_machine().num_gpus == 0, "no driver"
-    nvidia_smi(answer, code)
-    machine = detect_machine()
-    assert (machine.num_gpus, machine.gpu_name, machine.compute_capability) == (0, None, (0, 0))
+    for answer, code in (("", 0), ("NVIDIA-SMI has failed\n", 9)):
+        nvidia_smi(answer, code)
+        machine = detect_machine()
+        assert (machine.num_gpus, machine.gpu_name, machine.compute_capability) == (0, None, (0, 0))
 
 
-def test_memory_and_cores_are_this_machines():
-    machine = detect_machine()
-    assert machine.num_cpus == len(os.sched_getaffinity(0))
+def test_memory_is_this_machines():
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(lines["MemTotal"].split()[0]) * 1024
     assert 0 < available_ram_bytes() <= total

@@ -10,10 +10,8 @@ from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import cut_data
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.state import estimate_copy
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE
 
@@ -68,49 +66,39 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
     assert eager["logits"] == 6 * compiled["logits"]
 
 
-def test_tensor_parallelism_keeps_what_it_gathers(tmp_path):
-    """Of 16 values a token 2 are whole on every process with sequence parallelism, else 4."""
-
-    def block(tp, **config):
-        parts = peak(tmp_path, tp, strategy="tp", num_microbatches=1, **config)
-        return parts.fullest["activations"]
-
-    whole = peak(tmp_path, 1, strategy="dp").fullest["activations"]
-    # The batch grows with the processes, so a quarter of the model sees four times the tokens.
-    assert pytest.approx(block(4) / whole, rel=0.05) == 4 * (2 + 14 / 4) / 16
-    assert (
-        pytest.approx(block(4, sequence_parallel=False) / whole, rel=0.05) == 4 * (4 + 12 / 4) / 16
-    )
+@pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
+def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, whole):
+    """Of 16 values a token so many are whole on every process. The batch grows with the processes,
+    so a quarter of the model sees four times the tokens."""
+    words = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
+    split = peak(tmp_path, 4, strategy="tp", **words).fullest["activations"]
+    alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
+    assert split / alone == pytest.approx(4 * (whole + (16 - whole) / 4) / 16, rel=0.05)
 
 
 def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
     """1F1B keeps p, p - 1, ... micro-batches; GPipe all of them."""
-    common = {"strategy": "pp", "pp": 4, "batch_size": B, "num_microbatches": 16}
-    peaks = {
-        schedule: [
-            place["activations"]
-            for place in peak(tmp_path, 4, pipeline_schedule=schedule, **common).by_place
-        ]
-        for schedule in ("1f1b", "gpipe")
-    }
-    assert peaks["1f1b"] == sorted(peaks["1f1b"], reverse=True)
-    assert all(a >= b for a, b in zip(peaks["gpipe"], peaks["1f1b"], strict=True))
-    assert peaks["gpipe"][0] == pytest.approx(4 * peaks["1f1b"][0], rel=0.1)
+    words = {"strategy": "pp", "pp": 4, "num_microbatches": 16}
+    few, many = (
+        [place["activations"] for place in peak(tmp_path, 4, **words, **schedule).by_place]
+        for schedule in ({"pipeline_schedule": "1f1b"}, {"pipeline_schedule": "gpipe"})
+    )
+    assert few == sorted(few, reverse=True)
+    assert all(a >= b for a, b in zip(many, few, strict=True))
+    assert many[0] == pytest.approx(4 * few[0], rel=0.1)
 
 
 def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
     words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
 
-    def predicted(count):
-        plan = make_plan(
-            config, CPU_MACHINE, num_processes=count, processes_here=count, cut=cut_data
-        )
-        return plan.prediction["host_bytes"]
-
-    first, second = predicted(1), predicted(1)
-    assert first - second == FITTED.process_bytes.tokenising
-    assert predicted(2) < first
+    first, second, two = (
+        make_plan(config, CPU_MACHINE, num_processes=count, processes_here=count, cut=cut_data)
+        for count in (1, 1, 2)
+    )
+    saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
+    assert saved == FITTED.process_bytes.tokenising
+    assert two.prediction["host_bytes"] < first.prediction["host_bytes"]
 
 
 def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
@@ -124,19 +112,6 @@ def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
     assert estimate_memory(plan).host_bytes == none.host_bytes
     infinity = peak(tmp_path, strategy="infinity")
     assert infinity.copy_bytes == 0, "what does not fit into RAM is not copied there"
-
-
-def test_replicas_that_differ_are_copied_whole(tmp_path):
-    """Weights and moments of each, and what the outer step remembers, beside the mean's."""
-    rates = {"as it is": (1.0, 0.0), "outer rate": (0.7, 0.0), "DiLoCo": (0.7, 0.9)}
-    found = {}
-    for name, (rate, momentum) in rates.items():
-        words = {"model": "gpt2-tiny", "strategy": "local_sgd", "output_dir": str(tmp_path)}
-        words |= {"outer_lr": rate, "outer_momentum": momentum}
-        config = build_config(words, defaults=strategy_defaults, options=strategy_options)
-        plan = make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2)
-        found[name] = estimate_copy(plan) / plan.size.num_parameters
-    assert found == pytest.approx({"as it is": 18, "outer rate": 22, "DiLoCo": 26}, rel=0.01)
 
 
 def test_recomputing_rounds_weights_again(tmp_path):

@@ -124,7 +124,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
         costs = Work(plan, cluster.rates).operations()
         spans = expect_spans(plan)
         for (kind, stage, _), (begin, end) in spans.items():
-            assert end - begin == pytest.approx(costs[kind, stage].total)
+            assert end - begin == pytest.approx(costs[kind, stage].sum())
         found, m = find_orders(plan), plan.batch.num_microbatches
         assert set(found[0]) == set(build_orders("zb-v", 2, m)[0])
         monkeypatch.setattr(stages, "search_orders", None)

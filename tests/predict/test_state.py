@@ -10,15 +10,11 @@ from distributed_training.predict.state import bytes_a_parameter
 from tests.support import named_strategy
 
 WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
-PARTS = ("parameters", "gradients", "optimizer", "host", "disk")
 
 
 def state(strategy, precision="bf16", **axes):
-    """Bytes a parameter, by part."""
-    if isinstance(strategy, str):
-        strategy = named_strategy(strategy)
-    each = bytes_a_parameter(strategy, precision, {**WHOLE, **axes})
-    return tuple(each[part] for part in PARTS)
+    """Bytes a parameter: of parameters, gradients, optimizer, host, disk."""
+    return tuple(bytes_a_parameter(strategy, precision, {**WHOLE, **axes}).values())
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -33,7 +29,6 @@ def test_zero_papers_example(stage, gigabytes):
 @pytest.mark.parametrize(
     ("name", "precision", "parts"),
     [
-        # bytes a parameter on 4 processes: parameters, gradients, optimizer, host, disk
         ("dp", "bf16", (4, 4, 8, 0, 0)),
         ("tp", "bf16", (4, 4, 8, 0, 0)),  # of the part that a process has
         ("fsdp", "bf16", (1, 1, 2, 0, 0)),
@@ -45,9 +40,9 @@ def test_zero_papers_example(stage, gigabytes):
         ("infinity", "bf16", (0, 0, 0, 1, 3 + 0.5)),
     ],
 )
-def test_state_bytes_by_part(name, precision, parts):
+def test_state_bytes_on_four_processes(name, precision, parts):
     axis = {"dp": "dp_replicate", "tp": "tp"}.get(name, "dp_shard")
-    assert state(name, precision, **{axis: 4}) == parts
+    assert state(named_strategy(name), precision, **{axis: 4}) == parts
 
 
 @pytest.mark.parametrize(
@@ -62,4 +57,4 @@ def test_state_bytes_by_part(name, precision, parts):
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
     """strategies/10_3d_parallel: 12 / S + 6 bytes a parameter in bf16."""
-    assert state("3d", precision, pp=2, **axes) == (*parts, 0, 0)
+    assert state(named_strategy("3d"), precision, pp=2, **axes) == (*parts, 0, 0)
