@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 from distributed_training.data.samples import StepBatch
@@ -16,12 +15,7 @@ from distributed_training.models.gpt2 import build as build_model
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from tests.support import GPU_MACHINE, cpu_topology, small_plan
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")

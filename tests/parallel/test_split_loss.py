@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from distributed_training.models.loss import IGNORE_INDEX
 from distributed_training.parallel.tensor import _pad_rows, split_cross_entropy
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize("padding", [0, 1, 5])

@@ -8,17 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
-from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display
 from distributed_training.run import ending
 from distributed_training.run.ending import PATIENCE_S
 from distributed_training.run.loop import History, Trainer, learning_rate
 from distributed_training.run.saving import checkpoint
 from distributed_training.settings.config import build_config
+from tests.run.test_checkpoint import TOPOLOGY
 
 
 @pytest.mark.parametrize(
@@ -65,11 +64,7 @@ class CountingEngine:
         return torch.tensor(1.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture
@@ -87,9 +82,7 @@ def make_trainer(engine=None, **config):
     return Trainer(
         engine=engine or CountingEngine(),
         plan=SimpleNamespace(config=config, run_dir=Path("x"), own_disks=False),
-        topology=Topology(
-            world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
-        ),
+        topology=TOPOLOGY,
         data=Data(train=samples, validation=samples.take(0, 2), fingerprint=""),
         sampler=Sampler(
             num_samples=STEPS_PER_EPOCH,
@@ -105,7 +98,7 @@ def make_trainer(engine=None, **config):
     )
 
 
-@pytest.mark.usefixtures("_group", "saved")
+@pytest.mark.usefixtures("saved")
 def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
     def finish(saver):
         saver.step = 4
@@ -118,21 +111,16 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
     assert caught.value.step == 4
 
 
-@pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize(
     ("every", "steps"), [(None, [5, 10, 12]), (0, []), ("signal", []), (4, [4, 8, 12])]
 )
-def test_checkpoints_are_saved_when_they_are_due(every, steps, saved):
-    make_trainer(checkpoint_every=every).run()
-    assert saved == steps
-
-
-@pytest.mark.usefixtures("_group")
-def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypatch, tmp_path):
+def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to_them(
+    every, steps, monkeypatch
+):
     """A kill between the two would lose for good what the record lacks."""
     monkeypatch.setattr("distributed_training.run.loop.append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
-    trainer = make_trainer(checkpoint_every=4)
+    trainer = make_trainer(checkpoint_every=every)
     trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
 
     def publish(*_, step, **__):
@@ -140,10 +128,9 @@ def test_a_checkpoint_is_published_after_the_record_has_what_led_to_it(monkeypat
 
     monkeypatch.setattr(checkpoint.Saver, "begin", publish)
     trainer.run()
-    assert curves == [(step, list(range(1, step + 1)), step) for step in (4, 8, 12)]
+    assert curves == [(step, list(range(1, step + 1)), step) for step in steps]
 
 
-@pytest.mark.usefixtures("_group")
 def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     done = []
     monkeypatch.setattr(checkpoint.Saver, "begin", lambda *_, step, **__: done.append(step))
@@ -160,7 +147,6 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     assert done[-1] == "finished"
 
 
-@pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize(("every", "steps"), [("signal", [7]), (0, [])])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
@@ -191,15 +177,6 @@ def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch)
     assert raised == (handled if ended else [])
 
 
-@pytest.mark.usefixtures("_group", "saved")
-def test_an_epochs_mean_is_of_its_own_steps():
-    trainer = make_trainer(CountingEngine(losses=[*range(NUM_STEPS)]))
-    trainer.run()
-    epochs = trainer.history.epochs
-    assert [epoch["mean_step_loss"] for epoch in epochs] == [2.0, 7.0, 10.5]
-    assert [epoch["step"] for epoch in epochs] == [5, 10, 12]
-
-
 def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     rows = [{"step": step} for step in (0, 3, 6)]
     curve = [[step, 1.0] for step in range(1, 7)]
@@ -211,7 +188,7 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     assert history.best is None, "it is done again"
 
 
-@pytest.mark.usefixtures("_group", "saved")
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize(
     ("losses", "steps"),
     [
@@ -221,7 +198,7 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     ],
 )
 def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(losses, steps):
-    engine, at = CountingEngine(), []
+    engine, at = CountingEngine(losses=[*range(NUM_STEPS)]), []
     trainer = make_trainer(engine, keep_best=True, eval_every=3)
     values = iter(loss for loss in losses for _ in range(len(trainer.data.validation)))
     engine.eval_step = lambda inputs, targets: torch.tensor(next(values) * len(targets) * 2.0)
@@ -229,9 +206,11 @@ def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(los
     trainer.run()
     assert at == steps
     assert trainer.history.best["step"] == steps[-1]
+    epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
+    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # of their own steps
 
 
-@pytest.mark.usefixtures("_group", "saved")
+@pytest.mark.usefixtures("saved")
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
     rows, batches = [], []
     monkeypatch.setattr("distributed_training.run.loop.append_metrics",
