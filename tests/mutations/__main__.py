@@ -16,17 +16,15 @@ import contextlib
 import importlib.util
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,7 +40,6 @@ CLEAN_LIMIT_S = 600.0
 SLOWER, PATIENCE_S = 4.0, 60.0
 PASSED, FAILED = 0, 1  # pytest's exit codes
 CAUGHT, SURVIVED = "caught", "survived"
-STALE = "no longer applies"
 DIRTY = "tests fail without it"
 BROKEN = "tests could not run"
 
@@ -56,78 +53,33 @@ class Mutation:
     file: str  # from the repository's root
     old: str  # is in the file exactly once
     new: str
-    tests: list[str]  # names of sets in the list's [tests]
-
-    def text(self, root: Path) -> str | None:
-        """The file with the change; None where it no longer applies."""
-        path = root / self.file
-        if not path.is_file():
-            return None
-        before = path.read_text()
-        if before.count(self.old) != 1:
-            return None
-        return before.replace(self.old, self.new)
+    tests: tuple[str, ...]  # node ids for pytest; in the list, names of sets of them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """What became of a mutation."""
-
-    name: str
-    breaks: str
-    outcome: str
-    seconds: float = 0.0
-    said: str = ""  # the first test that failed, or why there is no answer
-
-
-@dataclass(slots=True)
-class CleanRuns:
-    """Whether tests pass without any change, and how long they take; each set is run once."""
-
-    found: dict[tuple[str, ...], tuple[int, float, str]] = field(default_factory=dict)
-    locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)
-
-    def of(self, tests: tuple[str, ...], checkout: Path) -> tuple[int, float, str]:
-        """(exit code, seconds, what was said)."""
-        with self.locks.setdefault(tests, threading.Lock()):
-            if tests not in self.found:
-                self.found[tests] = run_tests(tests, checkout, CLEAN_LIMIT_S)
-            return self.found[tests]
-
-
-def read_list(path: Path = LIST) -> tuple[dict[str, list[str]], list[Mutation]]:
-    """(tests by the names of their sets, mutations)."""
-    values = tomllib.loads(path.read_text())
-    mutations = [Mutation(**entry) for entry in values["mutation"]]
+def read_list() -> list[Mutation]:
+    values = tomllib.loads(LIST.read_text())
+    mutations = []
+    for entry in values["mutation"]:
+        tests = tuple(test for name in entry["tests"] for test in values["tests"][name])
+        mutations.append(Mutation(**{**entry, "tests": tests}))
     names = [mutation.name for mutation in mutations]
     assert len(set(names)) == len(names), "two mutations have one name"
-    return values["tests"], mutations
+    return mutations
 
 
-def find_stale(mutation: Mutation, sets: dict[str, list[str]], root: Path = ROOT) -> str:
+def find_stale(mutation: Mutation) -> str:
     """Why a mutation cannot be tried, or ""."""
-    if mutation.text(root) is None:
-        where = ", ".join(files_with(mutation.old, root)) or "nowhere"
-        return f"its old text is not in {mutation.file} exactly once; once in: {where}"
-    for test in tests_of(mutation, sets):
+    path = ROOT / mutation.file
+    if not path.is_file() or path.read_text().count(mutation.old) != 1:
+        return f"its old text is not in {mutation.file} exactly once"
+    for test in mutation.tests:
         file, _, function = test.partition("::")
         function = function.partition("[")[0]
-        if not (root / file).is_file():
+        if not (ROOT / file).is_file():
             return f"{file} is not there"
-        if function and f"def {function}(" not in (root / file).read_text():
+        if function and f"def {function}(" not in (ROOT / file).read_text():
             return f"{file} has no {function}"
     return ""
-
-
-def files_with(text: str, root: Path) -> list[str]:
-    """Where a line has gone that was moved."""
-    files = [*root.glob("distributed_training/**/*.py"), *root.glob("strategies/**/*.py")]
-    return [str(file.relative_to(root)) for file in files if file.read_text().count(text) == 1]
-
-
-def tests_of(mutation: Mutation, sets: dict[str, list[str]]) -> tuple[str, ...]:
-    """Node ids for pytest."""
-    return tuple(test for name in mutation.tests for test in sets[name])
 
 
 def run_tests(tests: tuple[str, ...], checkout: Path, limit_s: float) -> tuple[int, float, str]:
@@ -171,23 +123,7 @@ def end_processes(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-@contextlib.contextmanager
-def changed(path: Path, text: str) -> Iterator[None]:
-    """A file with another text. Its bytecode goes: Python tells it by seconds and size alone."""
-    before = path.read_text()
-    _write(path, text)
-    try:
-        yield
-    finally:
-        _write(path, before)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-
-
-def copy_checkout(to: Path) -> Path:
+def copy_checkout(to: Path) -> None:
     """The tracked files as they are now."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
@@ -195,62 +131,37 @@ def copy_checkout(to: Path) -> Path:
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
-    return to
 
 
-def try_out(
-    mutation: Mutation, sets: dict[str, list[str]], checkout: Path, clean: CleanRuns
-) -> Finding:
-    """Run a mutation's tests without it and with it."""
-    about = {"name": mutation.name, "breaks": mutation.breaks}
-    if why := find_stale(mutation, sets, checkout):
-        return Finding(**about, outcome=STALE, said=why)
-    tests = tests_of(mutation, sets)
-    code, seconds, said = clean.of(tests, checkout)
-    if code != PASSED:
-        return Finding(**about, outcome=DIRTY, seconds=seconds, said=said)
-    text = mutation.text(checkout)
-    assert text is not None
-    with changed(checkout / mutation.file, text):
-        code, seconds, said = run_tests(tests, checkout, SLOWER * seconds + PATIENCE_S)
-    outcome = {PASSED: SURVIVED, FAILED: CAUGHT}.get(code, BROKEN)
-    return Finding(**about, outcome=outcome, seconds=seconds, said=said)
+def write(path: Path, text: str) -> None:
+    """Its bytecode goes: Python tells it by seconds and size alone."""
+    path.write_text(text)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def try_all(
-    mutations: list[Mutation], sets: dict[str, list[str]], num_jobs: int
-) -> Iterator[Finding]:
-    """What became of each, as it is known."""
-    clean = CleanRuns()
-    checkouts: queue.Queue[Path] = queue.Queue()
+def try_group(mutations: list[Mutation]) -> list[dict[str, Any]]:
+    """What becomes of mutations with the same tests, which are run without any of them first."""
+    tests = mutations[0].tests
+    found = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        for number in range(num_jobs):
-            checkouts.put(copy_checkout(Path(folder, f"job-{number}")))
-
-        def work(mutation: Mutation) -> Finding:
-            checkout = checkouts.get()
-            try:
-                return try_out(mutation, sets, checkout, clean)
-            finally:
-                checkouts.put(checkout)
-
-        with ThreadPoolExecutor(num_jobs) as pool:
-            yield from pool.map(work, mutations)
-
-
-def show(finding: Finding) -> None:
-    said = "" if finding.outcome == SURVIVED else finding.said
-    print(f"{finding.outcome:<21} {finding.seconds:5.0f} s  {finding.name:<36} {said}", flush=True)
-
-
-def summarise(findings: list[Finding]) -> int:
-    """Print the share caught and what was not; the exit code."""
-    caught = sum(finding.outcome == CAUGHT for finding in findings)
-    print(f"\n{caught} of {len(findings)} caught ({caught / max(1, len(findings)):.1%})")
-    for finding in findings:
-        if finding.outcome != CAUGHT:
-            print(f"{finding.outcome}: {finding.name}: {finding.breaks}")
-    return int(caught < len(findings))
+        checkout = Path(folder)
+        copy_checkout(checkout)
+        clean, clean_seconds, said = run_tests(tests, checkout, CLEAN_LIMIT_S)
+        for mutation in mutations:
+            outcome = DIRTY
+            seconds = clean_seconds
+            if clean == PASSED:
+                path = checkout / mutation.file
+                before = path.read_text()
+                write(path, before.replace(mutation.old, mutation.new))
+                limit_s = SLOWER * clean_seconds + PATIENCE_S
+                code, seconds, said = run_tests(tests, checkout, limit_s)
+                write(path, before)
+                outcome = {PASSED: SURVIVED, FAILED: CAUGHT}.get(code, BROKEN)
+            row = {"name": mutation.name, "breaks": mutation.breaks, "outcome": outcome}
+            found.append({**row, "seconds": seconds, "said": said})
+            print(f"{outcome:<21} {seconds:5.0f} s  {mutation.name:<36} {said}", flush=True)
+    return found
 
 
 def main() -> int:
@@ -261,25 +172,32 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="a file for what was found")
     parser.add_argument("--check", action="store_true", help="only say which no longer apply")
     arguments = parser.parse_args()
-    sets, mutations = read_list()
+    mutations = read_list()
     if unknown := set(arguments.names) - {mutation.name for mutation in mutations}:
         parser.error(f"mutations.toml has no {', '.join(sorted(unknown))}")
     chosen = [m for m in mutations if m.name in arguments.names or not arguments.names]
+    groups: dict[tuple[str, ...], list[Mutation]] = {}
+    stale = 0
+    for mutation in chosen:
+        if why := find_stale(mutation):
+            print(f"no longer applies: {mutation.name}: {why}")
+            stale += 1
+        else:
+            groups.setdefault(mutation.tests, []).append(mutation)
+    print(f"{len(chosen) - stale} of {len(chosen)} apply")
     if arguments.check:
-        stale = {mutation.name: find_stale(mutation, sets) for mutation in chosen}
-        for name, why in stale.items():
-            if why:
-                print(f"{STALE}: {name}: {why}")
-        print(f"{sum(not why for why in stale.values())} of {len(stale)} apply")
-        return int(any(stale.values()))
+        return int(stale > 0)
     findings = []
-    for finding in try_all(chosen, sets, arguments.jobs):
-        show(finding)
-        findings.append(finding)
-        if arguments.json is not None:
-            rows = [asdict(each) for each in findings]
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return summarise(findings)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for found in pool.map(try_group, groups.values()):
+            findings += found
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(findings, indent=1) + "\n")
+    missed = [finding for finding in findings if finding["outcome"] != CAUGHT]
+    print(f"\n{len(findings) - len(missed)} of {len(chosen)} caught")
+    for finding in missed:
+        print(f"{finding['outcome']}: {finding['name']}: {finding['breaks']}")
+    return int(bool(missed) or stale > 0)
 
 
 if __name__ == "__main__":
