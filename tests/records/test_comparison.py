@@ -97,7 +97,6 @@ def test_a_run_that_did_not_end_says_how_far_it_came(changes, shown):
 @pytest.mark.parametrize(
     ("folders", "names"),
     [
-        (["20260101-1-dp-x1", "20260102-1-dp-x1"], ["20260101", "20260102"]),
         (["1-1-dp-x1", "2-1-dp-x1", "2-2-dp-x1"], ["1-1", "2-1", "2-2"]),
         (["20260101-1-dp-x1", "20260101-1-dp-x1-2"], ["", "2"]),
         (["a-1", "a-1"], ["a-1", "a-1"]),

@@ -1,17 +1,10 @@
-import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from distributed_training.records.metrics import (
-    PeakMemory,
-    StepTimer,
-    disk_bytes,
-    summarise_performance,
-)
+from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 
 CPU = torch.device("cpu")
 
@@ -34,15 +27,12 @@ def test_throughput_and_mfu_by_hand():
     ("name", "peak"),
     [
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
         # These only begin like a known one.
         ("Quadro RTX 6000", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("AMD Instinct MI300X", None),
-        (None, None),
     ],
 )
 def test_peaks_of_gpus(name, peak):
@@ -74,14 +64,3 @@ def test_cpu_memory_is_host_memory_only():
     assert numbers["peak_allocated_bytes"] is None
     assert numbers["peak_reserved_bytes"] is None
     assert block.nbytes < numbers["peak_host_bytes"] < 2**40
-
-
-def test_disk_bytes_are_the_kernels():
-    raw = Path("/proc/self/io")
-    if not raw.exists():
-        pytest.skip("no /proc/self/io here")
-    text = raw.read_text()
-    assert disk_bytes() == {
-        name: int(re.search(rf"^{name}: (\d+)$", text, re.MULTILINE)[1])
-        for name in ("read_bytes", "write_bytes")
-    }

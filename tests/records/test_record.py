@@ -52,23 +52,6 @@ def test_what_is_no_record_is_refused(load, text, words, tmp_path):
         load(tmp_path)
 
 
-def test_the_first_cause_is_kept_and_replaces_its_consequence(tmp_path):
-    record = start_record(tmp_path)
-    mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
-    mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
-    assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
-    mark_stopped(tmp_path, "oom", "rank 1 ran out")
-    mark_stopped(tmp_path, "failed", "rank 3 failed later")
-    record.update(step=3, status="interrupted")  # as rank 0 saw it, while it saved
-    state = load_state(tmp_path)
-    assert (state.status, state.error, state.step) == ("oom", "rank 1 ran out", 3)
-    assert state.finished_at >= state.started_at
-    record.update(status="ok")
-    assert load_state(tmp_path).error is None
-    mark_stopped(tmp_path, "failed", "abort at exit")
-    assert load_state(tmp_path).status == "ok"
-
-
 def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
@@ -96,17 +79,6 @@ def test_writing_replaces_whole_files(tmp_path, monkeypatch):
     assert renamed == [[{"x": 2}, {"x": 1}]]
 
 
-def test_metrics_grow_by_line_and_are_cut_at_a_step(tmp_path):
-    rows = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}]
-    append_metrics(tmp_path, rows[:2])
-    append_metrics(tmp_path, rows[2:])
-    truncate_metrics(tmp_path, 2)
-    text = (tmp_path / METRICS_FILE).read_text()
-    assert [json.loads(line) for line in text.splitlines()] == rows[:2]
-    truncate_metrics(tmp_path / "missing", 2)
-    assert not (tmp_path / "missing").exists()
-
-
 def test_run_folders_are_named_and_never_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda _: "20260102-030405")
     stem = "20260102-030405-zero2-gpt2-x4"
@@ -122,13 +94,20 @@ def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
     assert git_commit() is None
 
 
-def test_lines_that_a_crash_broke_are_dropped_and_counted(tmp_path, caplog):
-    """What a power cut leaves in the middle, and kill -9 at the end."""
+def test_metrics_grow_by_line_and_a_resumed_run_drops_what_it_repeats(tmp_path, caplog):
+    """And what a power cut leaves in the middle, and kill -9 at the end."""
+    truncate_metrics(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == []
+    append_metrics(tmp_path, [{"step": 1, "loss": 2.5}])
     broken = [b'{"step": 2, "lo', b"\0\0\0", b"\xff", b"[]", b'{"loss": 2}', b""]
-    lines = [b'{"step":1}', *broken, b'{"step":3}', b'{"step": 3, "lo']
-    (tmp_path / METRICS_FILE).write_bytes(b"\n".join(lines))
-    truncate_metrics(tmp_path, 3)
-    assert (tmp_path / METRICS_FILE).read_text() == '{"step":1}\n{"step":3}\n'
+    with open(tmp_path / METRICS_FILE, "ab") as file:
+        file.write(b"\n".join([*broken, b""]))
+    append_metrics(tmp_path, [{"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}])
+    with open(tmp_path / METRICS_FILE, "ab") as file:
+        file.write(b'{"step": 2, "lo')
+    truncate_metrics(tmp_path, 2)
+    rows = (tmp_path / METRICS_FILE).read_text()
+    assert rows == '{"step":1,"loss":2.5}\n{"step":2,"loss":2.0}\n'
     assert caplog.text.count("dropped a line") == len(broken)
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
@@ -150,13 +129,19 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
 
 def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
     """Not who notes it first, nor rank 0, which writes its record while others fail."""
+
+    def state():
+        found = load_state(tmp_path)
+        return found.status, found.error, found.step
+
     record = start_record(tmp_path)
-    assert not mark_stopped(tmp_path, "failed", "rank 0 lost another", consequence=True, ago_s=9)
+    lost = f"rank 0 {LOST}: closed"
+    assert not mark_stopped(tmp_path, "failed", lost, consequence=True, ago_s=9)
+    assert state() == ("failed", lost, 0)
     assert mark_stopped(tmp_path, "failed", "rank 2 saw nonsense", ago_s=1)
     assert not mark_stopped(tmp_path, "failed", "rank 1: killed", ago_s=5)
-    record.update(step=3)  # the end of a save
-    state = load_state(tmp_path)
-    assert (state.status, state.error, state.step) == ("failed", "rank 1: killed", 3)
+    record.update(step=3, status="interrupted")  # as rank 0 saw it, while it saved
+    assert state() == ("failed", "rank 1: killed", 3)
 
     def write_late(file, values, replace=os.replace):
         monkeypatch.setattr(os, "replace", replace)
@@ -165,8 +150,11 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", write_late)
     record.update(step=4)
-    state = load_state(tmp_path)
-    assert (state.status, state.error, state.step) == ("oom", "rank 3: no memory", 4)
+    assert state() == ("oom", "rank 3: no memory", 4)
+    assert load_state(tmp_path).finished_at is not None
+    record.update(status="ok")
+    mark_stopped(tmp_path, "failed", "abort at exit")
+    assert state() == ("ok", None, 4)
     mark_stopped(tmp_path / "no such folder", "failed", "nobody sees it")
 
 

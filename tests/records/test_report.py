@@ -53,17 +53,13 @@ def test_without_arguments_the_runs_of_config_are_shown_once_each(runs, tmp_path
 
 
 def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
-    found = find_records([runs, runs / "latest", runs / "20260101-000001-zero2-x" / RECORD_FILE])
-    assert len(found) == 3
+    file = runs / "20260101-000001-zero2-x" / RECORD_FILE
+    assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
+    left_out = f"note: {runs / '.cache'} holds no record.json; left out\n"
+    assert capsys.readouterr().err == left_out
     (latest,) = find_records([runs / "latest"])
     assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")
     assert printed(capsys, *sorted(runs.iterdir())) == printed(capsys, output_dir=runs)
-
-
-def test_what_holds_no_record_is_left_out_with_a_note(runs, capsys, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert main([str(runs), str(tmp_path / "empty"), "--plots", str(tmp_path / "plots")]) == 0
-    assert capsys.readouterr().err == f"note: {tmp_path / 'empty'} holds no record.json; left out\n"
 
 
 def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
@@ -89,22 +85,13 @@ def test_a_reader_that_leaves_early_gets_no_traceback(runs):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "no run record in runs; train first"),
-        (["."], "no run record"),
-        (["./x"], "does not exist"),
-    ],
-)
-def test_mistakes_are_explained_in_one_line(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with refused(words):
-        main(arguments)
-
-
-def test_plots_in_place_of_a_file_are_explained(runs, tmp_path, capsys):
+def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     with refused(f"{tmp_path / 'file'} cannot be written; ", "--plots"):
         main([str(runs), "--plots", str(tmp_path / "file")])
     assert "131,072" in capsys.readouterr().out, "the table is printed all the same"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for typed, words in (([], "in runs; train first"), (["."], "no run"), (["./x"], "not exist")):
+        with refused(words):
+            main(typed)

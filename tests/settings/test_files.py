@@ -67,9 +67,7 @@ def test_a_folder_and_a_missing_file(tmp_path):
 
 def test_long_values_are_cut():
     assert shown([1, None]) == "[1, None]"
-    assert shown("a" * 300).startswith("'aaa")
-    assert shown("a" * 300).endswith(" ... (302 characters)")
-    assert len(shown("a" * 100_000)) < 250
+    assert shown("a" * 300) == f"'{'a' * 199} ... (302 characters)"
 
 
 def test_parts_of_an_error_are_joined_into_one_line():

@@ -6,7 +6,6 @@ import pytest
 
 from distributed_training.engines.native import INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW
 from distributed_training.settings.config import build_config
-from distributed_training.settings.engines import ENGINES
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.keys import Options, read_keys
 from distributed_training.settings.strategies import (
@@ -17,12 +16,18 @@ from distributed_training.settings.strategies import (
 )
 from tests.support import named_strategy, own_json, refused
 
-SPLIT = ["tp", "pp", "3d", "hybrid"]
-NAMES = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp", *SPLIT]
-DEEPSPEED = ["zero1", "zero2", "zero3", "offload", "infinity", "hybrid"]
-# What the strategies mean, by DeepSpeed's words.
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 2, "infinity": 3, "hybrid": 1}
-DEVICES = {"offload": ("cpu", "none"), "infinity": ("nvme", "nvme")}
+# Engine, ZeRO stage, where optimizer state and parameters are kept: what DeepSpeed's words mean.
+NATIVE = ("native", 0, "none", "none")
+MEANS = {
+    "dp": NATIVE,
+    "zero1": ("deepspeed", 1, "none", "none"),
+    "zero2": ("deepspeed", 2, "none", "none"),
+    "zero3": ("deepspeed", 3, "none", "none"),
+    "offload": ("deepspeed", 2, "cpu", "none"),
+    "infinity": ("deepspeed", 3, "nvme", "nvme"),
+    **dict.fromkeys(("fsdp", "tp", "pp", "3d"), NATIVE),
+    "hybrid": ("deepspeed_pipeline", 1, "none", "none"),
+}
 
 
 def given_json(tmp_path, document, strategy="zero2"):
@@ -32,23 +37,19 @@ def given_json(tmp_path, document, strategy="zero2"):
     return load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
-def test_strategies_in_the_folders_order():
-    assert list(list_strategies()) == [*NAMES, "local_sgd"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_engine_follows_from_the_folder(name):
-    strategy = named_strategy(name)
-    on_deepspeed = "deepspeed_pipeline" if name == "hybrid" else "deepspeed"
-    assert strategy.engine == (on_deepspeed if name in DEEPSPEED else "native")
-    assert strategy.traits == ENGINES[strategy.engine]
-    assert strategy.zero_stage == STAGES.get(name, 0)
-    devices = (strategy.offload["optimizer"], strategy.offload["param"])
-    assert devices == DEVICES.get(name, ("none", "none"))
-    assert strategy.steps_on_host == (name in ("offload", "infinity"))
-    assert strategy.swaps_to_disk == (name == "infinity")
-    assert strategy_defaults(name) == {}
-    assert strategy_options(name) is Options
+def test_strategies_in_the_folders_order_mean_what_they_say():
+    assert list(list_strategies()) == [*MEANS, "local_sgd"]
+    for name, (engine, stage, *places) in MEANS.items():
+        strategy = named_strategy(name)
+        assert (strategy.engine, strategy.zero_stage) == (engine, stage)
+        assert list(strategy.offload.values()) == places
+        assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
+        if engine == "native":
+            continue
+        # fp16 skips the same steps under every strategy: a scale that halves at each overflow.
+        fp16 = strategy.document["fp16"]
+        assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
+        assert (fp16["loss_scale_window"], fp16["hysteresis"]) == (LOSS_SCALE_WINDOW, 1)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +66,6 @@ def test_parameters_are_divided_along_all_axes_but_dp_replicate(config, divided)
     assert load_strategy(build_config(config)).divides_parameters == divided
 
 
-@pytest.mark.parametrize("name", DEEPSPEED)
-def test_loss_scale_is_the_native_engines(name):
-    """fp16 skips the same steps under every strategy: a scale that halves at each overflow."""
-    fp16 = named_strategy(name).document["fp16"]
-    assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
-    assert fp16["loss_scale_window"] == LOSS_SCALE_WINDOW
-    assert fp16["hysteresis"] == 1
-
-
 @pytest.mark.parametrize(
     ("strategy", "document", "words"),
     [
@@ -81,7 +73,6 @@ def test_loss_scale_is_the_native_engines(name):
         ("hybrid", own_json("zero1"), ("'optimizer state' but", "means 'layers over pp; ")),
         ("zero2", own_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
         ("dp", own_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
-        ("infinity", own_json("offload"), ("optimizer state kept on cpu' but", "kept on nvme")),
     ],
 )
 def test_json_of_another_strategy(strategy, document, words, tmp_path):
@@ -155,7 +146,6 @@ def test_a_deepspeed_json_may_be_in_the_folder_beside_it_or_in_configs(folders):
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),
         ({"name": "own", "mesh": {}, "engine": "natve"}, ("'natve' is not known", "'native'?")),
-        ({"name": "own", "mesh": {}, "engine": "no.py"}, ("'no.py' is not known", ".py file")),
         # An engine has the axes that it has.
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
         ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("takes 'deepspeed', not 'm",)),
@@ -197,10 +187,7 @@ def test_an_engine_in_a_strategys_own_folder(folders):
     assert engine is strategy.traits.load(), "the file is run once"
     with refused("tp=2 cannot be set with strategy='own'", "it has the axes dp_replicate"):
         load_own(tp=2)
-
-
-def test_an_engines_file_needs_traits(folders):
-    root = folders(own={"name": "own", "mesh": {}, "engine": "engine.py"})
-    (root / "own" / "engine.py").write_text("OPTIONS = {}")
+    folders(none={"name": "without", "mesh": {}, "engine": "engine.py"})
+    (root / "none" / "engine.py").write_text("OPTIONS = {}")
     with refused("engine.py has no TRAITS", "write TRAITS = "):
-        load_own()
+        named_strategy("without")
