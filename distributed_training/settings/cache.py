@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+LARGE = ("torch", "sympy", "networkx")  # what torch's compiler imports
+MANY_CORES = 8  # with fewer, compiling all takes longer than compiling what is imported
 
 
 def cache_folder() -> Path:
@@ -17,7 +21,8 @@ def cache_folder() -> Path:
 def keep_bytecode() -> None:
     """Where Python would compile torch's sources at every start, let it keep what it compiles in
     our cache, here and in processes started from here. Images often set PYTHONDONTWRITEBYTECODE, or
-    are read-only: then compiling takes each process longer than importing does.
+    are read-only: then compiling takes each process longer than importing does. Of the first one
+    most is done beside it, by other cores.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
@@ -30,3 +35,11 @@ def keep_bytecode() -> None:
     sys.pycache_prefix = str(cache_folder() / "bytecode")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    if Path(importlib.util.cache_from_source(torch.origin)).is_file():
+        return
+    if (os.cpu_count() or 1) >= MANY_CORES:
+        specs = map(importlib.util.find_spec, LARGE)
+        folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
+        command = [sys.executable, "-m", "compileall", "-q", "-j16", "-x/tests?/", *folders]
+        quiet = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)

@@ -10,6 +10,7 @@ another. No download is needed: tokens are random, or the embedded text's. --tin
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -126,7 +127,11 @@ def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
     """In a process of its own."""
     module = "results.lab.baselines.trainer"
     command = [sys.executable, "-m", module, "--one", json.dumps([way, *case])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    # Of several GPUs the Trainer would take all, in DataParallel.
+    one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **one}
+    )
     if done.returncode:
         raise SystemExit(f"{way}, {case}: {done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
