@@ -5,7 +5,6 @@ tests.pool calls these on every rank; each returns the script's exit code to ran
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
 from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
-from distributed_training.run.saving import checkpoint, disks
+from distributed_training.run.saving import checkpoint
 from tests.e2e.support import run_script
 
 
@@ -96,17 +95,4 @@ def with_full_disk(job: dict[str, Any]) -> int:
         return right(*arguments, **options)
 
     checkpoint.Saver.begin = save
-    return run_script(job["arguments"])
-
-
-def with_disks_of_their_own(job: dict[str, Any]) -> int:
-    """Rank 1 has another disk at `folder`, as on another machine."""
-    disks.SHARED_WITHIN_S = 1.0
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    if os.environ["RANK"] == "1":
-        libc, folder = ctypes.CDLL(None, use_errno=True), job["folder"].encode()
-        private, new_mounts = 1 << 18 | 1 << 14, 0x20000  # MS_PRIVATE | MS_REC, CLONE_NEWNS
-        done = libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, private, None)
-        done = done or libc.mount(b"tmpfs", folder, b"tmpfs", 0, None)
-        assert done == 0, os.strerror(ctypes.get_errno())
     return run_script(job["arguments"])

@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
-from tests.e2e.nodes import Node
+from distributed_training.run.saving import disks
+from tests.e2e.nodes import Node, unplug
 from tests.e2e.support import run_script
 
 
@@ -63,7 +63,7 @@ def _unplugged() -> None:
             saved = self.plan.run_dir / "checkpoints" / "step-00000003"
             while not saved.is_dir():  # it is written while training goes on
                 time.sleep(0.05)
-            Node(name=name, pid=0, switch=int(switch), own=Path()).unplug()
+            unplug(int(switch), name)
         right(self)
 
     Trainer._update = update
@@ -71,8 +71,12 @@ def _unplugged() -> None:
 
 
 def on_each_node(job: dict[str, Any]) -> int:
-    """The script on each node; with `ends_at`, SIGTERM comes to the first in that step."""
+    """The script on each node, but for a `missing` one, where nothing is typed; with `ends_at`,
+    SIGTERM comes to the first in that step."""
+    disks.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
+    if rank == job.get("missing"):
+        return 0
     enter(job["nodes"][rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=job["nodes"][0].name)
     right = Trainer._update
@@ -83,16 +87,6 @@ def on_each_node(job: dict[str, Any]) -> int:
         right(self)
 
     Trainer._update = update
-    return run_script(job["arguments"])
-
-
-def with_node_1_missing(job: dict[str, Any]) -> int:
-    """The script on the first of two nodes; on the other nothing is typed."""
-    rank = int(os.environ["RANK"])
-    if job["missing"] == rank:
-        return 0
-    enter(job["nodes"][rank])
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node0")
     return run_script(job["arguments"])
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-# What a node does before it waits: its disk, and its own name at loopback as on Debian.
-_SET_UP = """
-set -e
+_WAIT = "echo ready; exec cat"
+_SWITCH = f"ip link add switch type bridge; ip link set switch up; {_WAIT}"
+# Its disk, and its own name at loopback as on Debian.
+_NODE = f"""
 mount --make-rprivate /
 mount -t tmpfs own "$1"
 mount --bind "$2" /etc/hosts
 hostname "$3"
-echo ready
-exec cat
+{_WAIT}
 """
+_LINK = "ip addr add {} dev eth0; ip link set eth0 up; ip link set lo up"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +45,10 @@ class Node:
         """The same file or folder for a process that is not on this node."""
         return Path(f"/proc/{self.pid}/root{path}")
 
-    def unplug(self) -> None:
-        """Pull its cable out of the switch."""
-        _run(*_inside(self.switch, "--net"), "ip", "link", "set", self.name, "down")
+
+def unplug(switch: int, name: str) -> None:
+    """Pull a node's cable out of the switch."""
+    _run(*_inside(switch, "--net"), "ip", "link", "set", name, "down")
 
 
 def _inside(pid: int, *namespaces: str) -> list[str]:
@@ -61,7 +62,6 @@ def _run(*command: object) -> None:
 @contextlib.contextmanager
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
     """So many nodes on one switch, named node0, node1, ...; `folder` is shared but for own/."""
-    missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     own = folder / "own"
     own.mkdir()
     with contextlib.ExitStack() as ends:
@@ -81,30 +81,24 @@ def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
             return process.pid
 
         try:
-            if missing:
-                raise OSError(f"{missing[0]} is not installed")
-            shell = ("sh", "-c", "echo ready; exec cat")
-            switch = keep("unshare", "--net", *shell)
-            inside = _inside(switch, "--net")
-            _run(*inside, "ip", "link", "add", "switch", "type", "bridge")
-            _run(*inside, "ip", "link", "set", "switch", "up")
+            switch = keep("unshare", "--net", "sh", "-ec", _SWITCH)
             nodes = []
             for place in range(count):
-                hosts = [f"{'127.0.1.1' if i == place else f'10.0.0.{i + 1}'} node{i}"
-                         for i in range(count)]  # fmt: skip
-                file = folder / f"hosts{place}"
-                file.write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
-                unshare = ("unshare", "--net", "--mount", "--uts", "sh", "-c", _SET_UP, "sh")
-                pid = keep(*_inside(switch, "--net"), *unshare, own, file, f"node{place}")
-                node = Node(name=f"node{place}", pid=pid, switch=switch, own=own)
+                addresses = [f"10.0.0.{node + 1}" for node in range(count)]
+                link = _LINK.format(f"{addresses[place]}/24")
+                addresses[place] = "127.0.1.1"
+                lines = [f"{address} node{node}" for node, address in enumerate(addresses)]
+                hosts = folder / f"hosts{place}"
+                hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+                name = f"node{place}"
+                inside = _inside(switch, "--net")
+                spaces = ("unshare", "--net", "--mount", "--uts")
+                pid = keep(*inside, *spaces, "sh", "-ec", _NODE, "sh", own, hosts, name)
                 peer = ("peer", "name", "eth0", "netns", pid)
-                _run(*inside, "ip", "link", "add", node.name, "type", "veth", *peer)
-                _run(*inside, "ip", "link", "set", node.name, "master", "switch", "up")
-                address = ("ip", "addr", "add", f"10.0.0.{place + 1}/24", "dev", "eth0")
-                for command in (address, ("ip", "link", "set", "eth0", "up"),
-                                ("ip", "link", "set", "lo", "up")):  # fmt: skip
-                    _run(*_inside(pid, "--net"), *command)
-                nodes.append(node)
+                _run(*inside, "ip", "link", "add", name, "type", "veth", *peer)
+                _run(*inside, "ip", "link", "set", name, "master", "switch", "up")
+                _run(*_inside(pid, "--net"), "sh", "-ec", link)
+                nodes.append(Node(name=name, pid=pid, switch=switch, own=own))
         except (OSError, subprocess.CalledProcessError) as error:
             reason = f"no network namespaces here: {getattr(error, 'stderr', None) or error}"
             assert "CI" not in os.environ, reason

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import signal
 import subprocess
 
@@ -83,17 +81,3 @@ def test_a_full_disk_is_said_and_leaves_what_was_saved(small_disk):
 
 def test_a_limit_of_file_sizes_is_a_full_disk(tmp_path):
     assert_ends_without_room("limit", "dp", tmp_path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root")
-def test_machines_that_share_no_disk_are_refused_before_training(tmp_path):
-    values = {**SMALL, "strategy": "fsdp", "output_dir": tmp_path / "runs"}
-    (tmp_path / "runs").mkdir()
-    job = {"folder": str(tmp_path / "runs"), "arguments": settings(values)}
-    with pytest.raises(RuntimeError) as caught:
-        heavy_pool().call("tests.e2e.fault_cases:with_disks_of_their_own", job, num_processes=2)
-    said = str(caught.value)
-    assert "exit codes [2, 2]" in said
-    assert said.count("error: ") == 1
-    assert f"error: rank 1 on {platform.node()} does not see {tmp_path}/runs/" in said
-    assert "set output_dir to a folder on a disk that all nodes share" in said

@@ -28,14 +28,12 @@ def nodes(tmp_path, request):
         yield found
 
 
-def fail_on(nodes, case, **job):
+def fail_on(nodes, values, case="on_each_node", **job):
     """What was said by a case that fails on all nodes."""
+    job |= {"nodes": nodes, "arguments": settings(values)}
     with pytest.raises(RuntimeError) as caught:
         heavy_pool().call(
-            f"tests.e2e.node_cases:{case}",
-            {"nodes": nodes, **job},
-            num_processes=len(nodes),
-            grace_s=240,
+            f"tests.e2e.node_cases:{case}", job, num_processes=len(nodes), grace_s=240
         )
     return str(caught.value)
 
@@ -43,7 +41,7 @@ def fail_on(nodes, case, **job):
 def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path, unbroken):
     """By itself, from the last checkpoint, with the same global batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
-    said = fail_on(nodes, "with_torchrun", arguments=settings(values))
+    said = fail_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said
     silent = "it shows no sign of life for 15 s"
     assert "error: lost rank 1 on node1 in " in said
@@ -60,8 +58,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
 def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, unbroken):
     own, values = nodes[0].own / "runs", {**VALUES, "keep_best": True}
     both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
-    job = {"nodes": nodes, "arguments": settings(both)}
-    fail_on(**job, case="on_each_node", ends_at=5)
+    fail_on(nodes, both, ends_at=5)
     folders = [node.outside(own) for node in nodes]
     parts = [sorted(file.name for file in folder.glob("*-*/checkpoints/*/*")) for folder in folders]
     expected = [["meta.json", f"rank-0000{rank}.safetensors"] for rank in range(3)]
@@ -76,6 +73,7 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
     for folder in folders[1:]:
         shutil.copytree(folder, together, dirs_exist_ok=True)
     assert_ok(train(alone))
+    job = {"nodes": nodes, "arguments": settings(both)}
     heavy_pool().call("tests.e2e.node_cases:on_each_node", job, num_processes=3)
 
     for runs in (folders[0], together):
@@ -96,6 +94,15 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
 )  # fmt: skip
 def test_a_node_that_does_not_come_is_named(nodes, missing, words, tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs", "rendezvous_timeout_s": 3}
-    said = fail_on(nodes, "with_node_1_missing", missing=missing, arguments=settings(values))
+    said = fail_on(nodes, values, missing=missing)
     assert f"error: {words}" in said
     assert said.count("error: ") == 1
+
+
+def test_machines_that_share_no_disk_are_refused_before_training(nodes):
+    own = nodes[0].own / "runs"
+    said = fail_on(nodes, {**VALUES, "output_dir": own})
+    assert "exit codes [2, 2]" in said
+    assert said.count("error: ") == 1
+    assert f"error: rank 1 on node1 does not see {own}/" in said
+    assert "set output_dir to a folder on a disk that all nodes share" in said
