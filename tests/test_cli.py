@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,12 +13,9 @@ from distributed_training.plan.plan import Plan
 from distributed_training.run import launch
 from distributed_training.run.process import Process
 from distributed_training.settings.config import KEYS
-from distributed_training.settings.files import ROOT
-from distributed_training.settings.keys import Options
-from distributed_training.settings.keys import key as declare
 from distributed_training.settings.strategies import list_strategies
-from results.lab.pages.reference import config_reference
-from tests.settings.test_config import ALIASES, OTHER
+from tests.conftest import light_pool
+from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 SCRIPT = Path(real_model_example.__file__).resolve()
@@ -64,31 +57,8 @@ def test_unknown_options_are_refused_with_the_nearest(argv, words):
         cli.parse(argv, PROGRAM)
 
 
-def test_a_strategys_own_engine_adds_options(monkeypatch, capsys):
-    class LowRank(Options):
-        low_rank: int = declare(8, help="Size of a low-rank update.", work=True)
-
-    monkeypatch.setattr(
-        cli.strategies, "strategy_options", lambda name: LowRank if name == "dp" else Options
-    )
-    assert overrides("--low-rank", 4) == ["low_rank=4"]
-    with pytest.raises(SystemExit):
-        cli.parse(["--help"], PROGRAM)
-    assert "--low_rank" in capsys.readouterr().out
-
-
-def test_help_is_complete_grouped_narrow_and_quick():
-    """Its processor time, which other work on the machine does not lengthen."""
-    before = os.times()
-    answer = subprocess.run(
-        [sys.executable, SCRIPT, "--help"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "80"},
-    )
-    after = os.times()
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < 1
+def test_help_is_complete_grouped_and_narrow():
+    answer = light_pool().script(["--help"], COLUMNS="80")
     lines = answer.stdout.splitlines()
     text = " ".join(answer.stdout.split()).replace("- ", "-")  # argparse breaks lines at hyphens
     assert [line for line in lines if len(line) > 80] == []
@@ -103,18 +73,11 @@ def test_help_is_complete_grouped_narrow_and_quick():
         assert f"  {option}" in answer.stdout
 
 
-def test_the_guide_has_the_reference():
-    reference = config_reference()
-    assert [name for name in KEYS if f"- `{name}=" not in reference] == []
-    assert [alias for alias in ALIASES if f"`{alias}`" not in reference] == []
-    assert reference in (ROOT / "REAL_MODELS_GUIDE.md").read_text()
-
-
 @pytest.fixture
 def run(text, tmp_path, monkeypatch):
     """Runs the script on a machine of this test, as a process of this test, up to training."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
-    monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1))
+    monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, here=1))
 
     def run_worker(given, process, _):
         return "planned" if isinstance(given, Plan) else "launched", given, process
@@ -134,11 +97,9 @@ def run(text, tmp_path, monkeypatch):
     return call
 
 
-def rank(number, world_size=2, local_world_size=None):
-    local = local_world_size or world_size
-    return Process(
-        rank=number, world_size=world_size, local_rank=number % local, local_world_size=local
-    )
+def rank(number, world_size=2, here=2):
+    place = {"local_rank": number % here, "local_world_size": here}
+    return Process(rank=number, world_size=world_size, **place)
 
 
 def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_path, capsys):
@@ -149,10 +110,8 @@ def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_
     assert run("--dry_run", process=rank(1)) == 0
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_on_several_machines_counts_the_processes_of_each(run, capsys):
-    assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, local_world_size=4)) == 0
+    # On several machines the processes of each are counted.
+    assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, here=4)) == 0
     assert "= 8 replicas x" in capsys.readouterr().out
 
 
@@ -171,44 +130,27 @@ def test_ctrl_c_before_training(run, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted before training began\n"
 
 
-def test_a_strategys_defaults_reach_the_run(run, monkeypatch):
-    monkeypatch.setattr(cli.strategies, "strategy_defaults", lambda _: {"checkpoint_every": 7})
-    _, config, _ = run(process=rank(1))
-    assert (config.checkpoint_every, config.from_defaults) == (7, ("checkpoint_every",))
-    _, config, _ = run("--save_steps", "3", process=rank(1))
-    assert (config.checkpoint_every, config.from_defaults) == (3, ())
-
-
 def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
     kind, plan, process = run()
-    assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1))
+    assert (kind, plan.machine, process) == ("planned", CPU_MACHINE, rank(0, 1, here=1))
     first = "planning the run, importing torch ...\n"
     assert capsys.readouterr().out == first
     assert run(machine=GPU_MACHINE)[1].num_processes == 1
     assert capsys.readouterr().out == f"{first}using 1 of 4 GPUs; --num_gpus all uses all\n"
 
 
-def test_several_processes_are_spawned_and_read_the_plan(run, monkeypatch):
-    spawned = []
-    monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
-    monkeypatch.setattr(launch, "spawn", lambda *given: spawned.append(given) or 7)
-    assert run("--num_gpus", "2") == 7
-    ((plan, command, max_restarts, _),) = spawned
-    assert (plan.num_processes, command, max_restarts) == (2, [str(SCRIPT), "--planned"], 0)
-    assert (plan.run_dir / "plan.json").is_file()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{plan.run_dir}\n"))
-    kind, read, process = run("--planned", process=rank(1))
-    assert (kind, read, process) == ("planned", plan, rank(1))
-
-
 @pytest.mark.parametrize("name", ["output_dir", "out_dir"])
-def test_configs_folder_is_beside_the_script(name, monkeypatch, tmp_path):
+def test_configs_folder_is_beside_the_script_and_a_strategy_has_defaults(
+    name, monkeypatch, tmp_path
+):
     monkeypatch.setattr(cli, "start", lambda config, *_, **__: config)
     program = cli.Program(config={name: "here"}, script=tmp_path / "script.py", about="")
     assert cli.train([], program).output_dir == str(tmp_path / "here")
     assert cli.train(["--output_dir", "there"], program).output_dir == "there"
     empty = cli.Program(config={}, script=tmp_path / "script.py", about="")
     assert cli.train([], empty).output_dir == str(tmp_path / "runs")
+    monkeypatch.setattr(cli.strategies, "strategy_defaults", lambda _: {"checkpoint_every": 7})
+    assert cli.train([], empty).from_defaults == ("checkpoint_every",)
 
 
 def command(monkeypatch, *argv):

@@ -1,24 +1,21 @@
 """The examples in CONTRIBUTING.md work as they stand there."""
 
-import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from distributed_training import models
-from distributed_training.engines.native import NativeEngine
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
 from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.keys import read_keys
+from tests.conftest import assert_ok, run_command
 from tests.support import CPU_MACHINE, refused
 
-read_keys = pytest.importorskip("distributed_training.settings.keys").read_keys
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
@@ -47,24 +44,6 @@ def test_strategy(folder):
     assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}
     with refused("does not make 3 processes"):
         make_plan(config, CPU_MACHINE, num_processes=3, processes_here=3)
-
-
-def test_algorithm_with_its_own_option(folder, monkeypatch):
-    values = {"strategy": "lr-floor", "output_dir": str(folder / "runs")}
-    options = strategies.strategy_options
-    with refused("lr_floor=2.0"):
-        build_config({**values, "lr_floor": 2.0}, options=options)
-    config = build_config({**values, "lr_floor": 0.01}, options=options)
-    plan = make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2)
-    assert plan.work["lr_floor"] == 0.01
-    rates = []
-    monkeypatch.setattr(NativeEngine, "__init__", lambda *_: None)
-    monkeypatch.setattr(NativeEngine, "set_learning_rate", lambda _, rate: rates.append(rate))
-    build = plan.strategy.traits.load()
-    engine = build(None, SimpleNamespace(config=plan.config), None)
-    for rate in (0.5, 0.001):
-        engine.set_learning_rate(rate)
-    assert rates == [0.5, 0.01]
 
 
 def test_model(folder):
@@ -100,20 +79,8 @@ def test_config_key():
 
 def test_measurement(folder):
     file = folder / "results/lab/first_evaluation.py"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "results/lab")]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    answer = subprocess.run(
-        [sys.executable, "-P", file] if sys.version_info >= (3, 11) else [sys.executable, file],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert answer.returncode == 0, answer.stderr
+    answer = run_command([sys.executable, file], cwd=folder)
+    assert_ok(answer)
     lines = dict(line.split() for line in answer.stdout.splitlines() if line[:2] in ("dp", "fs"))
     assert set(lines) == {"dp", "fsdp"}
     assert all(float(seconds) > 0 for seconds in lines.values())

@@ -1,23 +1,23 @@
-"""What is imported is declared in pyproject.toml, and what is declared is pinned."""
+"""What is imported is declared, what is declared is pinned, and what import-linter cannot say."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.strategies import list_strategies
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # matplotlib always brings Pillow, pydantic the one pydantic-core that it works with, and DeepSpeed
@@ -34,14 +34,15 @@ def names(lines: Iterable[str]) -> set[str]:
     return {canonicalize_name(requirement.name) for requirement in requirements(lines)}
 
 
-def pins(file: str) -> list[Requirement]:
+def listed(file: str) -> list[Requirement]:
     return requirements((ROOT / file).read_text().splitlines())
 
 
-def imported(files: Iterable[Path]) -> set[str]:
-    """Top-level modules that are neither Python's nor in the checkout."""
+def imported(*patterns: str) -> set[str]:
+    """Packages that files import, neither Python's nor in the checkout; a module that is not
+    installed stands for itself."""
     found = set()
-    for file in files:
+    for file in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
@@ -50,54 +51,49 @@ def imported(files: Iterable[Path]) -> set[str]:
     ours = (ROOT, ROOT / "pipedream_tutorial", ROOT / "results/lab")
     tops = {path.stem for folder in ours for path in folder.iterdir()}
     helpers = {path.stem for path in ROOT.glob("**/tests/**/*.py") if ".venv" not in path.parts}
-    return found - set(sys.stdlib_module_names) - tops - helpers
-
-
-def distributions(modules: set[str]) -> set[str]:
-    """Packages that the modules come from; a module that is not installed stands for itself."""
     owners = packages_distributions()
+    modules = found - set(sys.stdlib_module_names) - tops - helpers
     return {canonicalize_name(owners.get(module, [module])[0]) for module in modules}
 
 
-def test_what_the_package_imports_is_declared():
-    files = [*ROOT.glob("distributed_training/**/*.py"), ROOT / "real_model_example.py"]
-    found = distributions(imported(files))
-    assert (
-        found - names(PROJECT["dependencies"]) - names(EXTRAS["tracking"]) - BROUGHT_ALONG == set()
-    )
-    assert {"torch", "numpy", "tokenizers", "pyarrow"} <= found
+@pytest.mark.parametrize(
+    ("patterns", "declared"),
+    [
+        (("distributed_training/**/*.py", "real_model_example.py"), EXTRAS["tracking"]),
+        (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), EXTRAS["dev"]),
+    ],
+)
+def test_what_is_imported_is_declared(patterns, declared):
+    found = imported(*patterns)
+    assert found - names(PROJECT["dependencies"]) - names(declared) - BROUGHT_ALONG == set()
+    assert {"torch", "numpy", "tokenizers"} <= found
 
 
-def test_what_the_tutorial_imports_is_in_its_requirements():
-    folder = ROOT / "pipedream_tutorial"
-    files = [*folder.glob("pipedream/**/*.py"), *folder.glob("*.py")]
-    found = distributions(imported(files))
-    listed = names((folder / "requirements.txt").read_text().splitlines())
-    assert found - listed - BROUGHT_ALONG == set()
-
-
-def test_what_the_tests_import_is_declared():
-    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("pipedream_tutorial/tests/*.py")]
-    found = distributions(imported(files))
-    assert found - names(PROJECT["dependencies"]) - names(EXTRAS["dev"]) - BROUGHT_ALONG == set()
+def test_what_the_tutorial_imports_is_in_its_requirements_as_here():
+    file = "pipedream_tutorial/requirements.txt"
+    found = imported("pipedream_tutorial/pipedream/**/*.py", "pipedream_tutorial/*.py")
+    assert found - {canonicalize_name(each.name) for each in listed(file)} - BROUGHT_ALONG == set()
+    pinned = {str(pin) for pin in listed(file) if len(pin.specifier)}
+    assert pinned <= {
+        str(p) for f in ("requirements.txt", "tests/requirements.txt") for p in listed(f)
+    }
 
 
 @pytest.mark.parametrize(
     ("declared", "file"),
     [(PROJECT["dependencies"], "requirements.txt"), (EXTRAS["dev"], "tests/requirements.txt")],
 )
-@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python):
-    ranges = {
-        canonicalize_name(wanted.name): wanted.specifier
-        for wanted in requirements(declared)
-        if wanted.marker is None or wanted.marker.evaluate({"python_version": python})
-    }
-    pinned = [
-        pin
-        for pin in pins(file)
-        if pin.marker is None or pin.marker.evaluate({"python_version": python})
-    ]
+    wanted, pinned = (
+        [
+            each
+            for each in found
+            if not each.marker or each.marker.evaluate({"python_version": python})
+        ]
+        for found in (requirements(declared), listed(file))
+    )
+    ranges = {canonicalize_name(each.name): each.specifier for each in wanted}
     assert sorted(canonicalize_name(pin.name) for pin in pinned) == sorted(ranges)
     for pin in pinned:
         (exact,) = pin.specifier
@@ -105,8 +101,7 @@ def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python
         assert exact.version in ranges[canonicalize_name(pin.name)], pin
 
 
-def test_the_tutorial_pins_the_same_versions():
-    listed = pins("pipedream_tutorial/requirements.txt")
-    pinned = [pin for pin in listed if len(pin.specifier)]
-    ours = [*pins("requirements.txt"), *pins("tests/requirements.txt")]
-    assert {str(pin) for pin in pinned} <= {str(pin) for pin in ours}
+def test_the_loop_names_no_strategy():
+    text = (ROOT / "distributed_training/run/loop.py").read_text().lower()
+    names = [*list_strategies(), "ddp", "zero", "deepspeed", "native", "zero_stage"]
+    assert [name for name in names if re.search(rf"\b{name}\b", text)] == []

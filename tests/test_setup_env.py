@@ -57,14 +57,14 @@ def installed(tmp_path, nvidia_smi, index):
     return line, done.stderr
 
 
-def test_without_a_gpu_the_cpu_build_is_taken_where_it_is_in_reach(index, tmp_path):
-    line, said = installed(tmp_path / "reached", NO_GPU, index)
-    assert f"--extra-index-url {index}" in line
-    assert "taking the CPU build" in said
-    line, _ = installed(tmp_path / "alone", NO_GPU, "http://127.0.0.1:1/whl/cpu")
-    assert "--extra-index-url" not in line
-
-
-def test_with_a_gpu_the_published_build_is_taken(index, tmp_path):
-    line, _ = installed(tmp_path, GPU, index)
-    assert "--extra-index-url" not in line
+@pytest.mark.parametrize(
+    ("nvidia_smi", "reached", "taken"),
+    [(NO_GPU, True, True), (NO_GPU, False, False), (GPU, True, False)],
+)
+def test_the_cpu_build_is_taken_without_a_gpu_where_it_is_in_reach(
+    nvidia_smi, reached, taken, index, tmp_path
+):
+    address = index if reached else "http://127.0.0.1:1/whl/cpu"
+    line, said = installed(tmp_path, nvidia_smi, address)
+    assert (f"--extra-index-url {address}" in line) == taken
+    assert ("taking the CPU build" in said) == taken

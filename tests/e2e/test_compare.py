@@ -47,7 +47,6 @@ def test_stopped_and_started_again(tmp_path):
     page = (out / "compare.md").read_text()
     assert "2 of 3 runs" in page
     assert "hybrid failed: " in page
-    assert "pp" in page
     for path in finished(out):
         record = json.loads(path.read_text())
         assert len(record["loss_seconds"]) == len(record["loss_curve"]) == 200
