@@ -32,7 +32,7 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-function buildControls(store, say) {
+function buildControls() {
   for (const [key, text] of [["schedule", "Schedule"], ["other", "Compare with"]]) {
     const select = el("select", { id: key, onchange: () => store.change({ [key]: select.value }) });
     byId("menus").append(el("label", {}, text, select));
@@ -44,7 +44,7 @@ function buildControls(store, say) {
     // A field that takes exact numbers, such as 1/3.
     const field = el("input", { id: `${key}-field`, className: "field", inputMode: "decimal" });
     field.ariaLabel = `${name}, ${help}`;
-    field.onchange = () => enter(store, say, key, field.value);
+    field.onchange = () => enter(key, field.value);
     const label = el("label", { htmlFor: key, title: help }, name);
     return el("div", { className: "slider", id: `${key}-box` }, label, slider, field);
   }));
@@ -56,11 +56,11 @@ function buildControls(store, say) {
   const zoom = el("input", { type: "range", id: "zoom", min: 1, max: 32, step: 1 });
   zoom.oninput = () => store.change({ zoom: Number(zoom.value) });
   byId("switches").append(el("label", { className: "switch" }, "zoom", zoom));
-  for (const key of ["rate", "scale"]) byId(key).onchange = () => enter(store, say, key, byId(key).value);
+  for (const key of ["rate", "scale"]) byId(key).onchange = () => enter(key, byId(key).value);
 }
 
 // What was typed; where it is refused, the field shows again what holds.
-function enter(store, say, key, text) {
+function enter(key, text) {
   const error = refusal(() => {
     store.change({ [key]: key === "scale" ? acceptedList(text, store.chosen.p) : accepted(key, text) });
   });

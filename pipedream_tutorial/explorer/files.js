@@ -133,13 +133,12 @@ function sendingTime({ schedule, starts, ends }) {
   return gaps.length ? Math.max(0, median) : 0;
 }
 
-// app: {store, pane, setMeasured(measured), say(text, verdict)}
-function attachFiles(app) {
-  byId("save-csv").onclick = () => attempt(app, () => save(app));
+function attachFiles() {
+  byId("save-csv").onclick = () => attempt(save);
   const open = async (file, load) => {
     if (!file) return;
     const text = await file.text();
-    attempt(app, () => load(app, text, file.name));
+    attempt(() => load(text, file.name));
   };
   for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
     byId(id).onchange = async () => {
@@ -155,45 +154,46 @@ function attachFiles(app) {
   });
 }
 
-function attempt(app, act) {
+function attempt(act) {
   const error = refusal(act);
-  if (error) app.say(`Not possible: ${error}.`, "illegal");
+  if (error) say(`Not possible: ${error}.`, "illegal");
 }
 
 // RuleError for what a CSV cannot say.
-function save({ store, pane, say }) {
+function save() {
   const { schedule, n } = resolved(store.chosen);
-  if (!pane.run) throw new RuleError("there is no order");
-  if (!pane.run.policy.flushes) {
+  if (!main.run) throw new RuleError("there is no order");
+  if (!main.run.policy.flushes) {
     throw new RuleError("it does not flush, and a CSV has no operation that updates weights");
   }
   if (n > 1) throw new RuleError("a CSV is one batch; set batches to 1");
   const name = `${schedule === "csv" ? "order" : schedule}.csv`;
-  const content = new Blob([toCsv(pane.run.timeline.schedule)], { type: "text/csv" });
+  const content = new Blob([toCsv(main.run.timeline.schedule)], { type: "text/csv" });
   const link = el("a", { download: name, href: URL.createObjectURL(content) });
   link.click();
   URL.revokeObjectURL(link.href);
   say(`Saved. Run it: python pipedream_simple.py --set schedule=${name}`, "same");
 }
 
-function loadCsv(app, text, name) {
+function loadCsv(text, name) {
   const schedule = fromCsv(text);
-  app.setMeasured(null);
-  app.store.change(fixedBy(schedule));
-  app.say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
+  measured = null;
+  store.change(fixedBy(schedule));
+  say(`${name}: ${schedule.numRanks} ranks, ${schedule.numMicrobatches} microbatches.`, "same");
 }
 
 // The trace's own orders and mean durations are what is simulated; one unit is a millisecond.
-function loadTrace(app, text, name) {
+function loadTrace(text, name) {
   const trace = readTrace(text);
   const { durations: { scale, ...times }, schedule, group } = trace;
   const units = Object.fromEntries(Object.entries(times).map(([key, time]) => [key, String(time)]));
-  app.store.change({
+  const patch = {
     ...fixedBy(schedule), ...units, scale: scale.every((factor) => factor === 1) ? [] : scale.map(String),
-  });
-  app.setMeasured(trace);
+  };
+  measured = trace;
+  store.change(patch);
   const what = `${name}: the ${group} run lies under its simulation, which takes the trace's orders`;
-  app.say(`${what} and mean durations, in ms.`, "same");
+  say(`${what} and mean durations, in ms.`, "same");
 }
 
 function fixedBy(schedule) {

@@ -3,8 +3,7 @@
 
 const LONG_PRESS_MS = 450;
 
-// app: {onFocus(pane), onMove(move, text, verdict), say(text, verdict), move(by), onKey(key)}
-function attachHands(pane, app, editable) {
+function attachHands(pane, editable) {
   const { chart } = pane;
   let pressed = null; // {place, x}: what is held
   let waiting = null; // {timer, x, y}: a finger that lies still
@@ -27,29 +26,29 @@ function attachHands(pane, app, editable) {
     if (waiting && Math.hypot(x - waiting.x, y - waiting.y) > 8) letGo();
     if (pressed) {
       if (!pane.drag && Math.abs(x - pressed.x) < 5) return;
-      aim(pane, app, pressed.place, placeAt(pane, pressed.place, x - chart.getBoundingClientRect().left));
+      aim(pane, pressed.place, placeAt(pane, pressed.place, x - chart.getBoundingClientRect().left));
       return;
     }
     const place = event.pointerType === "touch" ? null : under(event);
     chart.style.cursor = place && editable ? "grab" : "default";
-    if (place && (place.rank !== pane.focus?.rank || place.index !== pane.focus.index)) focus(pane, app, place);
+    if (place && (place.rank !== pane.focus?.rank || place.index !== pane.focus.index)) focus(pane, place);
   });
   chart.addEventListener("pointerdown", (event) => {
     const place = under(event);
-    focus(pane, app, place);
+    focus(pane, place);
     if (!place || !editable || event.button) return;
     if (event.pointerType !== "touch") return pickUp(event, place);
     const timer = setTimeout(() => {
       letGo();
       pickUp(event, place);
-      aim(pane, app, place, place.index);
-      app.say("Picked up: drag it along its rank.", "same");
+      aim(pane, place, place.index);
+      say("Picked up: drag it along its rank.", "same");
     }, LONG_PRESS_MS);
     waiting = { timer, x: event.clientX, y: event.clientY };
   });
   chart.addEventListener("pointerup", () => {
     letGo();
-    if (pane.drag) drop(pane, app);
+    if (pane.drag) drop(pane);
   });
   chart.addEventListener("pointercancel", () => {
     letGo();
@@ -61,13 +60,13 @@ function attachHands(pane, app, editable) {
   chart.addEventListener("contextmenu", (event) => (pressed || waiting) && event.preventDefault());
   chart.addEventListener("keydown", (event) => {
     const plain = !event.ctrlKey && !event.metaKey && !event.altKey;
-    if (pane.run && plain && onKey(pane, app, event, editable)) event.preventDefault();
+    if (pane.run && plain && onKey(pane, event, editable)) event.preventDefault();
   });
 }
 
-function focus(pane, app, place) {
+function focus(pane, place) {
   pane.focus = place;
-  app.onFocus(pane);
+  showFocus(pane);
 }
 
 // Where an item that is dragged to x would be put among the others of its rank.
@@ -78,7 +77,7 @@ function placeAt(pane, { rank, index }, x) {
 }
 
 // Says what a move would do, and shows where it would go.
-function aim(pane, app, { rank, index }, to) {
+function aim(pane, { rank, index }, to) {
   if (pane.drag?.to === to) return;
   const move = { rank, from: index, to };
   const judged =
@@ -86,39 +85,53 @@ function aim(pane, app, { rank, index }, to) {
       ? { verdict: "same", text: "Here it is now." }
       : judge(pane.run.timeline, move, pane.chosen.K || Infinity);
   pane.drag = { ...move, ...judged };
-  app.say(judged.text, judged.verdict);
+  say(judged.text, judged.verdict);
   pane.draw();
 }
 
-function drop(pane, app) {
+function drop(pane) {
   const { rank, from, to, verdict, text } = pane.drag;
   pane.drag = null;
-  if (to === from || verdict === "illegal") return app.onFocus(pane);
+  if (to === from || verdict === "illegal") return showFocus(pane);
   pane.focus = { rank, index: to };
-  app.onMove({ rank, from, to }, text, verdict);
+  store.change({ moves: [...store.chosen.moves, { rank, from, to }] });
+  say(text, verdict);
+}
+
+// Moves the operation in focus, `by` places or to the end.
+function move(by) {
+  const { rank, index } = main.focus;
+  const last = main.run.timeline.schedule.orders[rank].length - 1;
+  const to = Math.max(0, Math.min(last, index + by));
+  if (to === index) return;
+  aim(main, main.focus, to);
+  drop(main);
 }
 
 // Whether the key meant something. With Shift the arrows move the operation, else the focus.
-function onKey(pane, app, { key, shiftKey }, editable) {
+function onKey(pane, { key, shiftKey }, editable) {
   const { orders } = pane.run.timeline.schedule;
   const along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
   const across = { ArrowUp: -1, ArrowDown: 1 }[key];
-  if (!along && !across && (key !== "Escape" || !pane.focus)) return app.onKey(key);
-  if (key === "Escape") {
-    pane.focus = pane.drag = null;
-  } else if (!pane.focus) {
-    pane.focus = { rank: orders.findIndex((order) => order.length), index: 0 };
+  const playing = { " ": () => player.toggle(), ".": () => player.step(1), ",": () => player.step(-1) }[key];
+  if (playing) {
+    playing();
+  } else if (key === "Escape" && pane.focus) {
+    pane.drag = null;
+    focus(pane, null);
+  } else if ((along || across) && !pane.focus) {
+    focus(pane, { rank: orders.findIndex((order) => order.length), index: 0 });
   } else if (along && shiftKey) {
-    if (editable) app.move(along);
-    return true;
+    if (editable) move(along);
   } else if (along) {
     const { rank, index } = pane.focus;
-    pane.focus = { rank, index: Math.max(0, Math.min(orders[rank].length - 1, index + along)) };
+    focus(pane, { rank, index: Math.max(0, Math.min(orders[rank].length - 1, index + along)) });
+  } else if (across) {
+    focus(pane, neighbour(pane.run.timeline, pane.focus, across));
   } else {
-    pane.focus = neighbour(pane.run.timeline, pane.focus, across);
+    return false;
   }
-  if (pane.focus) pane.reveal();
-  app.onFocus(pane);
+  if (pane.focus && !playing) pane.reveal();
   return true;
 }
 

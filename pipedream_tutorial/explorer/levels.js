@@ -91,20 +91,20 @@ const LEVELS = [
   },
 ];
 
-function buildLevelBar(store) {
+function buildLevelBar() {
   const names = ["Free play", ...LEVELS.map(({ title }, k) => `${k + 1}. ${title}`)];
   byId("levels").append(...names.map((textContent, level) =>
-    el("button", { type: "button", textContent, onclick: () => startLevel(store, level) }),
+    el("button", { type: "button", textContent, onclick: () => startLevel(level) }),
   ));
 }
 
-function startLevel(store, level) {
+function startLevel(level) {
   const { solved } = store.chosen;
   store.restart({ ...START, solved, ...(LEVELS[level - 1]?.start ?? {}), level });
 }
 
 // facts: {numbers, trained} of the timeline, or null where it cannot run.
-function showLesson(store, facts) {
+function showLesson(facts) {
   const { level, solved } = store.chosen;
   [...byId("levels").children].forEach((button, number) => {
     button.ariaCurrent = number === level ? "step" : "false";
@@ -126,6 +126,6 @@ function showLesson(store, facts) {
   ));
   byId("learned").hidden = !done;
   byId("next").hidden = level === LEVELS.length;
-  byId("next").onclick = () => startLevel(store, level + 1);
+  byId("next").onclick = () => startLevel(level + 1);
   if (done && !solved.includes(level)) store.change({ solved: [...solved, level].sort() });
 }

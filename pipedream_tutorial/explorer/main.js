@@ -59,7 +59,7 @@ function refresh() {
   showLegend(panes, chosen);
   place();
   showFocus(beside.focus && !main.focus ? beside : main);
-  showLesson(store, main.run && { ...main.run, trained });
+  showLesson(main.run && { ...main.run, trained });
 }
 
 function place() {
@@ -94,31 +94,6 @@ function showFocus(pane) {
   byId("movers").hidden = pane !== main || Boolean(main.measured);
 }
 
-// Moves the operation in focus, `by` places or to the end.
-function move(by) {
-  const { rank, index } = main.focus;
-  const last = main.run.timeline.schedule.orders[rank].length - 1;
-  const to = Math.max(0, Math.min(last, index + by));
-  if (to === index) return;
-  aim(main, hands, main.focus, to);
-  drop(main, hands);
-}
-
-const hands = {
-  say,
-  move,
-  onFocus: showFocus,
-  onMove(made, text, verdict) {
-    store.change({ moves: [...store.chosen.moves, made] });
-    say(text, verdict);
-  },
-  onKey(key) {
-    const act = { " ": () => player.toggle(), ".": () => player.step(1), ",": () => player.step(-1) }[key];
-    act?.();
-    return Boolean(act);
-  },
-};
-
 // The address stands in a field, whether or not the browser lets a page use the clipboard.
 async function share() {
   store.write();
@@ -143,21 +118,18 @@ function openAt({ chosen, refused }) {
 }
 
 function begin() {
-  buildLevelBar(store);
-  buildControls(store, say);
-  attachHands(main, hands, true);
-  attachHands(beside, hands, false);
-  attachFiles({ store, pane: main, say, setMeasured(found) {
-    measured = found;
-    refresh();
-  } });
+  buildLevelBar();
+  buildControls();
+  attachHands(main, true);
+  attachHands(beside, false);
+  attachFiles();
   byId("undo").onclick = () => store.change({ moves: store.chosen.moves.slice(0, -1) });
   byId("reset").onclick = () => store.change({ moves: [] });
   byId("earlier").onclick = () => move(-1);
   byId("later").onclick = () => move(1);
   byId("last").onclick = () => move(Infinity);
   byId("share").onclick = share;
-  byId("again").onclick = () => startLevel(store, store.chosen.level);
+  byId("again").onclick = () => startLevel(store.chosen.level);
   let width = 0;
   new ResizeObserver(() => {
     if (width === byId("panes").clientWidth) return; // only as high as was drawn

@@ -13,8 +13,8 @@ function refusal(act) {
     act();
     return "";
   } catch (error) {
-    if (error instanceof RuleError || error instanceof URIError) return error.message;
-    throw error;
+    if (!(error instanceof RuleError)) throw error;
+    return error.message;
   }
 }
 

@@ -1,64 +1,41 @@
 // The schedules: functions from (ranks p, microbatches m) to an order per rank.
 // The same rules as schedules/orders.py and building_blocks.py, which name the papers.
+//
+// A rank's order is written as steps: [kind, stage], or two of them for a pair.
 "use strict";
 
-// One rank's order while it is written: microbatches are counted by stage and kind.
-class Line {
-  constructor() {
-    this.items = [];
-    this.counts = new Map();
-  }
-
-  count(kind, stage) {
-    return this.counts.get(kind + stage) ?? 0;
-  }
-
-  // The stage's next operation of a kind; a whole backward pass counts as its halves.
-  next(kind, stage) {
-    const op = new Op(kind, stage, this.count(kind === "B" ? "I" : kind, stage));
-    for (const counted of kind === "B" ? "IW" : kind) {
-      this.counts.set(counted + stage, this.count(counted, stage) + 1);
-    }
-    return op;
-  }
-
-  add(kind, stage) {
-    this.items.push(this.next(kind, stage));
-  }
-
-  addPair(forwardStage, backwardStage) {
-    this.items.push(new Pair(this.next("F", forwardStage), this.next("B", backwardStage)));
-  }
-
-  repeat(times, steps) {
-    for (let n = 0; n < times; n++) for (const [kind, stage] of steps) this.add(kind, stage);
-  }
+// Microbatches are numbered by stage and kind; a whole backward pass counts as its halves.
+function numbered(steps) {
+  const counts = {};
+  const next = ([kind, stage]) => {
+    const counted = [...(kind === "B" ? "IW" : kind)].map((one) => one + stage);
+    const microbatch = counts[counted[0]] ?? 0;
+    for (const key of counted) counts[key] = microbatch + 1;
+    return new Op(kind, stage, microbatch);
+  };
+  return steps.map((step) => (Array.isArray(step[0]) ? new Pair(...step.map(next)) : next(step)));
 }
 
-// write(line, rank) fills a rank's line.
-function perRank(p, write, numStages = p, copies = 1) {
-  const lines = range(p).map((rank) => {
-    const line = new Line();
-    write(line, rank);
-    return line.items;
-  });
-  return new Schedule(lines, numStages, copies);
+function times(count, ...steps) {
+  return range(Math.max(0, count)).flatMap(() => steps);
+}
+
+// From words by rank, a letter an operation.
+function asSchedule(words) {
+  return new Schedule(words.map((word, rank) => numbered([...word].map((kind) => [kind, rank]))));
 }
 
 // `ahead` forwards, then a backward for each forward. With a `delay` backward passes are cut, and a
 // W follows each I once `delay` of them are behind.
+function alternatingWord(m, ahead, delay) {
+  const [warmup, late] = [Math.min(m, ahead), Math.min(m, delay ?? 0)];
+  const halves = (i) => (i < late ? "I" : "IW");
+  const steady = range(m).map((i) => (delay === undefined ? "B" : halves(i)) + (warmup + i < m ? "F" : ""));
+  return "F".repeat(warmup) + steady.join("") + "W".repeat(late);
+}
+
 function alternating(p, m, ahead, delay) {
-  return perRank(p, (line, s) => {
-    const warmup = Math.min(m, ahead(s));
-    const late = delay ? Math.min(m, delay(s)) : 0;
-    line.repeat(warmup, [["F", s]]);
-    for (let i = 0; i < m; i++) {
-      line.add(delay ? "I" : "B", s);
-      if (delay && i >= late) line.add("W", s);
-      if (warmup + i < m) line.add("F", s);
-    }
-    line.repeat(late, [["W", s]]);
-  });
+  return asSchedule(range(p).map((s) => alternatingWord(m, ahead(s), delay?.(s))));
 }
 
 // Forwards, 2 more for each rank behind; then pairs of forward and backward; the rest.
@@ -72,37 +49,35 @@ function interleaved(p, m, v) {
   }
   const perRound = m / rounds;
   const total = m * v;
-  const write = (line, r) => {
+  const chunk = (step) => Math.floor(step / perRound) % v;
+  const write = (r) => {
+    const steps = [];
     const warmup = Math.min(total, (v - 1) * perRound + 2 * (p - 1 - r));
     for (let step = 0; step < total + warmup; step++) {
-      if (step < total) line.add("F", (Math.floor(step / perRound) % v) * p + r);
-      const done = step - warmup;
-      if (done >= 0) line.add("B", (v - 1 - (Math.floor(done / perRound) % v)) * p + r);
+      if (step < total) steps.push(["F", chunk(step) * p + r]);
+      if (step >= warmup) steps.push(["B", (v - 1 - chunk(step - warmup)) * p + r]);
     }
+    return numbered(steps);
   };
-  return perRank(p, write, p * v);
+  return new Schedule(range(p).map(write), p * v);
 }
 
 // Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
 function zbV(p, m) {
-  const write = (line, r) => {
-    const [down, up, forwards] = [r, 2 * p - 1 - r, Math.max(m, 2 * p - 1)];
-    line.repeat(2 * (p - r) - 1, [["F", down]]);
-    line.repeat(r, [["F", up], ["F", down]]);
-    line.repeat(p - r, [["F", up], ["I", up], ["W", up]]);
-    for (let n = 0; n < forwards - r; n++) {
-      if (line.count("F", down) < forwards) line.add("F", down);
-      else if (line.count("F", up) === forwards) break;
-      line.repeat(1, [["I", down], ["W", down], ["F", up], ["I", up], ["W", up]]);
-    }
-    line.repeat(r, [["I", down], ["I", up]]);
-    line.repeat(p - r, [["I", down], ["W", down]]);
-    for (const stage of [up, down]) {
-      line.repeat(line.count("I", stage) - line.count("W", stage), [["W", stage]]);
-    }
-    line.items = line.items.filter((op) => op.microbatch < m);
+  const write = (r) => {
+    const [down, up, count] = [r, 2 * p - 1 - r, Math.max(m, 2 * p - 1)];
+    const upwards = [["F", up], ["I", up], ["W", up]];
+    const steady = range(count - p).flatMap((n) => [
+      ...times(n < count - (2 * p - 1 - r) ? 1 : 0, ["F", down]), ["I", down], ["W", down], ...upwards,
+    ]);
+    const steps = [
+      ...times(2 * (p - r) - 1, ["F", down]), ...times(r, ["F", up], ["F", down]),
+      ...times(p - r, ...upwards), ...steady, ...times(r, ["I", down], ["I", up]),
+      ...times(p - r, ["I", down], ["W", down]), ...times(r, ["W", up]), ...times(r, ["W", down]),
+    ];
+    return numbered(steps).filter((op) => op.microbatch < m);
   };
-  return perRank(p, write, 2 * p);
+  return new Schedule(range(p).map(write), 2 * p);
 }
 
 // One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
@@ -130,15 +105,14 @@ function repeatedBlock(p, m, block) {
   squeezeSlots(slots);
   for (const own of slots) own.pop();
   pullForward(slots);
-  const write = (line, r) => {
+  const write = (r) => {
     const [down, up] = [r, 2 * p - 1 - r];
     const steps = [["F", down], ["F", up], ["I", up], ["I", down]];
-    const placed = slots[r].flatMap((own, kind) => own.map((slot) => [slot, ...steps[kind]]));
-    for (const [slot, kind] of weightSlots(slots[r])) placed.push([slot, "W", steps[kind][1]]);
-    placed.sort((a, b) => a[0] - b[0]);
-    for (const [, kind, stage] of placed) line.add(kind, stage);
+    const placed = slots[r].flatMap((own, kind) => own.map((slot) => [slot, steps[kind]]));
+    for (const [slot, kind] of weightSlots(slots[r])) placed.push([slot, ["W", steps[kind][1]]]);
+    return numbered(placed.sort((a, b) => a[0] - b[0]).map(([, step]) => step));
   };
-  return perRank(p, write, 2 * p);
+  return new Schedule(range(p).map(write), 2 * p);
 }
 
 // [slot, the I that it belongs to] of each W: in the free slots, those of I_UP first.
@@ -240,49 +214,43 @@ function dualpipeV(p, m) {
         `set num_microbatches to ${2 * p} or more`,
     );
   }
-  return perRank(p, (line, r) => dualpipeLine(line, r, p, m), 2 * p);
+  return new Schedule(range(p).map((r) => dualpipeLine(r, p, m)), 2 * p);
 }
 
 // DualPipe's eight phases on the two stages of rank r.
-function dualpipeLine(line, r, p, m) {
-  const [down, up, pending] = [r, 2 * p - 1 - r, []];
+function dualpipeLine(r, p, m) {
+  const [down, up, behind, pending] = [r, 2 * p - 1 - r, p - 1 - r, []];
+  const steps = [...times(2 * behind, ["F", down]), ...times(r + 1, ["F", down], ["F", up])];
   const cutBackward = (stage) => {
-    line.add("I", stage);
-    pending.push(stage);
+    steps.push(["I", stage]);
+    pending.push(["W", stage]);
   };
-  const lateWeight = () => {
-    if (pending.length) line.add("W", pending.shift());
-  };
-  line.repeat(2 * (p - 1 - r), [["F", down]]);
-  line.repeat(r + 1, [["F", down], ["F", up]]);
-  for (let n = 0; n < p - 1 - r; n++) {
+  const lateWeight = () => steps.push(...pending.splice(0, 1));
+  for (let n = 0; n < behind; n++) {
     cutBackward(up);
     lateWeight();
-    line.add("F", up);
+    steps.push(["F", up]);
   }
   for (let step = 0; step < m - 2 * p + r + 1; step++) {
     // The last rank's first backward has to wait anyway: overlap would only delay.
-    if (step === 0 && r === p - 1) line.repeat(1, [["F", down], ["B", up]]);
-    else line.addPair(down, up);
-    line.addPair(up, down);
+    if (step === 0 && !behind) steps.push(["F", down], ["B", up]);
+    else steps.push([["F", down], ["B", up]]);
+    steps.push([["F", up], ["B", down]]);
   }
-  for (let n = 0; n < p - 1 - r; n++) {
-    line.add("B", up);
-    line.addPair(up, down);
-  }
+  steps.push(...times(behind, ["B", up], [["F", up], ["B", down]]));
   // 2 (r + 1) backwards, alternating; from the middle on their W is put off.
   const middle = r % 2 ? r + 1 : Math.floor((r + 1) / 2) * 2 + 1;
   for (let step = 0; step < 2 * (r + 1); step++) {
     const stage = step % 2 ? down : up;
     if (step >= middle) cutBackward(stage);
-    else line.add("B", stage);
+    else steps.push(["B", stage]);
   }
-  for (let n = 0; n < p - 1 - r; n++) {
+  for (let n = 0; n < behind; n++) {
     lateWeight();
     if (2 * (r + 1) > middle) cutBackward(down);
-    else line.add("B", down);
+    else steps.push(["B", down]);
   }
-  for (let n = 0; n < r + 1; n++) lateWeight();
+  return numbered([...steps, ...pending.slice(0, r + 1)]);
 }
 
 // DualPipeV on half as many ranks, unfolded: place r of the model is the first copy's on rank r, the
@@ -295,13 +263,12 @@ function dualpipe(p, m) {
         `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
     );
   }
-  const write = (line, r) => {
+  const write = (r) => {
     const moved = ({ kind, stage, microbatch }) =>
       stage === r ? new Op(kind, r, microbatch) : new Op(kind, p + stage, m / 2 + microbatch);
-    dualpipeLine(line, Math.min(r, p - 1 - r), p / 2, m / 2);
-    line.items = line.items.map((item) => changedItem(item, moved));
+    return dualpipeLine(Math.min(r, p - 1 - r), p / 2, m / 2).map((item) => changedItem(item, moved));
   };
-  return perRank(p, write, p, 2);
+  return new Schedule(range(p).map(write), p, 2);
 }
 
 // Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every

@@ -71,66 +71,22 @@ function lowerBound({ m, memory, c, durations }) {
   );
 }
 
-// Words by rank: whoever is free first runs I, or else F, or else W. On rank r forward passes may
-// lead I by lead(r).
-function greedy({ durations, m, c, memory }, lead) {
-  const p = durations.length;
-  const [words, free] = [durations.map(() => ""), durations.map(() => 0)];
-  const ends = durations.map(() => ({ F: [], I: [], W: [] }));
-  // When the rank's next operation of a kind could start; Infinity while that is not known.
-  const earliest = (rank, kind) => {
-    const own = ends[rank];
-    const i = own[kind].length;
-    if (i === m) return Infinity;
-    if (kind === "W") return own.I[i] ?? Infinity;
-    if (kind === "F") {
-      if (i - own.W.length === memory || i - own.I.length === lead(rank)) return Infinity;
-      return rank === 0 ? 0 : (ends[rank - 1].F[i] ?? Infinity) + c;
-    }
-    return rank === p - 1 ? own.F[i] ?? Infinity : (ends[rank + 1].I[i] ?? Infinity) + c;
-  };
-  for (let turn = 0; turn < 3 * m * p; turn++) {
-    let best = { time: Infinity };
-    for (const kind of "IFW") {
-      for (let rank = 0; rank < p; rank++) {
-        const time = Math.max(earliest(rank, kind), free[rank]);
-        if (time < best.time) best = { time, rank, kind };
-      }
-    }
-    const { time, rank, kind } = best;
-    free[rank] = time + durations[rank][kind];
-    ends[rank][kind].push(free[rank]);
-    words[rank] += kind;
-  }
-  return words;
-}
-
-// ZB-H1 and ZB-H2, and what lies between.
-function pattern({ durations, m, memory }, lead) {
-  const { orders } = alternating(durations.length, m, lead, (rank) => memory - lead(rank));
-  return orders.map((order) => order.map((op) => op.kind).join(""));
-}
-
 // {words, length, span, bound, tried}: the best of the words that the rules write, improved.
 function search(problem, tries) {
   const { durations, memory, m } = problem;
-  const leads = [0, 1, 2].flatMap((step) =>
-    range(memory + step * durations.length).map((ahead) => (rank) =>
-      Math.max(1, Math.min(memory, ahead + 1 - step * rank)),
-    ),
-  );
-  const stride = 1 + Math.floor(leads.length / 40);
-  const starts = leads
-    .filter((_, k) => k % stride === 0)
-    .flatMap((lead) => [greedy(problem, lead), pattern(problem, lead)])
-    .map((words) => ({ words, ...score(problem, words) }))
-    .sort(byLength);
+  // ZB-H1 and ZB-H2, and what lies between: each rank `step` microbatches less ahead than the last.
+  const patterns = [0, 1, 2].flatMap((step) => range(memory + step * durations.length).map((ahead) =>
+    durations.map((_, rank) => {
+      const lead = Math.max(1, Math.min(memory, ahead + 1 - step * rank));
+      return alternatingWord(m, lead, memory - lead);
+    }),
+  ));
+  const starts = patterns.map((words) => ({ words, ...score(problem, words) })).sort(byLength);
   const bound = lowerBound(problem);
-  const work = durations.map((own) => m * (own.F + own.I + own.W));
-  const goal = { length: bound, span: Math.max(...work) };
+  const goal = { length: bound, span: Math.max(...durations.map(({ F, I, W }) => m * (F + I + W))) };
   let [best, tried] = [starts[0], 0];
-  for (const [seed, start] of starts.slice(0, 3).entries()) {
-    const found = improve(problem, start, Math.floor(tries / 3), seed, goal);
+  for (const [seed, start] of starts.slice(0, 2).entries()) {
+    const found = improve(problem, start, Math.floor(tries / 2), seed, goal);
     if (byLength(found, best) < 0) best = found;
     tried += found.tried;
   }
@@ -184,13 +140,4 @@ function allowed(word, memory) {
     if (!(count.W <= count.I && count.I <= count.F && count.F <= count.W + memory)) return false;
   }
   return true;
-}
-
-// Orders, microbatches numbered by kind from 0.
-function asSchedule(words) {
-  const orders = words.map((word, rank) => {
-    const count = { F: 0, I: 0, W: 0 };
-    return [...word].map((kind) => new Op(kind, rank, count[kind]++));
-  });
-  return new Schedule(orders);
 }

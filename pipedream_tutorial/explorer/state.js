@@ -63,31 +63,24 @@ function acceptedChoice(key, text) {
 }
 
 function toHash(chosen) {
-  const written = (key, value) => {
+  const written = (value) => {
+    if (Array.isArray(value)) return value.map(written).join("_");
     if (typeof value === "boolean") return value ? "1" : "0";
-    if (!Array.isArray(value)) return encodeURIComponent(value);
-    const one = key === "moves" ? ({ rank, from, to }) => `${rank}.${from}.${to}` : encodeURIComponent;
-    return value.map(one).join("_");
+    return typeof value === "object" ? Object.values(value).join(".") : String(value); // a move
   };
-  const parts = Object.keys(START).map((key) => [key, written(key, chosen[key])]);
-  const changed = parts.filter(([key, text]) => text !== written(key, START[key]));
-  return "#" + changed.map(([key, text]) => `${key}=${text}`).join("&");
+  const parts = Object.keys(START).map((key) => [key, written(chosen[key])]);
+  return "#" + new URLSearchParams(parts.filter(([key, text]) => text !== written(START[key])));
 }
 
 // {chosen, refused}: what is not accepted is left at its usual value, and refused says why.
 function fromHash(hash) {
   const chosen = { ...START };
-  const refused = [];
-  for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
-    const [key, text] = [part.slice(0, part.indexOf("=")), part.slice(part.indexOf("=") + 1)];
-    const error = refusal(() => {
-      if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
-      chosen[key] = readValue(key, decodeURIComponent(text));
-    });
-    if (error) refused.push(error);
-  }
+  const refused = [...new URLSearchParams(hash.slice(1))].map(([key, text]) => refusal(() => {
+    if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
+    chosen[key] = readValue(key, text);
+  }));
   if (chosen.schedule === "csv" && !chosen.csv) chosen.schedule = START.schedule;
-  return { chosen, refused };
+  return { chosen, refused: refused.filter(Boolean) };
 }
 
 function readValue(key, plain) {
