@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
 from distributed_training.predict.state import estimate_state
 from distributed_training.run import assemble
@@ -20,17 +21,7 @@ LAYOUTS = {
     "tp4 x pp4 x dp8": {"strategy": "3d", "tp": 4, "pp": 4, "num_microbatches": 4},
     "HSDP 16 x 8": {"strategy": "fsdp", "dp_replicate": 16, "dp_shard": 8},
 }
-VOCAB_SIZE, HIDDEN_SIZE = 2048, 128
-FAMILY = f"""
-from distributed_training.models import gpt2
-from distributed_training.models.gpt2 import STORES_TRANSPOSED, build, gpt2_size, to_config, to_hf
-
-
-def sizes(folder=None):
-    size = gpt2_size(vocab_size={VOCAB_SIZE}, num_positions=64, num_layers=8, num_heads=8,
-                     hidden_size={HIDDEN_SIZE})
-    return {{"eight": size}}
-"""
+SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, hidden_size=128)
 
 
 def set_up(plan, rank):
@@ -51,16 +42,17 @@ def set_up(plan, rank):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path):
-    (tmp_path / "eight").mkdir()
-    (tmp_path / "eight" / "__init__.py").write_text(FAMILY)
-    work = {"model": str(tmp_path / "eight"), "batch_size": 1, "max_length": 64}
+def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "eight", SIZE)
+    work = {"model": "eight", "batch_size": 1, "max_length": 64}
     plan = plan_for(tmp_path, CPU_MACHINE, WORLD_SIZE, here=HERE, **work, **LAYOUTS[name])
     stages, tp, shards = plan.mesh["pp"], plan.mesh["tp"], plan.mesh["dp_shard"]
     found = {rank: set_up(plan, rank) for rank in RANKS}
 
     wholes = [whole for whole, _, _ in found.values()]
-    again = VOCAB_SIZE * HIDDEN_SIZE if stages > 1 else 0  # the last stage's copy, for the logits
+    again = (
+        SIZE.vocab_size * SIZE.hidden_size if stages > 1 else 0
+    )  # the last stage's copy, for the logits
     expected = plan.size.num_parameters + again
     assert sum(wholes) == expected if stages > 1 else set(wholes) == {expected}
     for rank, (whole, part, together) in found.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,12 @@ SIZES["four-wide-layers"] = gpt2_size(
     vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
 )
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
-STEPS_BEFORE, STEPS_AFTER = 3, 3  # a resume
-STEPS_UP_TO_A_REPLAY = 16  # of a CUDA graph
 
 
 def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     """What `use` returns of each case, on this rank."""
+    # Kernels that give the same sums each time.
+    torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
     found, mine = {}, list[Any]()
     with open_group() as group:
         for name, _ in every_run(group, arguments["cases"], lambda run: mine.append(use(run))):
@@ -115,10 +116,8 @@ def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
 
 
 def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, on GPUs with kernels that give the same sums each time; and whether a CUDA graph
-    was replayed in the end. With "failing", rank 0 asks the GPU something while a step is captured.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """As `train`, and whether a CUDA graph was replayed in the end. With "failing", rank 0 asks the
+    GPU something while a step is captured."""
 
     def use(run: Run) -> dict[str, Any]:
         graph: Any = run.engine.step  # type: ignore[attr-defined]
@@ -137,21 +136,13 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
     return _all_cases(arguments, use)
 
 
-def resume_replayed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `resume`, after and before steps that are replayed."""
-    global STEPS_BEFORE, STEPS_AFTER
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    STEPS_BEFORE = STEPS_AFTER = STEPS_UP_TO_A_REPLAY
-    return resume(arguments)
-
-
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:
     """Two full states: after steps in a row, and after loading what was saved halfway into a new
     engine that takes the second half of them."""
-    return _all_cases(arguments, _resume)
+    return _all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
 
 
-def _resume(run: Run) -> dict[str, Any]:
+def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, device=torch.device("cpu"))
     path = Path(folder[0])
@@ -160,8 +151,8 @@ def _resume(run: Run) -> dict[str, Any]:
         for step in steps:
             run.engine.train_step(run.batch(step))
 
-    second_half = range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
-    take(range(STEPS_BEFORE))
+    second_half = range(num_steps // 2, num_steps)
+    take(range(num_steps // 2))
     parts = [*run.engine.state_parts(), *own_parts(run.engine, run.topology)]
     write_parts(path / f"rank-{dist.get_rank():05d}", parts)
     counters = run.engine.counters()

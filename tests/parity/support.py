@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.conftest import clean_environment, heavy_pool
 from tests.pool import ROOT, Pool
 from tests.support import small_text
@@ -96,6 +98,16 @@ def reference(values: dict[str, Any], *, steps: int = NUM_STEPS) -> dict[str, An
 @functools.cache
 def _reference(values: str, steps: int) -> dict[str, Any]:
     return run_cases({"one": json.loads(values)}, 1, steps=steps)["one"]
+
+
+def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -> None:
+    """Runs that go on from a checkpoint end bit for bit as those that were not stopped; and where
+    nothing is learnt, nothing moves."""
+    for name, found in run_cases(cases, count, what="resume", **words).items():
+        for key, weight in found["straight"].items():
+            assert torch.equal(weight, found["resumed"][key]), f"{name}: {key}"
+        for key, weight in found["loaded"].items():
+            torch.testing.assert_close(found["kept"][key], weight, rtol=1e-6, atol=1e-6)
 
 
 def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:

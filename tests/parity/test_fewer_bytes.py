@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from tests.parity.support import BASE, cut, run_cases
+from tests.parity.support import BASE, assert_resumes, cut, run_cases
 
 LOCAL = {**BASE, "strategy": "local_sgd", **cut(1)}
 DILOCO = {**LOCAL, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -59,11 +59,7 @@ TO_RESUME = {
 
 
 def test_a_resumed_run_goes_on_bit_for_bit():
-    for name, both in run_cases(TO_RESUME, 2, what="resume").items():
-        for key, weight in both["straight"].items():
-            assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"
-        for key, weight in both["loaded"].items():
-            torch.testing.assert_close(both["kept"][key], weight, rtol=1e-6, atol=1e-6)
+    assert_resumes(TO_RESUME, 2)
 
 
 def test_counted_bytes_are_the_formulas():

@@ -1,5 +1,5 @@
-"""Both families, weights or adapters, split over tp, dealt out over pp, and both with data
-parallelism: the same training."""
+"""Every strategy, both families, weights or adapters, split over tp, dealt out over pp, and both
+with data parallelism: what one process computes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.parity.support import (
     DEEP,
     GLOBAL_BATCH,
     assert_equal_runs,
+    assert_resumes,
     cut,
     reference,
     run_cases,
@@ -53,10 +54,15 @@ INTERLEAVED = {"pipeline_schedule": "interleaved"}
 HYBRID = {"strategy": "hybrid"}
 CASES = {
     2: {
+        **{
+            f"{data}/{strategy}": {"strategy": strategy, **cut(2), **chunks}
+            for strategy in ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
+            for data, chunks in (("packed", {}), ("padded", CHUNKED))
+        },
         "packed/tp2": {**split(tp=2), **cut(1)},
         "padded/tp2": {**split(tp=2), **cut(2), **SELECTIVE},
         "packed/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS, **FULL},
-        "padded/fsdp2-recomputed": {"strategy": "fsdp", **cut(2), **SELECTIVE, **CHUNKED},
+        "padded/fsdp": {"strategy": "fsdp", **cut(2), **SELECTIVE, **CHUNKED},
         "packed/pp2-gpipe-1": {**split(pp=2), **cut(1), "pipeline_schedule": "gpipe"},
         "padded/pp2-1f1b-2": {**split(pp=2), **cut(2), "pipeline_cut": "5,1"},
         "padded/pp2-interleaved-4": {**split(pp=2), **cut(4), **INTERLEAVED},
@@ -108,8 +114,9 @@ CASES = {
         },
     },
 }  # fmt: skip
-if has_libaio():
-    CASES[2]["tied/infinity"] = {**small_infinity(), **cut(2)}
+if has_libaio():  # with the buffers of its own JSON infinity is in test_shipped_config.py
+    for name in ("packed", "padded", "tied"):
+        CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
 NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 
@@ -121,15 +128,25 @@ def work(name, values):
     return {**DEEP, **model, **REFERENCES[name.split("/")[0]]}
 
 
-@functools.cache
-def results(count):
-    """What the cases of so many processes compute, run when first asked for."""
-    cases = CASES[count].items()
-    return run_cases({name: {**work(name, values), **values} for name, values in cases}, count)
+@pytest.fixture(scope="module")
+def results(request):
+    """What those cases of so many processes compute that are to be tested, when first asked for."""
+    chosen = {item.name for item in request.session.items}
+
+    @functools.cache
+    def run(count):
+        cases = {
+            name: {**work(name, values), **values}
+            for name, values in CASES[count].items()
+            if f"test_layout_equals_one_process[{name}]" in chosen
+        }
+        return run_cases(cases, count)
+
+    return run
 
 
 @pytest.mark.parametrize(("count", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_layout_equals_one_process(count, name):
+def test_layout_equals_one_process(count, name, results):
     expected = reference(work(name, CASES[count][name]))
     assert_equal_runs(results(count)[name], expected)
 
@@ -164,11 +181,7 @@ TO_RESUME = {
 
 @pytest.mark.parametrize("count", TO_RESUME)
 def test_a_resumed_layout_goes_on_bit_for_bit(count):
-    cases = {name: {**DEEP, **values} for name, values in TO_RESUME[count].items()}
-    out = run_cases(cases, count, what="resume")
-    for name, both in out.items():
-        for key, weight in both["straight"].items():
-            assert torch.equal(weight, both["resumed"][key]), f"{name}: {key}"
+    assert_resumes({name: {**DEEP, **values} for name, values in TO_RESUME[count].items()}, count)
 
 
 def test_stages_in_bf16_follow_one_process():

@@ -1,9 +1,10 @@
-"""Adapters beside frozen weights: as in a plain loop, resharded, and exported; test_layouts.py has
-them under every strategy."""
+"""Adapters beside frozen weights, as in a plain loop, and exported; test_layouts.py has them under
+every strategy."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from distributed_training.models import find_model, peft
 from distributed_training.models.peft import PREFIX, to_peft
 from distributed_training.parallel.lora import Adapter, apply_lora
 from distributed_training.settings.config import RunConfig
-from results.lab.faults.resharding import LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.conftest import only_record
 from tests.parity import reference as plain
 from tests.parity.test_reference import SETTINGS, assert_follows, folder, load, run
 from tests.plan.helpers import plan_for
@@ -23,13 +24,6 @@ from tests.support import GPU_MACHINE, refused
 __all__ = ["folder"]
 ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
 SCALE = 2.0
-
-
-def test_adapters_go_on_under_another_layout(tmp_path):
-    pairs = [("zero2 x 2", "3d-shard-tp x 4"), ("3d-tp-pp x 4", "zero3 x 2")]
-    for pair, far in reshard(pairs, tmp_path, LORA).items():
-        assert far["loss"] <= LOSS_TOLERANCE, pair
-        assert far["weight"] <= WEIGHT_TOLERANCE, pair
 
 
 class Adapted(torch.nn.Module):
@@ -66,10 +60,7 @@ def trained(folder, tmp_path_factory):
     """The run folder, and what was recorded, of a run as typed."""
     runs = tmp_path_factory.mktemp("runs")
     found = run(folder, runs, strategy="dp", checkpoint_every=None, **ADAPTERS)
-    (run_dir,) = (
-        path.parent for path in runs.glob("*/record.json") if not path.parent.is_symlink()
-    )
-    return run_dir, found
+    return Path(only_record(runs)["run_dir"]), found
 
 
 def test_adapters_train_as_in_a_plain_loop(folder, trained):
@@ -143,13 +134,11 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
     for name, values in model.named_parameters():
         if name.endswith("adapter.b"):
             values.data.normal_()
-    state, config = model.state_dict(), RunConfig(**ADAPTERS)
-    folder, fingerprint = tmp_path / "adapters", 0
+    folder = tmp_path / "adapters"
     base = spec.build(dropout=0.0, seed=0)
     spec.load(base, spec.weights_dir)
-    fingerprint = base.fingerprint()
-    words = {"base": str(tmp_path / "m"), "fingerprint": fingerprint}
-    peft.save_adapters(state, spec, config, folder, **words)
+    words = {"base": str(tmp_path / "m"), "fingerprint": base.fingerprint()}
+    peft.save_adapters(model.state_dict(), spec, RunConfig(**ADAPTERS), folder, **words)
     peft.load_adapters(base, spec, folder)
     ids = torch.randint(0, 256, (2, 32))
     torch.testing.assert_close(base(ids), model(ids), rtol=1e-4, atol=1e-4)

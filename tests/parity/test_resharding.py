@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from results.lab.faults.resharding import LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+import pytest
+
+from distributed_training.advise.checks import has_libaio
+from results.lab.faults import resharding
+from results.lab.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.parity.support import DEEP, assert_resumes, cut, small_infinity
 
 # Where state is divided in other ways: ranges of elements, rows, columns, layers.
 PAIRS = [
@@ -14,7 +19,29 @@ PAIRS = [
 ]
 
 
-def test_another_layout_goes_on_as_one_process_that_was_never_stopped(tmp_path):
-    for pair, far in reshard(PAIRS, tmp_path).items():
+def assert_goes_on(pairs, folder, work):
+    """As one process that was never stopped."""
+    for pair, far in reshard(pairs, folder, work).items():
         assert far["loss"] <= LOSS_TOLERANCE, pair
         assert far["weight"] <= WEIGHT_TOLERANCE, pair
+
+
+@pytest.mark.parametrize(
+    ("pairs", "work"), [(PAIRS, EIGHT), (PAIRS[:2], LORA)], ids=["all", "lora"]
+)
+def test_another_layout_goes_on_as_one_process_that_was_never_stopped(pairs, work, tmp_path):
+    assert_goes_on(pairs, tmp_path, work)
+
+
+@pytest.mark.skipif(not has_libaio(), reason="libaio is not installed")
+def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path, monkeypatch):
+    """Of the three groups of the model one lies on the disk; the others are too small for files."""
+    files = tmp_path / "files"
+    infinity = {**small_infinity(sub_group_size=2**18), **cut(1), "offload_dir": str(files)}
+    wide = {**DEEP, "model": "four-wide-layers"}
+    assert_resumes({"infinity": {**wide, **infinity}}, 2)
+    assert any(files.rglob("rank0/exp_avg_sq-*.swp"))
+    monkeypatch.setitem(resharding.LAYOUTS, "infinity x 2", infinity)
+    pairs = [("infinity x 2", "fsdp x 2"), ("fsdp x 2", "infinity x 2")]
+    assert_goes_on(pairs, tmp_path, wide)
+    assert any(files.rglob("rank0/exp_avg_sq-*.swp"))
