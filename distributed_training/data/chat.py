@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.settings.errors import UserError
@@ -14,17 +14,18 @@ from distributed_training.settings.errors import UserError
 class ChatTemplate:
     """A Jinja template in Hugging Face's convention, run in a sandbox."""
 
-    def __init__(self, text: str, eos: str, bos: str) -> None:
+    def __init__(self, text: str, eos_token: str, bos_token: str) -> None:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.text = text
-        self.eos = eos
+        self.eos = eos_token
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         sandbox.filters["tojson"] = json.dumps
-        sandbox.globals |= {"raise_exception": _refuse, "eos_token": eos, "bos_token": bos}
+        marks = {"eos_token": eos_token, "bos_token": bos_token}
+        sandbox.globals |= {"raise_exception": _refuse, **marks}
         self._template = sandbox.from_string(text)
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
@@ -59,14 +60,6 @@ class ChatTemplate:
         """What follows an answer."""
         said = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
         return self.render(said).rpartition("answered")[2].strip()
-
-
-def read_template(settings: dict[str, Any]) -> str | None:
-    """That of a tokenizer_config.json; of several by name the default one."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        found = {each["name"]: each["template"] for each in found}.get("default")
-    return found
 
 
 def _refuse(words: str) -> NoReturn:

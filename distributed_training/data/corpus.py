@@ -55,7 +55,7 @@ class Source:
             cut = pieces.cut_lines if by_line else pieces.cut_text
             in_memory = ([text] for text in self.texts)
             for blocks in itertools.chain(map(on_disk.read_blocks, self.files), in_memory):
-                yield from _leave_out_blank(cut(blocks))
+                yield from cut(blocks)
             return
         template = chat.cut if chat else None
         for where, record in itertools.chain.from_iterable(map(on_disk.read_records, self.files)):
@@ -85,17 +85,14 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all contents and the split: equal corpora have equal fingerprints. Reads
-        everything."""
+        """SHA-256 over all contents and the split, for which all is read."""
         parts = [part.digest() if part else "" for part in (self.train, self.validation)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def read_corpus(dataset: str, validation: str | None = None) -> Corpus:
-    """Find a resolved `dataset`, and another for validation; the texts are read later.
-
-    Raises UserError for one that is missing, empty or of an unsupported kind.
-    """
+    """Find a resolved `dataset`, and another for validation; the texts are read later. Raises
+    UserError for one that is missing, empty or of an unsupported kind."""
     corpus = _find_corpus(dataset, "dataset")
     if validation is None:
         return corpus
@@ -167,16 +164,6 @@ def _find_form(files: tuple[Path, ...], what: str) -> Source:
     for where, record in itertools.chain.from_iterable(map(on_disk.read_records, files)):
         return Source(form=pieces.find_form(record, where), files=files)
     raise UserError(f"{what} contains no text")
-
-
-def _leave_out_blank(parts: Iterator[Piece]) -> Iterable[Piece]:
-    """Nothing, where there is nothing but white space."""
-    held = list[Piece]()
-    for piece in parts:
-        held.append(piece)
-        if piece.text.strip():
-            return itertools.chain(held, parts)
-    return ()
 
 
 def read_embedded() -> list[str]:

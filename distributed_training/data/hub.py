@@ -25,15 +25,14 @@ INDEX = "model.safetensors.index.json"  # of weights in several files
 
 
 def fetch_wikitext() -> dict[str, Path]:
-    """Paths of WikiText-2's parquet files by split; OSError when they are not available."""
+    """WikiText-2's Parquet files by split; OSError where they are not available."""
     paths = fetch_all(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
     return dict(zip(WIKITEXT_FILES, paths, strict=True))
 
 
 def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
-    """Arrow files of any dataset (name or name:config) by split, through the datasets library and
-    its cache; without `download` only ask whether it is there. UserError where it is not available.
-    """
+    """Arrow files of a dataset (name or name:config) by split, through the library's cache; without
+    `download` none, but UserError as well where it is not available."""
     name, _, config = dataset.partition(":")
     unanswered = None
     try:

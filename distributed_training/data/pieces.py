@@ -48,14 +48,14 @@ class Piece(NamedTuple):
 
 
 def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
-    """A text as pieces whose ids in a row are those of the whole text.
+    """A text as pieces whose ids in a row are those of the whole text; none of a blank one.
 
     Byte-level BPE joins no character with a space after it, and no letter or digit with a line
-    feed, so these are where a text may be cut. One without any for a million characters is cut
-    there.
+    feed, so a text may be cut there; one without any for a million characters is cut all the same.
     """
     rest = ""
     start = 0
+    is_cut = False
     for block in blocks:
         rest = rest[start:] + block
         start = 0
@@ -66,7 +66,9 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
             end = found.start() if found else start + _MAX
             yield Piece(rest[start:end], eos=False, ends=False)
             start = end
-    yield Piece(rest[start:])
+            is_cut = True
+    if is_cut or rest.strip():
+        yield Piece(rest[start:])
 
 
 def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
@@ -91,8 +93,7 @@ def cut_record(
     record: Any, form: str, where: str, cut: Callable[[list[Message], str], list[Piece]] | None
 ) -> list[Piece]:
     """The pieces of a record; none where there is nothing to learn in it. `cut` is that of the
-    model's own chat template, for questions and answers. Raises UserError for one of another form.
-    """
+    model's own chat template. Raises UserError for a record of another form."""
     if not isinstance(record, dict):
         raise _wrong(where, form, form)
     if form == MESSAGES:
@@ -102,7 +103,7 @@ def cut_record(
         if not isinstance(record.get(name), str):
             raise _wrong(where, name, form)
     if form == TEXT:
-        return list(cut_text([record[TEXT]])) if record[TEXT].strip() else []
+        return list(cut_text([record[TEXT]]))
     if not record["completion"].strip():
         return []
     if cut:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data.chat import ChatTemplate, read_template
+from distributed_training.data.chat import ChatTemplate
 from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_JSON
 from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, Message, cut_messages
 from distributed_training.settings.errors import UserError
@@ -36,8 +36,11 @@ class Tokenizer:
         # mentions them.
         self._bpe.encode_special_tokens = True
         vocabulary = self._bpe.get_vocab()
-        eos, bos = (_mark(settings.get(f"{name}_token")) for name in ("eos", "bos"))
-        eos = eos or END_OF_TEXT
+        marks = {"bos_token": "", "eos_token": END_OF_TEXT}
+        for key in marks:
+            if mark := settings.get(key):  # older files describe it at length
+                marks[key] = mark["content"] if isinstance(mark, dict) else mark
+        eos = marks["eos_token"]
         if eos not in vocabulary:
             raise UserError(f"tokenizer {folder} has no {eos} token")
         self.eos_id = self.end_of_answer = vocabulary[eos]
@@ -49,9 +52,11 @@ class Tokenizer:
         self._with_marks = self._read()
         self.bos_ids = [i for i in self._with_marks.encode("").ids if i != self.eos_id]
         file = folder / CHAT_TEMPLATE.name
-        template = file.read_text() if file.is_file() else read_template(settings)
+        template = file.read_text() if file.is_file() else settings.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
         if template and not is_chat(folder):
-            self.chat = ChatTemplate(template, eos, bos or "")
+            self.chat = ChatTemplate(template, **marks)
             self.end_of_answer = vocabulary.get(self.chat.end_of_answer(), self.eos_id)
 
     def _read(self) -> Any:
@@ -82,8 +87,8 @@ class Tokenizer:
     def encode_batch(self, texts: list[str], *, marks: bool = False) -> list[np.ndarray]:
         """One int32 array of ids per text; no special tokens are added, and those that the texts
         have are such only with `marks`."""
-        # "Fast" leaves out where in the text each token is, which takes as long as all the rest.
         bpe = self._with_marks if marks else self._bpe
+        # "Fast" leaves out where in the text each token is, which takes as long as all the rest.
         found = bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(coded.ids, dtype=np.int32) for coded in found]
 
@@ -104,7 +109,7 @@ class Tokenizer:
         if self.chat:
             text = self.chat.render(said, ask=True)
             return self.encode_batch([text], marks=True)[0].tolist()
-        ids = list(self.bos_ids)
+        ids = self.bos_ids.copy()
         for piece in cut_messages([*said, {"role": ASSISTANT, "content": ""}])[:-1]:
             ids += self.encode_batch([piece.text])[0].tolist() + [self.eos_id] * piece.eos
         return ids
@@ -121,11 +126,6 @@ class Tokenizer:
             files.append(CHAT_TEMPLATE)
         for file in files:
             shutil.copyfile(file, folder / file.name)
-
-
-def _mark(found: Any) -> str | None:
-    """A special token, which older files describe at length."""
-    return found["content"] if isinstance(found, dict) else found
 
 
 def is_chat(folder: Path) -> bool:

@@ -111,11 +111,9 @@ class ModelSize:
         """(parameters of a block's adapters on each process along tp, those that all have)."""
         names = self.adapted(targets)
         held = whole = 0
-        for index, (name, shape) in enumerate(
-            zip(self.matrix_names, self.block_matrices, strict=True)
-        ):
-            if name in names:
-                split, common = shape if index % 2 == 0 else shape[::-1]  # by rows; by columns
+        for index, (rows, columns) in enumerate(self.block_matrices):
+            if self.matrix_names[index] in names:
+                split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
                 whole += rank * common
                 held += rank * (common + split // tp)
         return held, whole
@@ -208,13 +206,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def find_model(name: str) -> ModelSpec:
     """The model that CONFIG's `model` names; raise UserError where there is none."""
-    known = {size: family for family in FAMILIES for size in _load(family).sizes()}
-    ids = {size: hub_id for family in FAMILIES for size, hub_id in _load(family).HUB_IDS.items()}
-    published = next((size for size, hub_id in ids.items() if hub_id == name), name)
-    if published in known:
-        family = known[published]
-        size = _load(family).sizes()[published]
-        return ModelSpec(label=published, family=family, size=size, hub_id=ids.get(published))
+    known = {label: family for family in FAMILIES for label in _load(family).sizes()}
+    for label, family in known.items():
+        hub_id = _load(family).HUB_IDS.get(label)
+        if name in (label, hub_id):
+            size = _load(family).sizes()[label]
+            return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
     folder = Path(name).resolve()
     hub_id = None
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -255,10 +252,8 @@ def _fetch_config(hub_id: str) -> Path:
     try:
         return hub.fetch_folder(hub_id, ("config.json",))
     except OSError as error:
-        what = f"model={hub_id!r} is neither a folder nor a model that the Hugging Face Hub gives"
-        fix = f"if it exists, on a machine with internet access run: hf download {hub_id}; then "
-        fix += "copy ~/.cache/huggingface here"
-        raise UserError(what, str(error), fix) from None
+        why = OSError(f"nor is it a folder; {error}")
+        raise hub.cannot_fetch("model", hub_id, why, f"hf download {hub_id}") from None
 
 
 @functools.cache
