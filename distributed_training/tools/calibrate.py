@@ -1,11 +1,6 @@
-"""How fast this machine works, for the planner: a minute on GPUs, less without.
+"""What `plan --calibrate` runs in its processes: how fast this machine works, for predict/rates.py.
 
-    python real_model_example.py calibrate FILE.json
-    torchrun --nproc_per_node=4 real_model_example.py calibrate FILE.json
-
-Matrix products of the shapes of a model, element-wise work, attention, launches, AdamW, and
-collectives over all processes: what predict/rates.py reads. Means of several calls. GPUs are
-measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
+GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
 """
 
 from __future__ import annotations
@@ -34,9 +29,10 @@ from distributed_training.settings.strategies import strategy_options
 from distributed_training.tools.links import time_group
 from distributed_training.tools.measuring import BUDGET_S, Clock, Group, open_group
 
-VALUES = {"cuda": 2**28, "cpu": 2**24}  # of the tensors that element-wise kernels read
+VALUES = 2**28  # of the tensors that element-wise kernels read
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
+LENGTH = 1024  # of the sequences that attention is measured on
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 # Bytes of a collective's tensor: 16 KiB to 256 MiB, to 4 MiB.
 BYTES = {"cuda": [4**power for power in range(7, 15)], "cpu": [4**power for power in range(7, 12)]}
@@ -70,39 +66,32 @@ def matrix_products(clock: Clock) -> list[dict[str, Any]]:
 
 
 def memory_traffic(clock: Clock) -> dict[str, float]:
-    """Bytes a second of an element-wise kernel, and of AdamW's 28 bytes a parameter."""
-    count = VALUES[clock.device.type]
-    x = torch.randn(count, device=clock.device, dtype=torch.bfloat16)
-    parameter = torch.nn.Parameter(torch.randn(count // 4, device=clock.device))
+    """Bytes a second of an element-wise kernel on a GPU, and of AdamW's 28 bytes a parameter."""
+    x = torch.randn(VALUES, device=clock.device, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=clock.device))
     parameter.grad = torch.randn_like(parameter)
-    fused = clock.device.type == "cuda"
-    optimizer = torch.optim.AdamW([parameter], fused=fused, capturable=fused)
+    optimizer = torch.optim.AdamW([parameter], fused=True, capturable=True)
     return {
-        "gelu": 4 * count / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
-        "adamw": 28 * (count // 4) / clock.seconds(optimizer.step),
+        "gelu": 4 * VALUES / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
+        "adamw": 28 * (VALUES // 4) / clock.seconds(optimizer.step),
     }
 
 
-def attention(clock: Clock) -> list[dict[str, Any]]:
+def attention(clock: Clock) -> dict[str, Any]:
     """FLOP/s of causal attention, counted over the lower triangle, forward and backward."""
     on_gpu = clock.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
-    found = []
-    for length in (512, 1024):
-        shape = (batch, heads, length, 64)
-        inputs = [
-            torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True)
-            for _ in range(3)
-        ]
+    shape = (batch, heads, LENGTH, 64)
+    query, key, value = (
+        torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
 
-        def both(inputs: list[torch.Tensor] = inputs) -> None:
-            query, key, value = inputs
-            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            torch.autograd.grad(y, inputs, torch.ones_like(y))
+    def both() -> None:
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(y, (query, key, value), torch.ones_like(y))
 
-        flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * length * length * 64
-        found.append({"length": length, "flops_per_s": {"both": flops / clock.seconds(both)}})
-    return found
+    flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * LENGTH * LENGTH * 64
+    return {"length": LENGTH, "flops_per_s": {"both": flops / clock.seconds(both)}}
 
 
 def launches(clock: Clock) -> dict[str, float]:
@@ -171,12 +160,13 @@ def calibrate(group: Group, budget_s: float = BUDGET_S) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {
         "matrix_products": matrix_products(clock),
-        "memory_bytes_per_s": memory_traffic(clock),
-        "attention": attention(clock),
+        "attention": [attention(clock)],
         "seconds": launches(clock),
         "collectives": between,
     }
-    if not on_gpu:
+    if on_gpu:
+        found["memory_bytes_per_s"] = memory_traffic(clock)
+    else:
         found |= of_training(clock, found, detect_machine())
     dist.barrier()
     return found
@@ -197,6 +187,6 @@ def main(file: Path) -> int:
             "took_s": took_s,
         }
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**about, **found})
+        write_json(file, about | found)
         print(f"wrote {file} after {took_s:.0f} s")
     return 0

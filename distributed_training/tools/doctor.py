@@ -1,7 +1,4 @@
-"""`doctor`: what this machine has and lacks for training, one line each. No torch in this process.
-
-python real_model_example.py doctor
-"""
+"""`doctor`: what this machine has and lacks for training. No torch in this process."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """How much of a run's traced steps is communication, and how much of that nothing hides.
 
-    python real_model_example.py overlap RUN
-
-RUN is the folder of a run with `--profile STEPS`. A rank communicates while a kernel of NCCL runs
-on its GPU, or an operation of gloo in its process, which includes waiting for the others. It
-computes while any other kernel or copy runs; without a GPU, while an operator or compiled code
-does. Exposed is communication during which the same rank computes nothing.
+A rank communicates while a kernel of NCCL runs on its GPU, or an operation of gloo in its process,
+which includes waiting for the others. It computes while any other kernel or copy runs; without a
+GPU, while an operator or compiled code does. Exposed is communication during which the same rank
+computes nothing.
 """
 
 from __future__ import annotations
@@ -133,11 +131,17 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
     lasts = [event["span"] for event in on_gpu] or list(steps.values())
     window = (min(begin for begin, _ in lasts), max(end for _, end in lasts))
     talks = "nccl" if on_gpu else "gloo:"
+    computes = "" if on_gpu else COMPUTES  # every other kernel
     by_kind = defaultdict[str, Spans](list)
+    threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))  # computes, waits meanwhile
     for event in on_gpu or events:
         if talks in event["name"].lower():
             by_kind[kind_of(event["name"])].append(event["span"])
-    computing = _computing_on_gpu(on_gpu) if on_gpu else _computing(events)
+        elif event["name"].startswith(computes):
+            threads[event["tid"]][0].append(event["span"])
+        elif event["name"].startswith(WAITS):
+            threads[event["tid"]][1].append(event["span"])
+    computing = union(span for both in threads.values() for span in minus(*both))
     return Rank(
         rank=rank,
         steps=len(steps),
@@ -146,21 +150,6 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
         by_kind={kind: clip(union(spans), window) for kind, spans in sorted(by_kind.items())},
         counts={kind: len(spans) for kind, spans in sorted(by_kind.items())},
     )
-
-
-def _computing_on_gpu(events: Sequence[dict[str, Any]]) -> Spans:
-    return union(event["span"] for event in events if "nccl" not in event["name"].lower())
-
-
-def _computing(events: Sequence[dict[str, Any]]) -> Spans:
-    threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))
-    for event in events:
-        computes, waits = threads[event["tid"]]
-        if event["name"].startswith(COMPUTES):
-            computes.append(event["span"])
-        elif event["name"].startswith(WAITS):
-            waits.append(event["span"])
-    return union(span for both in threads.values() for span in minus(*both))
 
 
 def kind_of(name: str) -> str:

@@ -22,7 +22,6 @@ from tests.support import CPU_MACHINE
 def of_all(_arguments):
     """What one of several processes finds, in next to no time for each figure."""
     calibrate.TOKENS = {"cpu": 16}
-    calibrate.VALUES = {"cpu": 2**12}
     measuring.CALLS = 2
     with measuring.open_group() as group:
         return calibrate.calibrate(group, budget_s=0.0)
