@@ -70,6 +70,8 @@ def with_rank_1_stopped(job: dict[str, Any]) -> int:
     def train_step(self: Any, batch: Any) -> Any:
         calls.append(None)
         if len(calls) == 5 and os.environ["RANK"] == "1":
+            if job["how"] == "fails":
+                raise RuntimeError("a fault made on purpose")
             time.sleep(2)  # for a sign of life from here
             if job["how"] == "frozen":
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-import time
 
 from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
 from tests.e2e.support import (
@@ -21,42 +19,6 @@ from tests.pool import ROOT
 
 LIMIT_S = 150  # of a hang; alone on a machine it takes a tenth
 LONG = {**SMALL, "num_samples": 1200, "epochs": 80}
-# The script, with a fault in one rank's third step.
-FAULTY_SCRIPT = """
-import os, sys
-sys.path.insert(0, {root!r})
-import real_model_example
-real_model_example.__file__ = __file__  # --num_gpus starts this script
-from distributed_training.engines import native
-
-right, steps = native.NativeEngine.train_step, []
-
-def train_step(self, batch):
-    steps.append(batch)
-    if os.environ["RANK"] == "1" and len(steps) == 3:
-        raise RuntimeError("a fault made on purpose")
-    return right(self, batch)
-
-native.NativeEngine.train_step = train_step
-raise SystemExit(real_model_example.main())
-"""
-
-
-def test_exception_on_one_rank_ends_all_and_is_recorded(tmp_path):
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY_SCRIPT.format(root=str(ROOT)))
-    values = {**LONG, "strategy": "pp", "grad_accum_steps": 4, "output_dir": tmp_path / "runs"}
-    command = [sys.executable, script, "--num_gpus", "2", *settings(values)]
-    begin = time.monotonic()
-    result = run_command(command, timeout_s=2 * LIMIT_S)
-    assert time.monotonic() - begin < LIMIT_S
-    assert result.returncode != 0
-    record = only_record(tmp_path / "runs")
-    assert record["status"] == "failed"
-    assert record["error"] == "rank 1: RuntimeError: a fault made on purpose"
-    assert record["finished_at"]
-    assert result.stderr.strip().splitlines()[-1] == f"failed: {record['error']}"
-    assert left_over(str(tmp_path)) == []
 
 
 def kill_rank_1(tmp_path):
@@ -99,20 +61,13 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
     with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
         wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
         kill_rank_1(tmp_path)
-        begin = time.monotonic()
-        code = process.wait(timeout=2 * LIMIT_S)
-        assert time.monotonic() - begin < LIMIT_S
+        assert process.wait(timeout=LIMIT_S) == 1
         assert left_over(str(output_dir)) == []
-    assert code == 1
-    (run_dir,) = run_folders(output_dir)
-    record = json.loads((run_dir / "record.json").read_text())
+    record = only_record(output_dir)
     assert record["status"] == "failed"
-    assert record["finished_at"]
     reason = record["error"]
     assert log.read_text().splitlines()[-1] == f"failed: {reason}", "said last, not buried"
     assert reason == "rank 1: killed by SIGKILL; most often memory ran out", "not who lost it"
-    assert not (run_dir / ".killed").exists()
-    assert metrics(run_dir), "what was measured before is kept"
 
 
 def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from distributed_training.plan.plan import load_plan
 from distributed_training.predict.state import estimate_copy
 from distributed_training.run.saving.resume import list_checkpoints, read_meta
-from tests.conftest import SMALL, assert_ok, script, train
+from tests.conftest import SMALL, assert_ok, train
 from tests.e2e.support import (
     launcher_command,
     left_over,
@@ -207,14 +207,6 @@ def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path)
     assert "step-00000010" in resumed.stdout
     assert_same_run(run_dir, whole)
     assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]
-
-
-def test_finished_run_is_not_resumed(uninterrupted):
-    """resume=auto after the end starts a new run rather than doing nothing."""
-    run_dir = uninterrupted("dp")
-    result = script(values_for("dp", run_dir.parent, resume="auto"), "--dry-run")
-    assert_ok(result)
-    assert "resumes" not in result.stdout
 
 
 def test_deepspeeds_launcher_leaves_a_stopped_run_the_time_to_save(tmp_path):

@@ -22,24 +22,29 @@ from tests.e2e.support import (
 LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
 
 
-@pytest.mark.parametrize("how", ["frozen", "hangs"])
+@pytest.mark.parametrize("how", ["frozen", "hangs", "fails"])
 def test_a_rank_that_stops_is_named(how, tmp_path):
-    values = {**LONG, "output_dir": tmp_path}
-    limit = 60 if how == "frozen" else 10
-    job = {"how": how, "arguments": settings({**values, "hang_timeout_s": limit})}
+    values = {**LONG, "output_dir": tmp_path, "hang_timeout_s": 60 if how == "frozen" else 10}
+    job = {"how": how, "arguments": settings(values)}
     with pytest.raises(RuntimeError) as caught:
         heavy_pool().call("tests.e2e.fault_cases:with_rank_1_stopped", job, num_processes=2)
-    record, host = only_record(tmp_path), platform.node()
+    record, said = only_record(tmp_path), str(caught.value)
     assert record["status"] == "failed"
-    if how == "frozen":
-        assert "exit codes [1, -9]" in str(caught.value), "the frozen one is ended, too"
-        expected = f"lost rank 1 on {host} in step 5: it shows no sign of life for 10 s"
-    else:
-        late = f"waiting for rank 1 on {host}, in step 5 at "
-        assert re.search(rf"note: step 5 has taken \d+ s: {late}", str(caught.value))
-        expected = rf"step 5 hangs for 1\d s: {late}"
-    assert re.match(expected, record["error"])
-    assert re.search(f"error: {expected}", str(caught.value))
+    rank_1 = f"rank 1 on {platform.node()}"
+    error, *also = {
+        "frozen": (
+            f"lost {rank_1} in step 5: it shows no sign of life for 10 s",
+            r"exit codes \[1, -9\]",  # it is ended, too
+        ),
+        "hangs": (
+            rf"step 5 hangs for 1\d s: waiting for {rank_1}, in step 5 at ",
+            rf"note: step 5 has taken \d+ s: waiting for {rank_1}, in step 5 at ",
+        ),
+        "fails": ("rank 1: RuntimeError: a fault made on purpose", "Traceback"),
+    }[how]
+    assert re.match(error, record["error"])
+    for words in (error.removeprefix("rank 1: "), *also):
+        assert re.search(words, said)
 
 
 def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
