@@ -19,7 +19,7 @@ import psutil
 from distributed_training.data.hub import check_push
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.memory import MemoryEstimate
+from distributed_training.predict.predict import Prediction
 from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import GIB
@@ -32,12 +32,13 @@ STALE_LOCK_S = 60.0
 Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does not fit its GPUs
 
 
-def run_checks(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
+def run_checks(prediction: Prediction, suggest: Suggest) -> None:
     """Run every check, cheapest first; at last what `push` will need."""
+    plan = prediction.plan
     check_packages(plan)
     check_gpus(plan)
     check_settings(plan)
-    check_memory(plan, memory, suggest)
+    check_memory(prediction, suggest)
     check_shared_memory(plan)
     check_disk(plan)
     check_extensions(plan)
@@ -91,13 +92,14 @@ def check_settings(plan: Plan) -> None:
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
 
 
-def check_memory(plan: Plan, memory: MemoryEstimate, suggest: Suggest) -> None:
+def check_memory(prediction: Prediction, suggest: Suggest) -> None:
     """GPU and host have the least that a step is likely to need; `--force` tries a GPU all the
     same."""
+    plan = prediction.plan
+    memory = prediction.memory
     machine = plan.machine
-    needed = memory.needed_bytes
-    least, _ = memory.likely_bytes
-    if machine.num_gpus and least > machine.gpu_memory_bytes and not plan.config.force:
+    if prediction.room_on_gpu == "no" and not plan.config.force:
+        needed = memory.needed_bytes
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]

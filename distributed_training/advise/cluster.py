@@ -110,10 +110,9 @@ def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) 
     """Rates of a process of this machine; None for a GPU that is not in the table."""
     if machine.num_gpus == 0:
         guess = cpu_rates(machine.num_cpus, num_processes)
-        return measured_rates(f"cpu-x{num_processes}", guess) or guess
+        return measured_rates(f"cpu-x{num_processes}", guess)
     found = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
     if found is None:
         return None
-    table = rates_of(limited_to(found, machine.power_w))
     device = str(machine.gpu_name)
-    return in_passing(device, measured_rates(device, table) or table)
+    return in_passing(device, measured_rates(device, rates_of(limited_to(found, machine.power_w))))

@@ -38,7 +38,7 @@ def decide_plan(
     cluster = this_machine(machine, num_processes, processes_here)
     plan = _draft(config, cluster)
     prediction = predict(plan, cluster.rates)
-    run_checks(plan, prediction.memory, functools.partial(what_fits, cluster=cluster))
+    run_checks(prediction, functools.partial(what_fits, cluster=cluster))
     plan = find_sources(plan)
     if plan.weights_dir is not None:
         plan.model.check_weights(plan.weights_dir)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -16,8 +16,7 @@ from distributed_training.plan.choose import choose_model
 from distributed_training.plan.mesh import OPEN, all_meshes, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Prediction, find_room, find_room_on_gpu, predict
+from distributed_training.predict.predict import Prediction, predict
 from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -38,29 +37,14 @@ MOST_BATCH = 8  # the largest batch that is looked at, a power of two
 MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline schedule
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """One layout, and what it would be like."""
-
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def order(self) -> tuple[int, float]:
-        """What fits first, then what may, each by time; in the strategies' order without that."""
-        step = self.prediction.step
-        room = ("yes", "tight", "no").index(self.prediction.room)
-        return (room, step.seconds if step else 0.0)
-
-
 def rank_layouts(
     build: Callable[[str], RunConfig], cluster: Cluster, asked: str = AUTO
-) -> list[Choice]:
+) -> list[Prediction]:
     """All layouts that start, the best first; `build` gives CONFIG under a strategy's name and
     raises UserError where it does not go with it. An algorithm that computes something else is
     among them only where it is `asked` for.
     """
-    choices: dict[object, Choice] = {}
+    choices: dict[object, Prediction] = {}
     for name in with_progress(tuple(list_strategies()), "strategies"):
         if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
             continue
@@ -73,8 +57,7 @@ def rank_layouts(
                 key = (own, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 known = choices.get(key)
                 if known is None:
-                    prediction = predict(plan, cluster.rates)
-                    choices[key] = Choice(plan=plan, prediction=prediction)
+                    choices[key] = predict(plan, cluster.rates)
                 # Of two names for one layout, that which needs fewer settings.
                 elif len(settings_of(plan)) < len(settings_of(known.plan)):
                     choices[key] = replace(known, plan=plan)
@@ -160,18 +143,18 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
         cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
         smaller = replace(plan, batch=plan.batch.model_copy(update=cut), orders=None)
         smaller = with_orders(smaller, cluster.rates)
-        if find_room(plan, estimate_memory(smaller)) == "yes":
+        if predict(smaller, None).room == "yes":
             suggestions.append(f"set num_microbatches={count}")
             break
     if plan.config.activation_checkpointing == "none" and not plan.schedule.splits_backward:
         recomputing = with_values(plan.config, activation_checkpointing="full")
-        if find_room(plan, estimate_memory(replace(plan, config=recomputing))) == "yes":
+        if predict(replace(plan, config=recomputing), None).room == "yes":
             suggestions.append("set activation_checkpointing=full")
     decided = {"model": plan.config.model, "batch_size": plan.config.batch_size}
     opened = OPEN | {"pipeline_schedule": AUTO}
     build = functools.partial(as_chosen, with_values(plan.requested, **decided, **opened))
     best = best_layout(build, cluster)
-    if best and best.prediction.fits and best.plan.strategy.name != plan.strategy.name:
+    if best and best.fits and best.plan.strategy.name != plan.strategy.name:
         settings = {"strategy": best.plan.strategy.name, **settings_of(best.plan)}
         suggestions.append(f"set {show_settings(settings)}")
     return suggestions
@@ -179,17 +162,16 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
 
 def best_layout(
     build: Callable[[str], RunConfig], cluster: Cluster, below_bytes: int | None = None
-) -> Choice | None:
+) -> Prediction | None:
     """The simplest of the quickest layouts that fit, and that need less of a GPU than
     `below_bytes`; None without. `build` as for `rank_layouts`."""
     choices = [
         choice
         for choice in rank_layouts(build, cluster)
-        if find_room_on_gpu(choice.plan, choice.prediction.memory) != "no"
-        and choice.prediction.memory.needed_bytes < (below_bytes or sys.maxsize)
+        if choice.room_on_gpu != "no" and choice.memory.needed_bytes < (below_bytes or sys.maxsize)
     ]
     # What the host lacks is for the run's own checks to say.
-    choices = [choice for choice in choices if choice.prediction.fits] or choices
+    choices = [choice for choice in choices if choice.fits] or choices
     if not choices:
         return None
     alike = ALIKE if cluster.machine.num_gpus else ALIKE_ON_CPU
@@ -198,7 +180,7 @@ def best_layout(
     quickest = [choice for choice in choices if choice.order <= longest]
     names = list(list_strategies())
 
-    def simplicity(choice: Choice) -> tuple[int, int]:
+    def simplicity(choice: Prediction) -> tuple[int, int]:
         return len(settings_of(choice.plan)), names.index(choice.plan.strategy.name)
 
     return min(quickest, key=simplicity)
@@ -217,7 +199,7 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
         name = best.plan.strategy.name
         settings = settings_of(best.plan)
         said = f"strategy is {show_settings({'strategy': name, **settings}).partition('=')[2]}"
-        step = best.prediction.step
+        step = best.step
         why = "the first that fits" if step is None else f"predicted {step.seconds:.3g} s a step"
         notes.append(f"{said}, the planner's choice: {why}")
         config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import re
 import textwrap
@@ -20,8 +21,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from distributed_training.advise.cluster import Cluster, parse_cluster
-from distributed_training.advise.rank import Choice, choose_spread, rank_layouts, with_progress
+from distributed_training.advise.rank import choose_spread, rank_layouts, with_progress
 from distributed_training.advise.show import count
+from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
@@ -88,9 +90,9 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     return parse_cluster(found[1], gpu), seconds
 
 
-def flops_per_s(choice: Choice) -> float:
+def flops_per_s(choice: Prediction) -> float:
     """By the count of the law, 6 N a token."""
-    return 6 * choice.plan.size.num_parameters * (choice.prediction.tokens_per_s or 0.0)
+    return 6 * choice.plan.size.num_parameters * (choice.tokens_per_s or 0.0)
 
 
 def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
@@ -117,7 +119,7 @@ def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig])
         lines.append(_optima(needed))
         if cluster is not None:
             for fit, flops in needed:
-                at = nearest(found, fit, lambda _, flops=flops: flops)  # type: ignore[misc]
+                at = min(found, key=functools.partial(_misfit, fit, flops))
                 said = f"by {fit.name} {duration(flops / flops_per_s(at))} on {cluster.name}"
                 lines.append(f"{said}, at {at.plan.config.model}'s predicted speed")
     sources = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
@@ -128,7 +130,7 @@ def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig])
 
 def speeds(
     build: Callable[[str | None], RunConfig], cluster: Cluster, *, open_batch: bool
-) -> list[Choice]:
+) -> list[Prediction]:
     """The quickest layout of each model that fits, smallest first; with the smallest batch that
     keeps a GPU busy where it is open."""
     if cluster.rates is None:
@@ -143,7 +145,7 @@ def speeds(
                 config = choose_spread(config, cluster, [])
             own = {"model": model, "batch_size": config.batch_size}
             choices = rank_layouts(lambda name, own=own: with_values(build(name), **own), cluster)  # type: ignore[misc]
-            if choices and choices[0].prediction.fits:
+            if choices and choices[0].fits:
                 found.append(choices[0])
     if not found:
         fix = "set a smaller batch_size or activation_checkpointing=full"
@@ -151,21 +153,17 @@ def speeds(
     return found
 
 
-def nearest(found: Sequence[Choice], fit: Fit, flops: Callable[[Choice], float]) -> Choice:
-    """The model whose size is nearest to what its FLOPs are best spent on."""
-
-    def distance(choice: Choice) -> float:
-        best, _ = fit.optimum(flops(choice))
-        return abs(math.log(best / choice.plan.size.num_parameters))
-
-    return min(found, key=distance)
+def _misfit(fit: Fit, flops: float, choice: Prediction) -> float:
+    """How far a model's size is from that on which the FLOPs are best spent."""
+    best, _ = fit.optimum(flops)
+    return abs(math.log(best / choice.plan.size.num_parameters))
 
 
-def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -> list[str]:
+def describe_budget(found: Sequence[Prediction], cluster: Cluster, seconds: float) -> list[str]:
     """What the time is best spent on, and what it means for each model that is there."""
-    at = nearest(found, FITS[-1], lambda choice: flops_per_s(choice) * seconds)
+    at = min(found, key=lambda choice: _misfit(FITS[-1], flops_per_s(choice) * seconds, choice))
     flops = flops_per_s(at) * seconds
-    mfu = at.prediction.mfu
+    mfu = at.mfu
     config = at.plan.config
     said = (
         f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
@@ -177,7 +175,7 @@ def describe_budget(found: Sequence[Choice], cluster: Cluster, seconds: float) -
     rows = []
     for choice in found:
         parameters = choice.plan.size.num_parameters
-        tokens_per_s = choice.prediction.tokens_per_s or 0.0
+        tokens_per_s = choice.tokens_per_s or 0.0
         tokens = tokens_per_s * seconds
         best = " / ".join(count(fit.tokens_for(parameters)) for fit in FITS)
         loss = " / ".join(f"{fit.loss(parameters, tokens):.3f}" for fit in FITS)

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tabulate import DataRow, TableFormat, tabulate
+
 from distributed_training.advise.cluster import Cluster
-from distributed_training.advise.rank import Choice, settings_of
+from distributed_training.advise.rank import settings_of
 from distributed_training.plan.plan import Plan
+from distributed_training.predict.constants import FITTED
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GIB
@@ -18,6 +21,8 @@ from distributed_training.settings.gpus import GIB
 STATE = ("parameters", "gradients", "optimizer")
 HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
 SPEED = ("s/step", "tok/s", "MFU", "likely", "bound by")
+_CELLS = DataRow("", " ", "")
+ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
 
 
 def layout_name(plan: Plan) -> str:
@@ -32,25 +37,19 @@ def layout_name(plan: Plan) -> str:
     return " ".join(words)
 
 
-def table(choices: Sequence[Choice]) -> str:
+def table(choices: Sequence[Prediction]) -> str:
     """One row a layout: GiB of the fullest process, in all and by component."""
     strategies = [choice.plan.strategy for choice in choices]
     away = any(each.steps_on_host or each.fetches_parameters for each in strategies)
-    rows = [[*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]]
-    rows += [_row(choice, away) for choice in choices]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        middle = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append(" ".join([name.ljust(widths[0]), *middle[:-1], cells[-1]]))
-    return "\n".join(lines)
+    headers = [*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]
+    rows = [headers, *(_row(choice, away) for choice in choices)]
+    sides = ["left", *["right"] * (len(headers) - 2), "left"]
+    return tabulate(rows, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
 
 
-def _row(choice: Choice, away: bool) -> list[str]:
-    prediction = choice.prediction
-    memory = prediction.memory
+def _row(choice: Prediction, away: bool) -> list[str]:
+    memory = choice.memory
     parts = memory.fullest
-    step = prediction.step
     sizes = [
         memory.needed_bytes,
         sum(parts[name] for name in STATE),
@@ -59,24 +58,16 @@ def _row(choice: Choice, away: bool) -> list[str]:
         *([memory.host_bytes, memory.disk_bytes] if away else []),
     ]
     speed = ["-", "-", "-", "-", "-"]
-    if step is not None and prediction.tokens_per_s is not None:
-        mfu = "-" if prediction.mfu is None else f"{100 * prediction.mfu:.0f}%"
-        speed = [f"{step.seconds:.3f}", count(prediction.tokens_per_s), mfu]
-        speed += [spread(prediction), step.bound_by]
-    return [
-        layout_name(choice.plan),
-        prediction.room,
-        *(count(size / GIB) for size in sizes),
-        *speed,
-    ]
-
-
-def spread(prediction: Prediction) -> str:
-    """By how much runs of this kind were quicker and slower than predicted, "-3/+8%"."""
-    assert prediction.step is not None
-    assert prediction.likely_s is not None
-    least, most = (100 * (each / prediction.step.seconds - 1) for each in prediction.likely_s)
-    return f"{least:+.0f}/{most:+.0f}%"
+    if choice.step is not None:
+        likely = (100 * (share - 1) for share in vars(FITTED.likely_s)[choice.kind])
+        speed = [
+            f"{choice.step.seconds:.3f}",
+            count(choice.tokens_per_s or 0.0),
+            "-" if choice.mfu is None else f"{100 * choice.mfu:.0f}%",
+            "{:+.0f}/{:+.0f}%".format(*likely),
+            choice.step.bound_by,
+        ]
+    return [layout_name(choice.plan), choice.room, *(count(size / GIB) for size in sizes), *speed]
 
 
 def count(number: float) -> str:
@@ -113,11 +104,10 @@ def options(plan: Plan, typed: Sequence[str]) -> list[str]:
     return [*kept, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
 
 
-def as_dict(choice: Choice) -> dict[str, Any]:
+def as_dict(choice: Prediction) -> dict[str, Any]:
     """A layout for programs: `memory_bytes` is component -> bytes by rank."""
     plan = choice.plan
-    prediction = choice.prediction
-    places = prediction.memory.by_place
+    places = choice.memory.by_place
     each = plan.num_processes // len(places)
     return {
         "strategy": plan.strategy.name,
@@ -125,38 +115,38 @@ def as_dict(choice: Choice) -> dict[str, Any]:
         "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
         "micro_batch_size": plan.batch.micro_batch_size,
         "num_microbatches": plan.batch.num_microbatches,
-        "fits": prediction.fits,
+        "fits": choice.fits,
         "memory_bytes": {
             part: [place[part] for place in places for _ in range(each)] for part in places[0]
         },
-        "step_time_s": prediction.step and prediction.step.seconds,
-        "tokens_per_s": prediction.tokens_per_s,
-        "likely_s": prediction.likely_s,
-        "likely_bytes": prediction.memory.likely_bytes,
+        "step_time_s": choice.step and choice.step.seconds,
+        "tokens_per_s": choice.tokens_per_s,
+        "likely_s": choice.likely_s,
+        "likely_bytes": choice.memory.likely_bytes,
     }
 
 
-def why_first(best: Choice, others: Sequence[Choice]) -> str:
+def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
     """One sentence on the first choice, against the quickest of another strategy."""
     name = layout_name(best.plan)
-    step = best.prediction.step
+    step = best.step
     if step is None:
         return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
     said = f"{name} is the quickest that fits: its step of {step.seconds:.3f} s is mostly "
     said += step.bound_by
     for other in others:
-        if other.plan.strategy.name != best.plan.strategy.name and other.prediction.step:
-            times = other.prediction.step.seconds / step.seconds
+        if other.plan.strategy.name != best.plan.strategy.name and other.step:
+            times = other.step.seconds / step.seconds
             more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
             return f"{said}; {layout_name(other.plan)} takes {more}."
     return f"{said}."
 
 
-def batch_script(choice: Choice, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
+def batch_script(choice: Prediction, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
     """configs/train.slurm for a layout on the cluster's nodes, with a quarter more than the RAM
     that is predicted for a node."""
     plan = choice.plan
-    ram = choice.prediction.memory.host_bytes * cluster.processes_a_node
+    ram = choice.memory.host_bytes * cluster.processes_a_node
     job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
     for there, here in {
         "--job-name=gpt2": f"--job-name={plan.strategy.name}",

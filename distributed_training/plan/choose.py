@@ -30,22 +30,21 @@ def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunCo
     how it is trained."""
     if config.model != AUTO:
         return config
-    model = "gpt2-medium"
-    decided: dict[str, Any] = {}
-    if machine.num_gpus == 0:
-        notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
-        model = "gpt2-tiny"
-        if not config.has_preset and Path(config.dataset).exists():
-            closed = KEPT.union(config.typed, config.from_defaults)
-            decided = {k: v for k, v in load_preset(WORDS).items() if k not in closed}
-            notes.append(
-                f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
-                + ", ".join(f"{key} {value}" for key, value in decided.items())
-            )
-    elif machine.gpu_memory_bytes < SMALL_GPU_BYTES:
+    if machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
+        return with_values(config, model="gpt2-medium")
+    if machine.num_gpus:
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
-        model = "gpt2"
-    return with_values(config, **{**decided, "model": model})
+        return with_values(config, model="gpt2")
+    notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
+    decided: dict[str, Any] = {}
+    if not config.has_preset and Path(config.dataset).exists():
+        closed = KEPT.union(config.typed, config.from_defaults)
+        decided = {key: v for key, v in load_preset(WORDS).items() if key not in closed}
+        notes.append(
+            f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
+            + ", ".join(f"{key} {value}" for key, value in decided.items())
+        )
+    return with_values(config, model="gpt2-tiny", **decided)
 
 
 def lay_out(
@@ -71,13 +70,15 @@ def lay_out(
         mesh = fill_mesh(asked, num_processes)
         asked = replace(asked, mesh=mesh)
     config = _choose_settings(asked, machine, notes)
-    chosen = replace(asked, config=config)
-    layout = build_layout(chosen)
-    batch = cut_batch(chosen)
+    asked = replace(asked, config=config)
+    layout = build_layout(asked)
+    batch = cut_batch(asked)
     tp = mesh["tp"]
     if processes_here % tp:
-        note = f"tp={tp} reaches across machines, so every layer waits for the network four times: "
-        notes.append(f"{note}give tp a divisor of {processes_here} and the rest to another axis")
+        notes.append(
+            f"tp={tp} reaches across machines, so every layer waits for the network four times: "
+            f"give tp a divisor of {processes_here} and the rest to another axis"
+        )
     output_dir = Path(config.output_dir)
     run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
     offload_dir = None
@@ -85,10 +86,9 @@ def lay_out(
         offload_dir = Path(config.offload_dir or output_dir / ".offload").absolute() / run_dir.name
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
-    cut = {key: getattr(batch, key) for key in OPEN_BATCH}
     plan = Plan(
         requested=requested or given,
-        config=with_values(config, **cut),
+        config=with_values(config, **{key: getattr(batch, key) for key in OPEN_BATCH}),
         strategy=strategy,
         machine=machine,
         num_processes=num_processes,

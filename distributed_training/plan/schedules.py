@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +26,8 @@ class Schedule:
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
     searched: bool = False  # an order for what this model's operations take (predict/search.py)
-    minimum: Callable[[int], int] = lambda p: 1  # p -> fewest micro-batches
-    equal_rounds: bool = False  # m micro-batches make max(1, m // p) rounds of equal length
-
-    def takes(self, p: int, m: int) -> bool:
-        """Whether `m` micro-batches can be run over `p` processes."""
-        return m >= self.minimum(p) and not (self.equal_rounds and m % max(1, m // p))
+    # Whether m micro-batches can be run over p processes
+    takes: Callable[[int, int], bool] = lambda p, m: True
 
     def ranks(self, p: int) -> tuple[int, ...]:
         """The process that holds each stage, in the model's order."""
@@ -59,14 +55,14 @@ def _share(idle: int, busy: int) -> float:
 
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(
-        bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: min(p, m), minimum=lambda p: p
+        bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: min(p, m), takes=lambda p, m: m >= p
     ),
     "gpipe": Schedule(bubble=lambda p, m: _share(p - 1, m), kept=lambda p, m: m),
     "interleaved": Schedule(
         bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
         kept=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
-        equal_rounds=True,
+        takes=lambda p, m: m % max(1, m // p) == 0,  # rounds of equal length
     ),
     "zb-h1": Schedule(
         bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
@@ -80,15 +76,9 @@ SCHEDULES: dict[str, Schedule] = {
         v_shaped=True,
         splits_backward=True,
     ),
-    "zb-auto": Schedule(  # where operations take equally long, no order is shorter than zb-v's
-        bubble=lambda p, m: _share(p - 1, 6 * m) if m >= 2 * p - 1 else None,
-        kept=lambda p, m: min(p + 1, m),
-        stages_per_rank=2,
-        v_shaped=True,
-        splits_backward=True,
-        searched=True,
-    ),
 }
+# Where operations take equally long, no order is shorter than zb-v's.
+SCHEDULES["zb-auto"] = replace(SCHEDULES["zb-v"], kept=lambda p, m: min(p + 1, m), searched=True)
 # Without a pipeline micro-batches follow each other.
 NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
 

@@ -264,50 +264,36 @@ class _Process(Formulas):
         # From I to W. Compiled: every matrix's input and the gradient of its output
         # (parallel/zero_bubble.py), together as large as the activations that they replace; over tp
         # the gradients of both sums are whole where what lies between layers is not. Eagerly these
-        # gradients come on top of the activations.
-        matrices = self.size.block_matrices
-        compiled = bool(self.config.compile)
-        if compiled:
-            pending = 2 * (1 - self.between) * self.hidden
+        # gradients come on top of the activations, but for the first stage: without inputs to
+        # find gradients for, its W does all.
+        pending = 2 * (1 - self.between) * self.hidden
+        pending_first = pending
+        if self.config.compile:
             waiting = 0.0
         else:
-            pending = self.tokens * self.width * sum(rows for rows, _ in matrices)
+            pending = self.tokens * self.width * sum(rows for rows, _ in self.size.block_matrices)
+            pending_first = 0.0
         # Inside a block the gradients of what attention and MLP give to their last matrices.
         backward = self.tokens * self.width * self.size.values_out / self.tp
         if mode != "none":
             backward += self.block_bytes("none")
         held = held_logits = 0.0
         most = (0.0, 0.0)
-        for action, stage, _ in find_orders(self.plan)[self.place]:
+        for operation, stage, _ in find_orders(self.plan)[self.place]:
             last = stage == len(blocks) - 1
-            here = blocks[stage]
+            waits = pending if stage else pending_first
+            action = "B" if self.frozen and operation == "I" else operation
             if self.frozen and action == "W":  # nothing is left for it
                 continue
-            if self.frozen and action == "I":
-                action = "B"
-            if action == "F":
-                held += here * each
-                if last:
-                    held_logits += kept
             during = (held, held_logits)
-            if last and action in "FBI":
-                during = (held, held_logits + worst - kept)
+            held += blocks[stage] * {"F": each, "B": -each, "I": waits, "W": -each - waits}[action]
+            if last:
+                held_logits += {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}[action]
+            if action == "F":
+                during = (held, held_logits)
+            if last and action != "W":
+                during = (during[0], during[1] + worst - kept)
             elif action in "BI":
-                during = (held + backward, held_logits)
+                during = (during[0] + backward, during[1])
             most = max(most, during, key=sum)
-            if stage == 0 and action in "IW" and not compiled:  # without inputs W does all
-                if action == "W":
-                    held -= here * each
-            elif action == "I":
-                held += here * pending
-                if last:
-                    held_logits += waiting - kept
-            elif action == "B":
-                held -= here * each
-                if last:
-                    held_logits -= kept
-            elif action == "W":
-                held -= here * (each + pending)
-                if last:
-                    held_logits -= waiting
         return most

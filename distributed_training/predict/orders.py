@@ -108,19 +108,6 @@ def simulate(
     ranks: Sequence[int],
     message_s: float,
     launching: Mapping[tuple[str, int], float] | None = None,
-) -> tuple[float, list[float]]:
-    """(length of the phase, busy seconds of each process); arguments as for `timeline`."""
-    spans = timeline(orders, seconds, ranks, message_s, launching)
-    busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
-    return max(end for _, end in spans.values()), busy
-
-
-def timeline(
-    orders: Sequence[Order],
-    seconds: Mapping[tuple[str, int], float],
-    ranks: Sequence[int],
-    message_s: float,
-    launching: Mapping[tuple[str, int], float] | None = None,
 ) -> dict[Operation, tuple[float, float]]:
     """Begin and end of each operation, where one of a stage takes `seconds[kind, stage]` and what
     it makes is there `message_s` later on another process. `ranks`: the process of each stage.
@@ -131,13 +118,12 @@ def timeline(
     hosts = [0.0] * len(orders)
     spans: dict[Operation, tuple[float, float]] = {}
     clock = [0.0] * len(orders)
-    place = [0] * len(orders)
-    remaining = sum(map(len, orders))
-    while remaining:
-        before = remaining
-        for rank, order in enumerate(orders):
-            while place[rank] < len(order):
-                operation = order[place[rank]]
+    left = [list(reversed(order)) for order in orders]
+    while any(left):
+        before = len(spans)
+        for rank, steps in enumerate(left):
+            while steps:
+                operation = steps[-1]
                 begin = clock[rank]
                 source = _source(operation, len(ranks) - 1)
                 if source is not None:
@@ -150,11 +136,14 @@ def timeline(
                 if launching:
                     hosts[rank] += launching[operation[:2]]
                 clock[rank] = max(begin + seconds[operation[:2]], hosts[rank])
-                spans[operation] = begin, clock[rank]
-                place[rank] += 1
-                remaining -= 1
-        assert remaining < before, "an order that waits for itself"
+                spans[steps.pop()] = begin, clock[rank]
+        assert len(spans) > before, "an order that waits for itself"
     return spans
+
+
+def length_of(spans: Mapping[Operation, tuple[float, float]]) -> float:
+    """Seconds until the last operation ends."""
+    return max(end for _, end in spans.values())
 
 
 def _source(operation: Operation, last: int) -> Operation | None:

@@ -18,21 +18,76 @@ Room = Literal["yes", "tight", "no"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Memory, and, for a GPU of which rates are known, time."""
+    """A plan, its memory and, for a GPU of which rates are known, time."""
 
+    plan: Plan
+    rates: Rates | None
     memory: MemoryEstimate
-    room: Room
     step: StepTime | None
-    kind: str  # of a step, as FITTED.likely_s has them
-    likely_s: tuple[float, float] | None  # seconds of a step, from the least to the most likely
-    tokens_per_s: float | None
-    mfu: float | None
-    sent_bytes: dict[str, float]  # axis -> bytes a step, of the process that sends most
+
+    @property
+    def room(self) -> Room:
+        """Whether the fullest process has room, and the host for what it holds."""
+        on_host = self.memory.host_bytes * self.plan.processes_here
+        return self.room_on_gpu if on_host <= self.plan.machine.ram_bytes else "no"
+
+    @property
+    def room_on_gpu(self) -> Room:
+        """Whether the fullest GPU has room; without GPUs there is none to be filled."""
+        machine = self.plan.machine
+        least, most = self.memory.likely_bytes
+        if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
+            return "yes"
+        return "tight" if least <= machine.gpu_memory_bytes else "no"
 
     @property
     def fits(self) -> bool:
         """Whether it may be tried."""
         return self.room != "no"
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """What fits first, then what may, each by time; in the strategies' order without that."""
+        room = ("yes", "tight", "no").index(self.room)
+        return (room, self.step.seconds if self.step else 0.0)
+
+    @property
+    def kind(self) -> str:
+        """What a step's time depends on, by which FITTED.likely_s tells its likely error."""
+        rates = self.rates
+        if self.step is None or rates is None:
+            return "unknown"
+        part = "host" if self.step.bound_by == "host" else "gpu"
+        if rates.on_host or part in rates.measured or self.step.bound_by in ("disk", "host RAM"):
+            return "other"
+        if part == "host":
+            return "host"
+        if not rates.recorded:
+            return "other"
+        return "graph" if self.plan.config.cuda_graphs is True else "launched"
+
+    @property
+    def likely_s(self) -> list[float] | None:
+        """Seconds of a step, from the least to the most likely."""
+        if self.step is None:
+            return None
+        return [share * self.step.seconds for share in vars(FITTED.likely_s)[self.kind]]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        if self.step is None:
+            return None
+        tokens = self.plan.batch.global_batch_size * self.plan.config.max_length
+        return tokens / self.step.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        plan = self.plan
+        if self.rates is None or not self.rates.peak_flops or self.tokens_per_s is None:
+            return None
+        frozen = plan.config.lora_rank > 0
+        flops = plan.size.flops_per_token(plan.config.max_length, frozen=frozen)
+        return self.tokens_per_s * flops / (self.rates.peak_flops * plan.num_processes)
 
     def as_record(self) -> dict[str, Any]:
         """What a run's record keeps of it."""
@@ -45,63 +100,17 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
             "kind": self.kind,
-            "likely_s": self.likely_s and list(self.likely_s),
+            "likely_s": self.likely_s,
             "likely_bytes": list(self.memory.likely_bytes),
-            "sent_bytes": self.sent_bytes,
+            "sent_bytes": sent_by_axis(self.plan),
         }
 
 
 def predict(plan: Plan, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
     """Predict a plan's step; `tokenised`: the samples are there already."""
-    memory = estimate_memory(plan, tokenised=tokenised)
-    step = None if rates is None else estimate_step(plan, rates)
-    tokens_per_s = mfu = likely_s = None
-    kind = "unknown"
-    if step and rates:
-        kind = kind_of(plan, rates, step)
-        least, most = vars(FITTED.likely_s)[kind]
-        likely_s = least * step.seconds, most * step.seconds
-        length = plan.config.max_length
-        tokens_per_s = plan.batch.global_batch_size * length / step.seconds
-        if rates.peak_flops:
-            used = tokens_per_s * plan.size.flops_per_token(
-                length, frozen=plan.config.lora_rank > 0
-            )
-            mfu = used / (rates.peak_flops * plan.num_processes)
     return Prediction(
-        memory=memory,
-        room=find_room(plan, memory),
-        step=step,
-        kind=kind,
-        likely_s=likely_s,
-        tokens_per_s=tokens_per_s,
-        mfu=mfu,
-        sent_bytes=sent_by_axis(plan),
+        plan=plan,
+        rates=rates,
+        memory=estimate_memory(plan, tokenised=tokenised),
+        step=None if rates is None else estimate_step(plan, rates),
     )
-
-
-def kind_of(plan: Plan, rates: Rates, step: StepTime) -> str:
-    """What a step's time depends on, by which its likely error is told."""
-    part = "host" if step.bound_by == "host" else "gpu"
-    if rates.on_host or part in rates.measured or step.bound_by in ("disk", "host RAM"):
-        return "other"
-    if part == "host":
-        return "host"
-    if not rates.recorded:
-        return "other"
-    return "graph" if plan.config.cuda_graphs is True else "launched"
-
-
-def find_room(plan: Plan, memory: MemoryEstimate) -> Room:
-    """Whether the fullest process has room, and the host for what it holds."""
-    on_host = memory.host_bytes * plan.processes_here <= plan.machine.ram_bytes
-    return find_room_on_gpu(plan, memory) if on_host else "no"
-
-
-def find_room_on_gpu(plan: Plan, memory: MemoryEstimate) -> Room:
-    """Whether the fullest GPU has room; without GPUs there is none to be filled."""
-    machine = plan.machine
-    least, most = memory.likely_bytes
-    if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
-        return "yes"
-    return "tight" if least <= machine.gpu_memory_bytes else "no"

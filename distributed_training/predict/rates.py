@@ -162,14 +162,12 @@ def in_passing(device: str, rates: Rates) -> Rates:
     )
 
 
-def measured_rates(device: str, base: Rates) -> Rates | None:
-    """`base` with what was measured of this kind of device in its place; None before that."""
+def measured_rates(device: str, base: Rates) -> Rates:
+    """`base` with what was measured of this kind of device in its place, if it was."""
     path = calibration_file(device)
-    if not path.is_file():
-        return None
-    document = json.loads(path.read_text())
-    if base.on_host and "training_s" not in document:  # of an earlier version
-        return None
+    document = json.loads(path.read_text()) if path.is_file() else {}
+    if not document or (base.on_host and "training_s" not in document):  # of an earlier version
+        return base
     return from_calibration(document, base)
 
 

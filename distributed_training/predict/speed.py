@@ -14,7 +14,7 @@ import numpy as np
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.kernels import Work
-from distributed_training.predict.orders import simulate
+from distributed_training.predict.orders import length_of, simulate
 from distributed_training.predict.rates import Rates
 from distributed_training.predict.stages import find_orders
 from distributed_training.predict.traffic import formulas_by_place
@@ -54,13 +54,14 @@ class _Step(Work):
         ranks = self.plan.layout.ranks
         seconds = {key: float(cost.sum()) for key, cost in costs.items()}
         message = self.message() if self.pp > 1 else 0.0
-        on_gpu, busy = simulate(orders, seconds, ranks, message)
+        on_gpu = length_of(simulate(orders, seconds, ranks, message))
+        busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
         phase = on_gpu
         if self.rates.on_host:  # while a stage waits, others have its share of a core
             on_gpu = max(sum(busy) / len(busy), on_gpu * self.rates.core_share)
             phase = on_gpu
         elif self.pp > 1 and not self.graph:  # the host of each stage launches its operations
-            phase, _ = simulate(orders, seconds, ranks, message, self._launching())
+            phase = length_of(simulate(orders, seconds, ranks, message, self._launching()))
         slowest = busy.index(max(busy))
         spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
         return self._add_up(spent, slowest, on_gpu, phase)

@@ -13,7 +13,7 @@ from distributed_training.predict.orders import (
     build_orders,
     by_operation,
     read_order,
-    timeline,
+    simulate,
 )
 from distributed_training.predict.rates import Rates, rates_of
 from distributed_training.predict.search import search_orders
@@ -52,4 +52,4 @@ def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
     """Begin and end of each operation of a step in seconds, by what the search went by."""
     assert plan.orders is not None
     seconds = by_operation(plan.orders.stage_s)
-    return timeline(find_orders(plan), seconds, plan.layout.ranks, plan.orders.message_s)
+    return simulate(find_orders(plan), seconds, plan.layout.ranks, plan.orders.message_s)

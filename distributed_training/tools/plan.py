@@ -16,11 +16,11 @@ from pathlib import Path
 from distributed_training.advise import scaling
 from distributed_training.advise.checks import check_memory
 from distributed_training.advise.cluster import Cluster, parse_cluster, this_machine
-from distributed_training.advise.rank import Choice, choose_spread, rank_layouts
+from distributed_training.advise.rank import choose_spread, rank_layouts
 from distributed_training.advise.show import as_dict, batch_script, command, table, why_first
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
-from distributed_training.predict.predict import find_room_on_gpu
+from distributed_training.predict.predict import Prediction
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.run.launch import requested_processes
@@ -76,7 +76,7 @@ def run(
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
-    fitting = [choice for choice in choices if choice.prediction.fits]
+    fitting = [choice for choice in choices if choice.fits]
     if not fitting:
         raise _fits_nowhere(choices, cluster)
     batch = choices[0].plan.batch.global_batch_size
@@ -155,13 +155,13 @@ def _legend(cluster: Cluster) -> str:
     )
 
 
-def _fits_nowhere(choices: Sequence[Choice], cluster: Cluster) -> UserError:
+def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     """The layout that needs least, and the machine that would have it."""
-    if roomy := [c for c in choices if find_room_on_gpu(c.plan, c.prediction.memory) != "no"]:
-        least = min(roomy, key=lambda choice: choice.prediction.memory.host_bytes)
-        check_memory(least.plan, least.prediction.memory, lambda _: [])  # RAM is what lacks
-    least = min(choices, key=lambda choice: choice.prediction.memory.needed_bytes)
-    needed = least.prediction.memory.needed_bytes / GIB
+    if roomy := [c for c in choices if c.room_on_gpu != "no"]:
+        least = min(roomy, key=lambda choice: choice.memory.host_bytes)
+        check_memory(least, lambda _: [])  # RAM is what lacks
+    least = min(choices, key=lambda choice: choice.memory.needed_bytes)
+    needed = least.memory.needed_bytes / GIB
     what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
     why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB a process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"

@@ -29,7 +29,7 @@ from distributed_training.advise.cluster import this_machine
 from distributed_training.advise.rank import what_fits
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import find_room
+from distributed_training.predict.predict import predict
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
 
@@ -52,11 +52,11 @@ def suggest(plan):
 
 
 def check_fit(plan):
-    check_memory(plan, estimate_memory(plan), suggest)
+    check_memory(predict(plan, None), suggest)
 
 
 def run_all(plan):
-    run_checks(plan, estimate_memory(plan), suggest)
+    run_checks(predict(plan, None), suggest)
 
 
 def with_gpus(**changes):
@@ -134,7 +134,7 @@ def test_what_may_fit_is_not_refused(tmp_path):
     for room, size in (("yes", most), ("tight", most - 1), ("tight", least)):
         plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
         check_fit(plan)
-        assert find_room(plan, memory) == room
+        assert predict(plan, None).room == room
     with refused("GiB a GPU"):
         here = with_gpus(gpu_memory_bytes=least - 1)
         check_fit(draft(tmp_path, "dp", here, model="gpt2"))

@@ -222,18 +222,18 @@ def test_what_plan_says_does_not_fit_a_run_refuses_and_nothing_else():
     choices = rank_layouts(
         lambda name: build(name, model="gpt2-xl", batch_size=16), parse_cluster("4xV100-16GB")
     )
-    assert {choice.prediction.fits for choice in choices} == {True, False}
+    assert {choice.fits for choice in choices} == {True, False}
     for choice in choices:
-        refusal = contextlib.nullcontext() if choice.prediction.fits else refused("GiB a GPU")
+        refusal = contextlib.nullcontext() if choice.fits else refused("GiB a GPU")
         with refusal:
-            check_memory(choice.plan, choice.prediction.memory, lambda plan: [])
+            check_memory(choice, lambda plan: [])
 
 
 def test_one_gpu_and_a_thousand_are_ranked():
     """Alone nothing is better than dp."""
     best = rank_layouts(lambda name: build(name, batch_size=8), parse_cluster("H200"))[0]
     assert best.plan.strategy.name == "dp"
-    assert best.prediction.fits
+    assert best.fits
     choices = rank_layouts(lambda name: build(name, model="gpt2-xl"), parse_cluster("128x8xH100"))
     assert len(choices) > 100
     assert {choice.plan.num_processes for choice in choices} == {1024}

@@ -15,14 +15,19 @@ from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict import search, stages
 from distributed_training.predict.kernels import Work
-from distributed_training.predict.orders import build_orders, read_order, simulate
+from distributed_training.predict.orders import (
+    build_orders,
+    by_operation,
+    length_of,
+    read_order,
+    simulate,
+)
 from distributed_training.predict.stages import expect_spans, find_orders
 from distributed_training.settings.config import build_config
 from distributed_training.settings.gpus import GPUS
 from tests.plan.helpers import plan_for
 from tests.support import GPU_MACHINE
 
-ZB_V = SCHEDULES["zb-v"]
 # Of six gpt2-medium blocks and the loss on an H200, 32 x 1024 tokens, in ms.
 BLOCK, LOSS, MESSAGE = (1.71, 2.73, 1.09), (7.34, 11.0, 0.0), 0.6
 MEDIUM = (2, 4, 4, 4, 3, 3, 3, 1)
@@ -39,12 +44,8 @@ def search_orders(*durations):
 
 
 def length(orders, seconds, message=MESSAGE):
-    times = {
-        (kind, s): of
-        for s, each in enumerate(seconds)
-        for kind, of in zip("FIW", each, strict=True)
-    }
-    return simulate(orders, times, ZB_V.ranks(len(seconds) // 2), message)[0]
+    ranks = SCHEDULES["zb-v"].ranks(len(seconds) // 2)
+    return length_of(simulate(orders, by_operation(seconds), ranks, message))
 
 
 def held(order, blocks):

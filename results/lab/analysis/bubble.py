@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.orders import Order, simulate
+from distributed_training.predict.orders import Order, length_of, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -46,8 +46,9 @@ def explain(
         if kind == "B" and SCHEDULES[schedule].splits_backward:
             kind = "I"
         seconds[kind, int(stage)] = took
-    length, busy = simulate(orders, seconds, stage_ranks, message_s=0.0)
-    simulated = 1 - sum(busy) / len(busy) / length
+    spans = simulate(orders, seconds, stage_ranks, message_s=0.0)
+    busy = sum(seconds[kind, stage] for kind, stage, _ in spans) / len(orders)
+    simulated = 1 - busy / length_of(spans)
     return {
         "formula": formula,
         "unequal_operations": simulated - formula,
