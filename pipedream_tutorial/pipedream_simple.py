@@ -58,14 +58,29 @@ def need(op: Op, last_stage: int) -> Op | None:
 # --- Orders: one for each of p ranks and m microbatches --------------------------------------
 
 
+def numbered(steps: list[tuple[str, int]]) -> Order:
+    """Operations from (kind, stage): each kind takes a stage's microbatches in turn."""
+    done: Counter[tuple[str, int]] = Counter()
+    order = []
+    for step in steps:
+        order.append((*step, done[step]))
+        done[step] += 1
+    return order
+
+
+def from_words(words: list[str]) -> list[Order]:
+    """One stage a rank, a letter an operation."""
+    return [numbered([(kind, s) for kind in word]) for s, word in enumerate(words)]
+
+
 def naive(p: int, m: int) -> list[Order]:
     """One microbatch in the pipeline at a time: all ranks but one are idle."""
-    return [[(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)]
+    return from_words(["FB" * m] * p)
 
 
 def gpipe(p: int, m: int) -> list[Order]:
     """All forwards, then all backwards: every rank holds the activations of m microbatches."""
-    return [[(kind, s, i) for kind in "FB" for i in range(m)] for s in range(p)]
+    return from_words(["F" * m + "B" * m] * p)
 
 
 def one_f_one_b(p: int, m: int) -> list[Order]:
@@ -73,23 +88,13 @@ def one_f_one_b(p: int, m: int) -> list[Order]:
 
     PipeDream runs the same order on and on, without a flush between batches.
     """
-    return [one_f_one_b_order(s, m, ahead=p - 1 - s) for s in range(p)]
+    return from_words([alternating(m, ahead=p - 1 - s) for s in range(p)])
 
 
-def one_f_one_b_order(s: int, m: int, ahead: int) -> Order:
-    """Stage s: `ahead` forwards, then a forward and a backward in turn."""
-    forwards = [("F", s, i) for i in range(m)]
-    return in_turn(forwards, [[("B", s, i)] for i in range(m)], ahead)
-
-
-def in_turn(forwards: Order, backwards: list[Order], ahead: int) -> Order:
-    """`ahead` forwards; a forward and a backward (one or more operations) in turn; the rest."""
-    order = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        order += [forward, *backward]
-    for backward in backwards[max(0, len(forwards) - ahead) :]:
-        order += backward
-    return order
+def alternating(m: int, ahead: int) -> str:
+    """`ahead` forwards, a forward and a backward in turn, and the backwards that are left."""
+    ahead = min(ahead, m)
+    return "F" * ahead + "FB" * (m - ahead) + "B" * ahead
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
@@ -101,16 +106,16 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
             f"multiple of {p}, such as {rounds * p} or {(rounds + 1) * p}"
         )
     size = m // rounds
+    chunks = [chunk for _ in range(rounds) for chunk in range(v) for _ in range(size)]
     orders = []
     for r in range(p):
-        forwards: Order = []
-        backwards: list[Order] = []
-        for first in range(0, m, size):
-            for chunk in range(v):
-                for i in range(first, first + size):
-                    forwards.append(("F", chunk * p + r, i))
-                    backwards.append([("B", (v - 1 - chunk) * p + r, i)])
-        orders.append(in_turn(forwards, backwards, ahead=(v - 1) * size + 2 * (p - 1 - r)))
+        forwards = [("F", chunk * p + r) for chunk in chunks]
+        backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
+        ahead = min(m * v, (v - 1) * size + 2 * (p - 1 - r))
+        steps = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            steps += [forward, backward]
+        orders.append(numbered(steps + backwards[m * v - ahead :]))
     return orders
 
 
@@ -119,22 +124,22 @@ def zb_h1(p: int, m: int) -> list[Order]:
 
     Rank s puts W off by s microbatches, so that all hold as many activations as rank 0.
     """
-    return [zero_bubble(s, m, ahead=p - 1 - s, delay=s) for s in range(p)]
+    return from_words([zero_bubble(m, ahead=p - 1 - s, delay=s) for s in range(p)])
 
 
 def zb_h2(p: int, m: int) -> list[Order]:
     """Twice as far ahead, in twice the memory: no rank idles once it has begun."""
-    return [zero_bubble(s, m, ahead=2 * (p - 1 - s), delay=2 * s) for s in range(p)]
+    return from_words([zero_bubble(m, ahead=2 * (p - 1 - s), delay=2 * s) for s in range(p)])
 
 
-def zero_bubble(s: int, m: int, ahead: int, delay: int) -> Order:
+def zero_bubble(m: int, ahead: int, delay: int) -> str:
     """1F1B `ahead` forwards ahead, each W `delay` microbatches after its I."""
-    forwards = [("F", s, i) for i in range(m)]
-    backwards = [[("I", s, i)] for i in range(m)]
-    for i in range(delay, m):
-        backwards[i].append(("W", s, i - delay))
-    late = [("W", s, i) for i in range(max(0, m - delay), m)]
-    return in_turn(forwards, backwards, ahead) + late
+    ahead = min(ahead, m)
+    delay = min(delay, m)
+    word = "F" * ahead
+    for i in range(m):
+        word += ("F" if ahead + i < m else "") + ("IW" if i >= delay else "I")
+    return word + "W" * delay
 
 
 def zb_v(p: int, m: int) -> list[Order]:
@@ -145,30 +150,17 @@ def zb_v(p: int, m: int) -> list[Order]:
 
 def zb_v_order(r: int, p: int, m: int) -> Order:
     """Written for 2p - 1 microbatches or more; with fewer, those not there are left out."""
-    down = r
-    up = 2 * p - 1 - r
     count = max(m, 2 * p - 1)
-    order: Order = []
-    done: Counter[tuple[str, int]] = Counter()
-
-    def run(times: int, *steps: tuple[str, int]) -> None:
-        for _ in range(times):
-            for kind, stage in steps:
-                order.append((kind, stage, done[kind, stage]))
-                done[kind, stage] += 1
-
-    run(2 * (p - r) - 1, ("F", down))
-    run(r, ("F", up), ("F", down))
-    run(p - r, ("F", up), ("I", up), ("W", up))
-    while done["F", up] < count or done["F", down] < count:
-        if done["F", down] < count:
-            run(1, ("F", down))
-        run(1, ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
-    run(r, ("I", down), ("I", up))
-    run(p - r, ("I", down), ("W", down))
-    for stage in (up, down):
-        run(count - done["W", stage], ("W", stage))
-    return [op for op in order if op[2] < m]
+    up = 2 * p - 1 - r  # the rank's second stage
+    down_f, down_i, down_w = (("F", r), ("I", r), ("W", r))
+    up_f, up_i, up_w = (("F", up), ("I", up), ("W", up))
+    steps = [down_f] * (2 * (p - r) - 1) + [up_f, down_f] * r + [up_f, up_i, up_w] * (p - r)
+    for i in range(count - p):
+        if i < count - up:  # until all have gone down
+            steps.append(down_f)
+        steps += [down_i, down_w, up_f, up_i, up_w]
+    steps += [down_i, up_i] * r + [down_i, down_w] * (p - r) + [up_w] * r + [down_w] * r
+    return [op for op in numbered(steps) if op[2] < m]
 
 
 SCHEDULES = {

@@ -40,7 +40,8 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def eager_1f1b(p: int, m: int) -> Schedule:
     """1F1B that runs further ahead, 2 (p - s) - 1 forwards on stage s, so that messages have time
     to arrive."""
-    return _named("eager-1f1b", [simple.one_f_one_b_order(s, m, 2 * (p - 1 - s)) for s in range(p)])
+    words = [simple.alternating(m, ahead=2 * (p - 1 - s)) for s in range(p)]
+    return _named("eager-1f1b", simple.from_words(words))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
