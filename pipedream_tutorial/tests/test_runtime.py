@@ -17,7 +17,7 @@ from pipedream.schedules.policies import weight_use
 from pipedream.train.models import build_stages
 from pipedream.train.oracle import train
 from pipedream_runtime import read_config
-from starting import FAST, no_process_is_left, run, warm  # noqa: F401
+from starting import FAST, no_process_is_left, run  # noqa: F401
 
 from results.lab.tutorial.benchmark import arguments
 
@@ -36,14 +36,13 @@ TRAINING = {"layers_per_stage": 2, "num_batches": 2, "seed": 5, "learning_rate":
 def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
     weights, record = tmp_path / "weights.pt", tmp_path / "record.json"
     settings = [f"--{key}={value}" for key, value in TRAINING.items()]
-    done = warm(
+    done = run(
         [
             *FAST, *settings, f"--num_stages={p}", "--warmups=0",
             f"--schedule={','.join(SCHEDULES)}",
             f"--num_microbatches={','.join(map(str, MICROBATCHES))}",
             "--weights", str(weights), "--record", str(record),
-        ],
-        p,
+        ]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = torch.load(weights)
@@ -81,11 +80,10 @@ def _check_against_one_process(name, p, m, stages, peak_versions):
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
     """What is measured on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
-    done = warm(
+    done = run(
         [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
          "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
-         "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")],
-        2,
+         "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "gpt2-tiny, 4 blocks of hidden size 64 a stage" in done.stdout

@@ -1,6 +1,7 @@
 """Our orders against torch's, our CSVs in torch's runtime, torch's CSVs in our simulator."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import load_csv, save_csv
 from pipedream.simulate.simulator import build_costs, simulate
-from starting import warm
+from starting import run
 
 CHILD = Path(__file__).with_name("run_csv.py")
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 17)]
@@ -100,22 +101,16 @@ def test_a_csv_that_torch_wrote_is_read_and_simulated_as_ours(
         assert before.events == after.events
 
 
-@pytest.fixture(scope="module")
-def ran_by_torch(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of 4 processes found, from one launch that runs three CSVs."""
-    folder, names = tmp_path_factory.mktemp("csv"), ["1f1b", "zb-h1", "zb-h2"]
-    for name in names:
-        save_csv(build_schedule(name, 4, 8), folder / f"{name}.csv")
-    done = warm([str(folder), *names], 4, script=[str(CHILD)], limit_s=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_our_csvs_run_in_torchs_runtime_with_the_gradients_of_the_full_batch(
-    name: str, ran_by_torch: list[dict[str, Any]]
+    tmp_path: Path,
 ) -> None:
-    order = our_orders(name, 4, 8, 1)
-    for rank, result in enumerate(ran_by_torch):
-        assert result["found"][name]["apart"] <= 1e-12
-        assert result["found"][name]["ran"] == order[rank]
+    names = ["1f1b", "zb-h1", "zb-h2"]
+    for name in names:
+        save_csv(build_schedule(name, 4, 8), tmp_path / f"{name}.csv")
+    done = run([str(tmp_path), *names], start=[sys.executable, str(CHILD)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(4):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name in names:
+            assert found[name]["apart"] <= 1e-12
+            assert found[name]["ran"] == our_orders(name, 4, 8, 1)[rank]
