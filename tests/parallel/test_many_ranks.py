@@ -27,8 +27,9 @@ SIZE = gpt2_size(vocab_size=2048, num_positions=64, num_layers=8, num_heads=8, h
 def set_up(plan, rank):
     """Values of the whole parameters that this rank has a part of, bytes of its parts, and the
     ranks of its tp group."""
-    process = Process(rank=rank, world_size=WORLD_SIZE, local_rank=rank % HERE,
-                      local_world_size=HERE)  # fmt: skip
+    process = Process(
+        rank=rank, world_size=WORLD_SIZE, local_rank=rank % HERE, local_world_size=HERE
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     try:
         topology = assemble.build_topology(plan, process, torch.device("cpu"))
@@ -50,9 +51,8 @@ def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path, monkeypatch)
     found = {rank: set_up(plan, rank) for rank in RANKS}
 
     wholes = [whole for whole, _, _ in found.values()]
-    again = (
-        SIZE.vocab_size * SIZE.hidden_size if stages > 1 else 0
-    )  # the last stage's copy, for the logits
+    # The last stage has a copy of the embedding, for the logits.
+    again = SIZE.vocab_size * SIZE.hidden_size if stages > 1 else 0
     expected = plan.size.num_parameters + again
     assert sum(wholes) == expected if stages > 1 else set(wholes) == {expected}
     for rank, (whole, part, together) in found.items():

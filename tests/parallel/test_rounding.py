@@ -7,22 +7,15 @@ import copy
 import pytest
 import torch
 
-from distributed_training.models.gpt2 import SIZES
-from distributed_training.models.gpt2 import build as build_model
 from distributed_training.parallel.pipeline import RoundedWeights
+from tests.parallel.test_zero_bubble import build, micro_batches
 
 
 @pytest.fixture
 def model():
-    model = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=0)
+    model = build("gpt2")
     model.compute_dtype = torch.bfloat16
     return model
-
-
-def micro_batches(count):
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(2048, (count, 2, 17), generator=generator)
-    return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
 
 
 def summed_gradients(model, batches):

@@ -30,27 +30,29 @@ from results.lab import traffic
 from results.lab.harness import Run, every_run, open_group
 from tests.support import save_now
 
-# Deep enough to be cut into stages of unequal length, or into two stages for each of four
-# processes, and still small.
-for word, depth in {"six": 6, "eight": 8}.items():
-    SIZES[f"{word}-layers"] = gpt2_size(
-        vocab_size=2048, num_positions=128, num_layers=depth, num_heads=4, hidden_size=32
+# Vocabulary, blocks and width of models that are deep enough to be cut into stages of unequal
+# length, or into two stages for each of four processes, and still small.
+_SHAPES = {
+    "four-wide-layers": (2048, 4, 96),
+    "six-layers": (2048, 6, 32),
+    "eight-layers": (2048, 8, 32),
+    # Two more tokens than the tokenizer's: the embedding's rows are padded.
+    "eight-layers-2050": (2050, 8, 32),
+    # Parts of these are large enough for files, under infinity.
+    "eight-wide-layers-2050": (2050, 8, 120),
+}
+for _name, (_vocabulary, _depth, _width) in _SHAPES.items():
+    SIZES[_name] = gpt2_size(
+        vocab_size=_vocabulary, num_positions=128, num_layers=_depth, num_heads=4,
+        hidden_size=_width,
+    )  # fmt: skip
+llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
+    llama.Config(
+        model_type="qwen3", vocab_size=2050, max_position_embeddings=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=4, hidden_size=120, head_dim=32,
+        intermediate_size=320,
     )
-# Two more tokens than the tokenizer's: the embedding's rows are padded.
-SIZES["eight-layers-2050"] = gpt2_size(
-    vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=32
-)
-# Parts of these are large enough for files, under infinity.
-SIZES["eight-wide-layers-2050"] = gpt2_size(
-    vocab_size=2050, num_positions=128, num_layers=8, num_heads=4, hidden_size=120
-)
-_EIGHT = {"model_type": "qwen3", "vocab_size": 2050, "max_position_embeddings": 128}
-_EIGHT |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
-_EIGHT |= {"hidden_size": 120, "head_dim": 32, "intermediate_size": 320}
-llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(llama.Config(**_EIGHT))
-SIZES["four-wide-layers"] = gpt2_size(
-    vocab_size=2048, num_positions=128, num_layers=4, num_heads=4, hidden_size=96
-)
+)  # fmt: skip
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
 
 

@@ -41,6 +41,8 @@ def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path
     wide = {**DEEP, "model": "four-wide-layers"}
     assert_resumes({"infinity": {**wide, **infinity}}, 2)
     assert any(files.rglob("rank0/exp_avg_sq-*.swp"))
+    files = tmp_path / "of others"
+    infinity["offload_dir"] = str(files)
     monkeypatch.setitem(resharding.LAYOUTS, "infinity x 2", infinity)
     pairs = [("infinity x 2", "fsdp x 2"), ("fsdp x 2", "infinity x 2")]
     assert_goes_on(pairs, tmp_path, wide)
