@@ -18,8 +18,7 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
         lasting = LastingStream(stream)
         lasting.write("first\n")
-        for _ in range(30):  # more than a pipe holds
-            lasting.write("x" * 9999 + "\n")
+        lasting.write("x" * 100_000 + "\n")  # more than a pipe holds
         held = b""
         while len(held) < 60_000:
             held += os.read(reader, 2**20)
