@@ -19,10 +19,10 @@ from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.predict import Prediction, predict
 from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import AUTO, RunConfig, with_values
+from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
-    MESH_AXES,
     defaults_for,
     list_strategies,
     load_strategy,

@@ -19,8 +19,9 @@ from distributed_training.plan.layouts import Candidate, build_layout, cut_batch
 from distributed_training.plan.schedules import divisors
 from distributed_training.plan.topology import show_axes
 from distributed_training.settings.config import AUTO
+from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import MESH_AXES, Strategy
+from distributed_training.settings.strategies import Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value, to be put over what was asked
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}

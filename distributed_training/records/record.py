@@ -20,9 +20,9 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from distributed_training.records.provenance import git_commit, timestamp, versions
+from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.files import Model, load_json, parse_as, publish
 
-SCHEMA_VERSION = 2
 RECORD_FILE = "record.json"
 LAST = "hf"  # a folder of the run's weights in Hugging Face's format
 BEST = "best"  # the same, of the lowest validation loss
@@ -31,9 +31,9 @@ TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 FAULTS_FILE = ".faults"  # a line of JSON for each that a process of the run has noted
 LOST = "lost another process"
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 # Axis -> size. The earliest records have no tp and pp.
-Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: {**dict.fromkeys(AXES, 1), **mesh})]
+_ONES = dict.fromkeys(MESH_AXES, 1)
+Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: _ONES | mesh)]
 _OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class RunRecord:
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
     """Create a record with status "running" and everything known before the first step."""
     about = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "status": "running",
         "error": None,
         "started_at": timestamp(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
@@ -20,7 +21,6 @@ from distributed_training.settings.files import (
     expand_home,
     load_json,
     shown,
-    user_path,
 )
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys
 
@@ -290,7 +290,7 @@ def build_config(
 
 def load_preset(given: str) -> dict[str, Any]:
     """The values of a preset: a name of ours, or a path."""
-    path = user_path("preset", given)
+    path = Path(expand_home("preset", given))
     if not path.exists() and not path.parent.name:  # a bare word: one of ours
         path = PRESETS_DIR / f"{path.stem}.json"
     document = load_json(path, "preset")

@@ -15,7 +15,7 @@ from typing import Any
 from distributed_training.settings.config import PIPELINE_SCHEDULES
 from distributed_training.settings.files import load_code
 
-ALL_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Traits:
     """What an engine can do."""
 
     build: str  # its class, "package.module:Class"; an engine's own file says "Class"
-    axes: tuple[str, ...] = ALL_AXES  # axes of the mesh that may be larger than 1
+    axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
     schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
     package: str | None = None  # what it needs besides torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible

@@ -30,11 +30,6 @@ _CHUNK_BYTES = 16 * 2**20
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def user_path(key: str, text: str) -> Path:
-    """The path that `key` names, `~` expanded, there or not; UserError where asking would fail."""
-    return Path(expand_home(key, text))
-
-
 def expand_home(key: str, text: str) -> str:
     """Text that may be a path, `~` expanded; UserError where asking for it would fail: no such
     user, a name that is too long, a folder that may not be entered."""
@@ -120,10 +115,9 @@ def load_json(path: Path, what: str) -> Any:
 def crc32(file: Path, before: int = 0) -> int:
     """CRC-32 of a file; with that of what comes `before`, of both."""
     checksum = before
-    chunk = bytearray(_CHUNK_BYTES)
     with open(file, "rb", buffering=0) as stream:
-        while count := stream.readinto(chunk):
-            checksum = zlib.crc32(memoryview(chunk)[:count], checksum)
+        while chunk := stream.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
     return checksum
 
 

@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.engines import ALL_AXES as MESH_AXES
-from distributed_training.settings.engines import ENGINES, Traits
+from distributed_training.settings.engines import ENGINES, MESH_AXES, Traits
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     ROOT,
@@ -109,15 +108,10 @@ class Strategy:
         return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
-    def pipelined(self) -> bool:
-        """Whether the layers are dealt out to stages."""
-        return self.mesh["pp"] != 1
-
-    @property
     def divides_parameters(self) -> bool:
         """Whether no process holds all parameters at once."""
         if self.traits.takes_deepspeed_json:
-            return self.zero_stage == 3 or self.pipelined
+            return self.zero_stage == 3 or self.mesh["pp"] != 1
         return any(self.mesh[axis] != 1 for axis in ("dp_shard", "tp", "pp"))
 
     @property
@@ -147,7 +141,7 @@ class Strategy:
     def sharding(self) -> str:
         """One phrase for the header: what is divided over processes."""
         parts = []
-        if self.pipelined:
+        if self.mesh["pp"] != 1:
             parts.append("layers over pp")
         if self.mesh["tp"] != 1:
             parts.append("each layer over tp")

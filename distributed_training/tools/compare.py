@@ -49,7 +49,7 @@ from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, user_path
+from distributed_training.settings.files import expand_home, load_json
 from distributed_training.settings.strategies import strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.
@@ -152,7 +152,7 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
     if arguments.cluster is not None:
         raise UserError("--cluster only plans, and this trains", fix="leave it out")
     if arguments.plan is not None:
-        plan = read_plan(user_path("the plan", arguments.plan))
+        plan = read_plan(Path(expand_home("the plan", arguments.plan)))
         name = Path(arguments.plan).stem
     else:
         names = [word.strip() for word in arguments.strategies.split(",")]
@@ -184,7 +184,7 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
         command.append(f"--preset={arguments.preset}")
     out = Path(built.output_dir) / f"compare-{name}-x{count}"
     if arguments.out:
-        out = user_path("--out", arguments.out)
+        out = Path(expand_home("--out", arguments.out))
     return Wanted(runs=runs, out=out, command=command)
 
 

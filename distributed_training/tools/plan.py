@@ -27,7 +27,7 @@ from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import user_path
+from distributed_training.settings.files import expand_home
 from distributed_training.settings.gpus import GIB
 
 SHOWN = 15  # layouts, without --all
@@ -98,7 +98,7 @@ def run(
     for choice in fitting[:BEST]:
         print(f"  {command(choice.plan, cluster, script.name, typed)}")
     if arguments.write:
-        path = user_path("--write", arguments.write)
+        path = Path(expand_home("--write", arguments.write))
         path.write_text(batch_script(fitting[0], cluster, script, typed), encoding="utf-8")
         print(f"wrote {path}")
     return 0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from distributed_training.plan.layouts import cut_batch
 from distributed_training.plan.schedules import SCHEDULES, divisors
+from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import MESH_AXES
 from tests.plan.helpers import candidate, lay_out
 
 MESHES = st.fixed_dictionaries(dict.fromkeys(MESH_AXES, st.integers(1, 4)))

@@ -12,8 +12,8 @@ import pytest
 from distributed_training.plan.mesh import nearest_layouts, show_settings
 from distributed_training.plan.schedules import divisors
 from distributed_training.settings import strategies as strategy_module
+from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import MESH_AXES
 from tests.plan.helpers import candidate, lay_out
 
 AXES = (

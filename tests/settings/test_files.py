@@ -1,19 +1,18 @@
 import os
-from pathlib import Path
 
 import pytest
 
 from distributed_training.settings.config import PATHS, build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, shown, user_path
+from distributed_training.settings.files import expand_home, load_json, shown
 from tests.support import refused
 
 
 def test_home_is_expanded_and_else_a_path_is_taken_as_written(monkeypatch):
     monkeypatch.setenv("HOME", "/some/home")
     for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("a/b.txt", "a/b.txt")):
-        assert user_path("output_dir", text) == Path(path)
-    assert user_path("dataset", "b" * 255) == Path("b" * 255)
+        assert expand_home("output_dir", text) == path
+    assert expand_home("dataset", "b" * 255) == "b" * 255
 
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])
@@ -34,7 +33,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "stat", forbidden)
     with refused(f"weights='{tmp_path}'", "Permission denied"):
-        user_path("weights", str(tmp_path))
+        expand_home("weights", str(tmp_path))
 
 
 @pytest.mark.parametrize(
