@@ -110,8 +110,7 @@ def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(cache, "FileLock", locked)
-    again = prepare(tmp_path, tokenizer)
-    np.testing.assert_array_equal(all_rows(again.train)[0], all_rows(first.train)[0])
+    assert prepare(tmp_path, tokenizer).fingerprint == first.fingerprint
     with refused("token cache", "cannot be written", "Permission denied", "output_dir"):
         prepare(tmp_path, tokenizer, make_corpus(seed=1))
 

@@ -11,10 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from distributed_training.data.chat import ChatTemplate
-from distributed_training.data.corpus import read_corpus, read_prose
-from distributed_training.data.samples import prepare_data
+from distributed_training.data.corpus import read_prose
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.config import build_config
+from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
 # As Qwen3's: each turn between marks, and thoughts shown in the last answer alone.
@@ -103,16 +102,12 @@ def test_what_a_template_may_not_do_and_what_it_refuses():
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
 def test_samples(form, folder, tmp_path):
     said = SAID if form == "messages" else [SAID[0], {"role": "assistant", "content": "A list."}]
-    record = {
-        "messages": {"messages": said},
-        "prompt": {"prompt": said[0]["content"], "completion": "A list."},
-        "text": {"text": "A list."},
-    }[form]
-    file = tmp_path / "data.jsonl"
-    file.write_text((json.dumps(record) + "\n") * 4)
-    config = build_config({"max_length": 200, "pack": False, "num_samples": 2})
+    record = {form: {"messages": said, "prompt": said[0]["content"], "text": "A list."}[form]}
+    if form == "prompt":
+        record["completion"] = "A list."
     tokenizer = Tokenizer(folder)
-    data = prepare_data(read_corpus(str(file)), tokenizer, config, tmp_path / "cache")
+    corpus = jsonl(tmp_path, [record] * 4)
+    data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=200, pack=False)
     assert tokenizer.talks(data.form) == (form != "text")
     theirs = AutoTokenizer.from_pretrained(folder)
     whole = theirs("A list.") if form == "text" else theirs.apply_chat_template(said)

@@ -93,13 +93,12 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
 
 
 def test_unusable_path_is_refused(tmp_path):
-    with refused("dataset=", "without an extension"):
-        read_corpus(write(tmp_path / "a", "one"))
-    with refused("dataset=", "does not exist"):
-        read_corpus(str(tmp_path / "missing.txt"))
-    (tmp_path / "a.txt").symlink_to("/dev/zero")
-    with refused(f"dataset file {tmp_path}/a.txt", "regular"):
-        read_corpus(str(tmp_path / "a.txt"))
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "a").touch()
+    said = {"a": "without an extension", "missing.txt": "does not exist", "zero.txt": "regular"}
+    for name, words in said.items():
+        with refused("dataset", f"{tmp_path}/{name}", words):
+            read_corpus(str(tmp_path / name))
 
 
 def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch):

@@ -72,6 +72,8 @@ def test_lines_are_those_of_the_whole_text(text, sizes):
 def test_of_a_prompt_and_a_completion_the_completion_is_learnt():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
     assert find_form(record, "here") == "prompt"
+    assert find_form({**record, "messages": []}, "here") == "prompt"
+    assert find_form({**record, "messages": [], "text": ""}, "here") == "text"
     assert cut_record(record, "prompt", "here", None) == [
         Piece("2+2=", in_loss=False, eos=False, ends=False),
         Piece("4", in_loss=True, eos=True, ends=True),
@@ -81,6 +83,7 @@ def test_of_a_prompt_and_a_completion_the_completion_is_learnt():
 
 def test_of_a_chat_what_the_assistant_says_is_learnt():
     assert find_form(CHAT, "here") == "messages"
+    assert find_form({**CHAT, "prompt": ""}, "here") == "messages"
     first = "system: Be brief.\nuser: 2 + 2?\nassistant:"
     assert cut_record(CHAT, "messages", "here", None) == [
         Piece(first, in_loss=False, eos=False, ends=False),
@@ -104,12 +107,3 @@ def test_of_a_chat_what_the_assistant_says_is_learnt():
 def test_a_record_of_another_form_is_refused(record, form, words):
     with refused("a.jsonl line 3", *words):
         cut_record(record, form, "a.jsonl line 3", None)
-
-
-def test_the_form_of_a_record_with_several_columns():
-    for keys, form in (
-        ("prompt messages", "messages"),
-        ("prompt messages completion", "prompt"),
-        ("messages text prompt", "text"),
-    ):
-        assert find_form(dict.fromkeys(keys.split()), "here") == form

@@ -47,9 +47,8 @@ def test_a_model_of_chats_answers(tmp_path):
     assert asked.stdout == "assistant: Rome.\n"
     lines = "What is the capital of France?\nAnd of Italy?\n"
     talk = [sys.executable, SCRIPT, "generate", run_dir, "--temperature", "0"]
-    dialogue = subprocess.run(
-        talk, input=lines, capture_output=True, text=True, timeout=60, env=clean_environment()
-    )
+    shell = {"text": True, "timeout": 60, "env": clean_environment()}
+    dialogue = subprocess.run(talk, input=lines, capture_output=True, **shell)
     assert dialogue.stdout.startswith("assistant: Paris.\nassistant: ")
     # The template that is exported gives the text that was trained on.
     theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))

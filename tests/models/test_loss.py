@@ -38,13 +38,9 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(tokens):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not found[2][VOCABULARY:].any(), "padding has no gradient"
     assert not found[1][1].any(), "nor what is before a target that does not count"
-
-
-def test_without_gradients_the_loss_is_the_same():
-    expected = summed_cross_entropy(*values(), VOCABULARY)
     with torch.no_grad():
-        found = ChunkedCrossEntropy(7, compiled=False)(*values(), VOCABULARY)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        evaluated = ChunkedCrossEntropy(tokens, compiled=False)(*values(), VOCABULARY)
+    torch.testing.assert_close(evaluated, expected[0], rtol=1e-6, atol=0)
 
 
 def test_nothing_as_large_as_the_logits_is_kept():
@@ -76,11 +72,6 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
     without checkpointing (results/records/h200-nanogpt/variants.json)."""
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
     values |= {"activation_checkpointing": "none", "precision": "bf16", "checked": False}
-    whole, chunked = (
-        estimate_memory(
-            plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=tokens)
-        ).peak_bytes
-        / 2**30
-        for tokens in (0, 8192)
-    )
+    plans = [plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=n) for n in (0, 8192)]
+    whole, chunked = (estimate_memory(plan).peak_bytes / 2**30 for plan in plans)
     assert 3.4 < whole - chunked < 4.6

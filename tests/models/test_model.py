@@ -69,10 +69,8 @@ def test_padding_rows_are_invisible():
     assert torch.equal(loss, other_loss)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, other_gradients[name])
-    embedding = gradients["token_embedding.weight"]
-    assert embedding.shape[0] == 384
-    assert not embedding[SIZE.vocab_size :].any()
-    assert embedding[: SIZE.vocab_size].any(dim=1).all()
+    used = gradients["token_embedding.weight"].any(dim=1)
+    assert used.tolist() == [True] * SIZE.vocab_size + [False] * 84
 
 
 def test_initial_weights_depend_on_the_seed_alone():
@@ -154,18 +152,15 @@ def test_dropout_acts_in_training_only():
 
 def test_bf16_arithmetic_over_fp32_weights():
     model = random_model()
-    inputs, targets = random_batch()
-    exact = model(inputs).detach()
-    exact_loss, exact_gradients = loss_and_gradients(model, inputs, targets)
+    batch = random_batch()
+    exact_loss, exact_gradients = loss_and_gradients(model, *batch)
     model.compute_dtype = torch.bfloat16
-    logits = model(inputs).detach()
-    loss, gradients = loss_and_gradients(model, inputs, targets)
-    assert logits.dtype == torch.bfloat16
+    assert model(batch[0]).dtype == torch.bfloat16
+    loss, gradients = loss_and_gradients(model, *batch)
     assert loss.dtype == torch.float32
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-    assert not torch.equal(logits.float(), exact)
-    assert float((logits.float() - exact).abs().max()) < 0.05 * float(exact.abs().max())
+    assert loss != exact_loss
     assert float(loss) == pytest.approx(float(exact_loss), rel=0.02)
-    for name, gradient in gradients.items():
-        assert float(F.cosine_similarity(gradient.ravel(), exact_gradients[name].ravel(), 0)) > 0.99
+    for name, parameter in model.named_parameters():
+        ours, exact = gradients[name], exact_gradients[name]
+        assert parameter.dtype == ours.dtype == torch.float32
+        assert float(F.cosine_similarity(ours.ravel(), exact.ravel(), 0)) > 0.99
