@@ -15,6 +15,7 @@ back in whatever is left free. The orders are the authors', operation by operati
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from pipedream.schedules.ops import Op, Schedule, straight
@@ -127,14 +128,15 @@ def _pull(slots: Slots) -> None:
                 break
 
 
-def _by_time(slots: Slots) -> list[tuple[int, int, int, int]]:
+def _by_time(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
     """(slot, rank, kind, microbatch) of all operations, sorted."""
-    return sorted(
-        (slot, rank, kind, i)
-        for rank, own in enumerate(slots)
-        for kind, line in enumerate(own)
-        for i, slot in enumerate(line)
-    )
+    found: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    for rank, own in enumerate(slots):
+        for kind, line in enumerate(own):
+            for i, slot in enumerate(line):
+                found[slot].append((slot, rank, kind, i))
+    for slot in sorted(found):
+        yield from found[slot]
 
 
 def _waits_for(slots: Slots, rank: int, kind: int, i: int) -> list[int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +22,8 @@ WEIGHT_GRADIENT = "W"
 RECOMPUTE = "R"
 _WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+Key = tuple[str, int]
+"""Kind and stage of an operation."""
 
 
 class Op(NamedTuple):
@@ -58,7 +63,7 @@ class Pair(NamedTuple):
 Item = Op | Pair
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """An order of operations for every rank, and the way a microbatch takes through the stages."""
 
@@ -77,27 +82,47 @@ class Schedule:
     def num_ranks(self) -> int:
         return len(self.orders)
 
-    @property
+    @cached_property
+    def flat(self) -> list[list[Op]]:
+        """The orders, a pair as one operation after the other."""
+        return [[op for item in order for op in item.parts] for order in self.orders]
+
+    @cached_property
+    def runs(self) -> list[dict[Key, list[int]]]:
+        """By rank: (kind, stage) -> the microbatches, in the order in which they run."""
+        found: list[dict[Key, list[int]]] = []
+        for order in self.flat:
+            own: dict[Key, list[int]] = defaultdict(list)
+            for kind, stage, i in order:
+                own[kind, stage].append(i)
+            found.append(dict(own))
+        return found
+
+    @cached_property
+    def known(self) -> dict[Key, set[int]]:
+        """(kind, stage) -> the microbatches that some rank runs it for."""
+        found: dict[Key, set[int]] = defaultdict(set)
+        for own in self.runs:
+            for key, line in own.items():
+                found[key].update(line)
+        return dict(found)
+
+    @cached_property
     def num_microbatches(self) -> int:
-        return len({op.microbatch for op in self.ops()})
+        return len(set[int]().union(*self.known.values()))
 
     @property
     def cuts_backward(self) -> bool:
         """Whether some backward passes are run as I and W."""
-        return any(op.kind == WEIGHT_GRADIENT for op in self.ops())
+        return any(kind == WEIGHT_GRADIENT for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
         """All operations, those in pairs too."""
-        for order in self.orders:
-            for item in order:
-                if isinstance(item, Op):
-                    yield item
-                else:
-                    yield from item
+        return chain(*self.flat)
 
     def stages(self) -> list[list[int]]:
         """By rank: the stages that it holds, sorted."""
-        return [sorted({op.stage for item in order for op in item.parts}) for order in self.orders]
+        return [sorted({stage for _, stage in own}) for own in self.runs]
 
     def position(self) -> dict[int, int]:
         """stage -> its place in the model, 0 for the one that holds the first layers."""
@@ -105,12 +130,7 @@ class Schedule:
 
     def ranks(self) -> dict[Op, int]:
         """operation -> the rank that runs it."""
-        return {
-            op: rank
-            for rank, order in enumerate(self.orders)
-            for item in order
-            for op in item.parts
-        }
+        return {op: rank for rank, order in enumerate(self.flat) for op in order}
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
@@ -171,17 +191,6 @@ def load_csv(path: Path) -> Schedule:
         raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
     while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
         orders.pop()
-    stages = _check_stages(orders, path)
-    return Schedule(
-        name=path.stem,
-        orders=tuple(orders),
-        chains=(tuple(stages),),
-        stages_per_rank=max(1, len(stages) // len(orders)),
-    )
-
-
-def _check_stages(orders: Sequence[Sequence[Item]], path: Path) -> list[int]:
-    """0, 1, ... without a gap, each on one rank; else UserError."""
     rank_of: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for op in (op for item in order for op in item.parts):
@@ -198,23 +207,25 @@ def _check_stages(orders: Sequence[Sequence[Item]], path: Path) -> list[int]:
             f"{path} has a stage {max(rank_of)} but no stage {missing}",
             "number the stages from 0 without a gap",
         )
-    return sorted(rank_of)
+    return Schedule(
+        name=path.stem,
+        orders=tuple(orders),
+        chains=(tuple(sorted(rank_of)),),
+        stages_per_rank=max(1, len(rank_of) // len(orders)),
+    )
 
 
 def _parse(cell: str, where: str) -> Item:
     pair = _WRITTEN_PAIR.fullmatch(cell)
-    if pair:
-        return Pair(_parse_op(pair[1], where), _parse_op(pair[2], where))
-    return _parse_op(cell, where)
-
-
-def _parse_op(cell: str, where: str) -> Op:
-    op = _WRITTEN.fullmatch(cell)
-    if op is None:
-        raise UserError(
-            f"{where}: {cell[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"
-        )
-    return Op(op[2], int(op[1]), int(op[3]))
+    ops = []
+    for written in pair.groups() if pair else (cell,):
+        op = _WRITTEN.fullmatch(written)
+        if op is None:
+            raise UserError(
+                f"{where}: {written[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"
+            )
+        ops.append(Op(op[2], int(op[1]), int(op[3])))
+    return Pair(*ops) if pair else ops[0]
 
 
 Lines = Sequence[Sequence[Item]]

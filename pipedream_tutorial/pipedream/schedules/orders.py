@@ -19,7 +19,7 @@ from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight, two_copi
 
 
 def _named(name: str, orders: list[simple.Order], stages_per_rank: int = 1) -> Schedule:
-    return straight(name, [[Op(*op) for op in order] for order in orders], stages_per_rank)
+    return straight(name, [list(map(Op._make, order)) for order in orders], stages_per_rank)
 
 
 def naive(p: int, m: int) -> Schedule:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
     """
     own: dict[int, list[Op]] = {}
     for op in schedule.ops():
-        own.setdefault(op.stage, []).append(op)
+        own.setdefault(op[1], []).append(op)
     num_stages = len(schedule.chains[0])
     return {
         stage: _stage_use(ops, policy, batch_size, num_stages) for stage, ops in sorted(own.items())
@@ -96,15 +96,14 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
 
 
 def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
-    last_backward = WEIGHT_GRADIENT if any(op.kind == WEIGHT_GRADIENT for op in ops) else BACKWARD
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
     in_use: dict[int, int] = {}  # version -> microbatches in flight that run with it
     live: list[tuple[Op, int]] = []
     updates = 0
-    to_do = Counter(op.microbatch // m for op in ops if op.kind == FORWARD)
     upcoming = [op.microbatch for op in ops if op.kind == FORWARD]
+    to_do = Counter(i // m for i in upcoming)
     for op in ops:
         kind, _, i = op
         if kind == FORWARD:
@@ -115,9 +114,9 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                     f"take {p - 1} microbatches a batch or more",
                 )
             in_use[version] = in_use.get(version, 0) + 1
-        elif kind in (BACKWARD, INPUT_GRADIENT):
+        elif kind != WEIGHT_GRADIENT:
             backward[i] = forward[i] if policy.stashed else updates
-        if kind in (last_backward, BACKWARD) and i not in staleness:
+        if kind in (BACKWARD, WEIGHT_GRADIENT):
             version = forward[i]
             in_use[version] -= 1
             if not in_use[version]:
@@ -131,6 +130,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
-            kept = len({updates, *in_use, *range(oldest, updates)})
+            others = [v for v in range(oldest, updates + 1) if v not in in_use]
+            kept = len(in_use) + len(others)
         live.append((op, kept))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))

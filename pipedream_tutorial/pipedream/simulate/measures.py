@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from typing import TypeVar
 
 from pipedream.schedules.ops import (
@@ -64,26 +65,20 @@ def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]
     adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
     share would.
     """
-    again = {op[1:] for op in schedule.ops() if op.kind == RECOMPUTE}
     gone = 1 - schedule.kept
-    change: dict[str, Fraction | int] = {
-        FORWARD: 1,
-        INPUT_GRADIENT: 0,
-        WEIGHT_GRADIENT: -1,
-        BACKWARD: -1,
-        RECOMPUTE: gone,
-    }
+    change: dict[str, Fraction | int]
+    change = {FORWARD: 1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1, BACKWARD: -1, RECOMPUTE: gone}
     found = []
-    for order in schedule.orders:
-        held: Fraction | int = 0
-        steps: list[tuple[Op, Fraction | int]] = []
-        for op in (op for item in order for op in item.parts):
-            held += change[op.kind]
-            steps.append((op, held))
-            if again and op.kind == FORWARD and op[1:] in again:
-                held -= gone
-                steps.append((op, held))
-        found.append(steps)
+    for order in schedule.flat:
+        steps = [(op, change[op[0]]) for op in order]
+        if gone:
+            steps = [
+                step
+                for op, added in steps
+                for step in [(op, added)] + [(op, -gone)] * (op.kind == FORWARD)
+            ]
+        held = accumulate(added for _, added in steps)
+        found.append([(op, count) for (op, _), count in zip(steps, held, strict=True)])
     return found
 
 

@@ -16,12 +16,12 @@ Nothing else is assumed, and no schedule is known here by name.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +33,8 @@ from pipedream.schedules.ops import (
     RECOMPUTE,
     WEIGHT_GRADIENT,
     Item,
+    Key,
     Op,
-    Pair,
     Schedule,
     load_csv,
     repeat,
@@ -66,18 +66,15 @@ class Costs:
 
     def duration(self, item: Item, position: dict[int, int]) -> Fraction:
         """How long one rank is busy with an operation or a pair."""
-        if isinstance(item, Pair):
-            halves = [self.duration(op, position) for op in item.parts]
-            return sum(halves, Fraction(0)) - self.overlap_saving * min(halves)
-        place = position[item.stage]
-        both = self.input_gradient[place] + self.weight_gradient[place]
-        return {
-            FORWARD: self.forward[place],
-            RECOMPUTE: self.forward[place],
-            BACKWARD: both,
-            INPUT_GRADIENT: self.input_gradient[place],
-            WEIGHT_GRADIENT: self.weight_gradient[place],
-        }[item.kind]
+        halves = [self._of(op.kind, position[op.stage]) for op in item.parts]
+        hidden = self.overlap_saving * min(halves) if len(halves) > 1 else 0
+        return sum(halves, Fraction(0)) - hidden
+
+    def _of(self, kind: str, place: int) -> Fraction:
+        if kind in (FORWARD, RECOMPUTE):
+            return self.forward[place]
+        first = Fraction(0) if kind == WEIGHT_GRADIENT else self.input_gradient[place]
+        return first if kind == INPUT_GRADIENT else first + self.weight_gradient[place]
 
 
 def build_costs(
@@ -131,9 +128,9 @@ class Timeline:
     costs: Costs
     tick: Fraction
     """In the unit of the costs."""
-    starts: tuple[tuple[int, ...], ...]
+    starts: Sequence[Sequence[int]]
     """In ticks."""
-    ends: tuple[tuple[int, ...], ...]
+    ends: Sequence[Sequence[int]]
 
     @property
     def makespan(self) -> Fraction:
@@ -159,12 +156,15 @@ class Timeline:
 
 
 class Needs:
-    """Finds what operations wait for, knowing which kinds the schedule uses."""
+    """Finds what operations wait for, knowing which ones the schedule has."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.known = set(schedule.ops())
+        self.known = schedule.known
         self.after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
         self.before = {b: a for a, b in self.after.items()}
+
+    def __contains__(self, op: Op) -> bool:
+        return op.microbatch in self.known.get(op[:2], ())
 
     def of(self, op: Op) -> list[Op]:
         """The operations whose results this one takes in, those on its own stage included."""
@@ -176,10 +176,10 @@ class Needs:
         if kind == RECOMPUTE:
             return [Op(FORWARD, stage, i)]
         again = Op(RECOMPUTE, stage, i)
-        found = [again if again in self.known else Op(FORWARD, stage, i)]
+        found = [again if again in self else Op(FORWARD, stage, i)]
         if stage in self.after:
             half = Op(INPUT_GRADIENT, self.after[stage], i)
-            found.append(half if half in self.known else half._replace(kind=BACKWARD))
+            found.append(half if half in self else half._replace(kind=BACKWARD))
         return found
 
 
@@ -190,21 +190,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     one that no rank runs or that is there twice.
     """
     _check_once_and_whole(schedule)
-    clock = _Clock(schedule, costs)
-    starts, ends = _run(schedule, clock, [0] * schedule.num_ranks)
-    return Timeline(
-        schedule=schedule,
-        costs=costs,
-        tick=clock.tick,
-        starts=tuple(map(tuple, starts)),
-        ends=tuple(map(tuple, ends)),
-    )
+    tick, starts, ends = _run(schedule, costs, [0] * schedule.num_ranks)
+    return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
 
 
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
     a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
-    clock = _Clock(timeline.schedule, timeline.costs)
     free = [0] * len(timeline.ends)
     now = [ends[-1] if ends else 0 for ends in timeline.ends]
     for done in range(1, count):
@@ -213,128 +205,130 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
             (step,) = steps
             return [end + (count - done) * step for end in now]
         free = now
-        _, ends = _run(timeline.schedule, clock, free)
+        _, _, ends = _run(timeline.schedule, timeline.costs, free)
         now = [line[-1] if line else before for line, before in zip(ends, free, strict=True)]
     return now
 
 
+_Results = dict[int, int]
+"""Microbatch -> when an operation's result was there, in ticks."""
+
+
+class _Rule(NamedTuple):
+    """What holds for all items of one kind on a rank; times in ticks."""
+
+    lasts: int
+    takes: list[tuple[int, _Results, int]]
+    """(which operation of the item, result that it takes in, time to send)."""
+    gives: list[tuple[int, _Results]]
+
+
 def _run(
-    schedule: Schedule, clock: _Clock, free: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """By rank: starts and ends, in ticks, where rank r is free from free[r] on."""
-    ended: _Ended = {}
-    wanted = Needs(schedule)
-    tables = [_rules(wanted, kinds, ended, clock) for kinds in clock.kinds]
+    schedule: Schedule, costs: Costs, free: Sequence[int]
+) -> tuple[Fraction, list[list[int]], list[list[int]]]:
+    """The tick, and by rank starts and ends, where rank r is free from free[r] on."""
+    tick, rules = _rules(schedule, costs)
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
-    ranks = list(range(len(free)))
+    lines = zip(schedule.orders, rules, free, starts, ends, strict=True)
+    ranks = [(_advance(*line), line[-1]) for line in lines]
     going = True
     while going:  # down the ranks with forward passes, up with backward passes
         going = False
-        for rank in ranks:
-            order = schedule.orders[rank]
-            before = len(ends[rank])
-            if before < len(order):
-                _advance(order, tables[rank], starts[rank], ends[rank], free[rank])
-                going = going or len(ends[rank]) > before
+        for rank, done in ranks:
+            before = len(done)
+            next(rank, None)
+            going = going or len(done) > before
         ranks.reverse()
-    if any(len(line) < len(order) for line, order in zip(ends, schedule.orders, strict=True)):
-        raise _stuck(schedule, [len(line) for line in ends])
-    return starts, ends
-
-
-_Ended = dict[tuple[str, int], dict[int, int]]
-"""(kind of result, stage) -> microbatch -> when it was there; B and I give the same result."""
-
-_Rules = dict[tuple[object, ...], tuple[int, list[tuple[dict[int, int], int]], dict[int, int]]]
-"""(kind, stage), of one rank -> duration, (results that it takes in, time to send), its results.
-Of a pair the duration alone."""
+    if any(len(done) < len(order) for done, order in zip(ends, schedule.orders, strict=True)):
+        raise _stuck(schedule, [len(done) for done in ends])
+    return tick, starts, ends
 
 
 def _advance(
-    order: Sequence[Item], rules: _Rules, starts: list[int], ends: list[int], free: int
-) -> None:
-    """Run a rank's items up to the first that has to wait."""
-    now = ends[-1] if ends else free
-    for place in range(len(ends), len(order)):
-        item = order[place]
-        start = now
-        for kind, stage, i in (item,) if len(item) == 3 else item:
-            for results, delay in rules[kind, stage][1]:
-                if i not in results:
-                    return
-                if results[i] + delay > start:
-                    start = results[i] + delay
-        now = start + rules[item[:2] if len(item) == 3 else _kind(item)][0]
-        starts.append(start)
+    order: Sequence[Item],
+    rules: dict[tuple[object, ...], _Rule],
+    now: int,
+    starts: list[int],
+    ends: list[int],
+) -> Iterator[None]:
+    """Run a rank's items; comes back where it has to wait."""
+    for item in order:
+        numbers: Sequence[int]
+        if len(item) == 3:  # an operation; both lines spelled out, for they are most of the time
+            lasts, takes, gives = rules[item[:2]]
+            numbers = item[2:]
+        else:
+            lasts, takes, gives = rules[_kind(item)]
+            numbers = [op.microbatch for op in item]
+        for place, results, delay in takes:
+            i = numbers[place]
+            while i not in results:
+                yield
+            if results[i] + delay > now:
+                now = results[i] + delay
+        starts.append(now)
+        now += lasts
         ends.append(now)
-        for kind, stage, i in (item,) if len(item) == 3 else item:
-            rules[kind, stage][2][i] = now
-
-
-def _rules(
-    wanted: Needs, kinds: dict[tuple[object, ...], Item], ended: _Ended, clock: _Clock
-) -> _Rules:
-    """What one microbatch's operations on this rank need, all of them do."""
-    ops = {op for item in kinds.values() for op in item.parts}
-    held = {op.stage for op in ops}
-
-    def results(op: Op) -> dict[int, int]:
-        shared = BACKWARD if op.kind == INPUT_GRADIENT else op.kind
-        return ended.setdefault((shared, op.stage), {})
-
-    found: _Rules = {key: (clock.durations[key], [], {}) for key in kinds}
-    for op in ops:
-        taken = [
-            (results(need), 0 if need.stage in held else clock.communication)
-            for need in wanted.of(op)
-        ]
-        found[op[:2]] = clock.durations.get(op[:2], 0), taken, results(op)
-    return found
-
-
-class _Clock:
-    """Durations in ticks."""
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.kinds = [
-            {item[:2] if len(item) == 3 else _kind(item): item for item in order}
-            for order in schedule.orders
-        ]
-        """By rank: its items without their microbatches -> one such item."""
-        position = schedule.position()
-        exact = {
-            key: costs.duration(item, position)
-            for kinds in self.kinds
-            for key, item in kinds.items()
-        }
-        times = [costs.communication, *exact.values()]
-        scale = math.lcm(*(time.denominator for time in times))
-        ticks = math.gcd(*(int(time * scale) for time in times)) or 1
-        self.tick = Fraction(ticks, scale)
-        self.communication = int(costs.communication / self.tick)
-        self.durations = {key: int(time / self.tick) for key, time in exact.items()}
+        for place, results in gives:
+            results[numbers[place]] = now
 
 
 def _kind(item: Item) -> tuple[object, ...]:
     """Without its microbatches."""
-    return tuple(field for op in item.parts for field in op[:2])
+    return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
+
+
+def _rules(
+    schedule: Schedule, costs: Costs
+) -> tuple[Fraction, list[dict[tuple[object, ...], _Rule]]]:
+    """The tick, and by rank the rule of each kind of item."""
+    wanted = Needs(schedule)
+    position = schedule.position()
+    kinds = [
+        {item[:2] if len(item) == 3 else _kind(item): item for item in order}
+        for order in schedule.orders
+    ]
+    lasts = {kind: costs.duration(item, position) for own in kinds for kind, item in own.items()}
+    times = [costs.communication, *lasts.values()]
+    scale = math.lcm(*(time.denominator for time in times))
+    tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
+    communication = int(costs.communication / tick)
+    ended: dict[Key, _Results] = defaultdict(dict)
+
+    def results(op: Op) -> _Results:  # B and I give the same
+        return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
+
+    def rule(item: Item, held: Container[int]) -> _Rule:
+        takes = [
+            (place, results(need), 0 if need.stage in held else communication)
+            for place, op in enumerate(item.parts)
+            for need in wanted.of(op)
+        ]
+        return _Rule(
+            int(lasts[_kind(item)] / tick), takes, list(enumerate(map(results, item.parts)))
+        )
+
+    stages = map(set, schedule.stages())
+    return tick, [
+        {kind: rule(item, held) for kind, item in own.items()}
+        for own, held in zip(kinds, stages, strict=True)
+    ]
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
     """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
     ValueError names what is not so."""
-    ops = list(schedule.ops())
-    if len(set(ops)) < len(ops):
-        twice = next(op for op, count in Counter(ops).items() if count > 1)
-        raise ValueError(f"{twice} is in the orders twice")
-    there: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in "FBIW"}
-    for op in ops:
-        if op[0] in there:
-            there[op[0]].add(op[1:])
-    forwards, wholes, inputs, weights = there.values()
-    if wholes or inputs or weights:  # otherwise an order of forward passes alone
-        for stage, i in (wholes & inputs) | (inputs ^ weights) | (forwards - wholes - inputs):
+    for (kind, stage), there in schedule.known.items():
+        lines = [own.get((kind, stage), []) for own in schedule.runs]
+        if sum(map(len, lines)) > len(there):
+            (i, _), *_ = Counter(chain(*lines)).most_common()
+            raise ValueError(f"{stage}{kind}{i} is in the orders twice")
+    if all(kind == FORWARD for kind, _ in schedule.known):  # an order of forward passes alone
+        return
+    for stage in {stage for _, stage in schedule.known}:
+        forwards, wholes, inputs, weights = (schedule.known.get((k, stage), set()) for k in "FBIW")
+        for i in (wholes & inputs) | (inputs ^ weights) | (forwards - wholes - inputs):
             raise ValueError(
                 f"stage {stage} needs either {stage}B{i} or both {stage}I{i} and {stage}W{i} "
                 f"for microbatch {i}"
@@ -345,18 +339,14 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     """What a rank waits for that none runs; else follow what each stuck rank waits for until a
     rank comes up again."""
     wanted = Needs(schedule)
-    ranks = schedule.ranks()
     for op in schedule.ops():
         for need in wanted.of(op):
-            if need not in ranks:
+            if need not in wanted:
                 return ValueError(f"{op} needs {need}, which no rank runs")
-    done = {
-        op
-        for order, count in zip(schedule.orders, ended, strict=True)
-        for item in order[:count]
-        for op in item.parts
-    }
-    rank = next(r for r, order in enumerate(schedule.orders) if ended[r] < len(order))
+    ranks = schedule.ranks()
+    lines = list(zip(schedule.orders, ended, strict=True))
+    done = {op for order, count in lines for item in order[:count] for op in item.parts}
+    rank = next(r for r, (order, count) in enumerate(lines) if count < len(order))
     path: dict[int, tuple[Op, Op]] = {}
     while rank not in path:
         item = schedule.orders[rank][ended[rank]]
@@ -375,12 +365,11 @@ def load_order(path: Path) -> Schedule:
     Raises UserError for orders that are incomplete or that wait for each other.
     """
     schedule = load_csv(path)
+    count = schedule.num_microbatches
     try:
-        found = sorted({op.microbatch for op in schedule.ops()})
-        if found != list(range(len(found))):
-            last = len(found) - 1
-            raise ValueError(f"its {len(found)} microbatches are not numbered 0 to {last}")
-        if all(op.kind == FORWARD for op in schedule.ops()):
+        if set[int]().union(*schedule.known.values()) != set(range(count)):
+            raise ValueError(f"its {count} microbatches are not numbered 0 to {count - 1}")
+        if all(kind == FORWARD for kind, _ in schedule.known):
             raise ValueError("it has no backward pass")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:

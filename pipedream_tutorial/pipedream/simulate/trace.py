@@ -121,7 +121,7 @@ def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
         (need, op)
         for op in schedule.ops()
         for need in wanted.of(op)
-        if need.stage != op.stage and need in wanted.known
+        if need.stage != op.stage and need in wanted
     ]
 
 
