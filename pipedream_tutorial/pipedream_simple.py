@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -331,25 +332,34 @@ def stashed_versions(order: Order) -> tuple[int, int]:
 
 # --- What is printed -------------------------------------------------------------------------
 
-HEAD = f"""{"":<24}{"one batch":^20}{"in a row":^15}{"at most":^18}
-{"":<24}  time bubble   span    time   used activ. weights stale"""
-NOTES = """\
-bubble: idle share until the last rank ends; span: within each rank's own span; used: busy share.
-In a row: num_batches batches. After a flush a rank starts the next batch once its own work is done;
-PipeDream never pauses. At most, on any rank: activ., microbatches whose activations it holds;
-weights, copies of its parameters; stale, updates between the weights a microbatch saw and its own.
-More schedules, search, training: python -m pipedream"""
+NOTES = (
+    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
+    "share.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
+    "pause.",
+    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
+    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
+)
 LEGEND = """\
 F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
 microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
 
 
-def table_line(row: Row) -> str:
-    """What the row comes to, on the fullest rank or stage."""
-    cells = f"{number(row.makespan):>6}{percent(row.idle):>7}{percent(row.span_idle):>7}"
-    cells += f"{number(row.stream):>8}{percent(1 - row.stream_idle):>7}"
-    cells += f"{number(max(row.activations)):>7}{max(row.versions):>8}{max(row.staleness):>5}"
-    return f"{row.title:<24}{cells}"
+def table_head(num_batches: int) -> str:
+    return f"""{"":<24}{"one batch":^20}{f"{num_batches} in a row":^15}{"at most":>14}
+{"":<24}  time bubble   span    time   used activ. weights stale"""
+
+
+def table_line(
+    title: str, makespan: Fraction, idle: Fraction, span_idle: Fraction, stream: Fraction,
+    stream_idle: Fraction, activations: Sequence[Fraction], versions: Sequence[Fraction | int],
+    staleness: Sequence[int],
+) -> str:  # fmt: skip
+    """A Row's figures; of those by rank or stage the largest."""
+    cells = f"{number(makespan):>6}{percent(idle):>7}{percent(span_idle):>7}"
+    cells += f"{number(stream):>8}{percent(1 - stream_idle):>7}"
+    cells += f"{number(max(activations)):>7}{number(max(versions)):>8}{max(staleness):>5}"
+    return f"{title:<24}{cells}"
 
 
 def number(value: Fraction | int) -> str:
@@ -405,16 +415,19 @@ def main() -> None:
         f"durations F = {f}, I = {i}, W = {w},\nB = I + W, communication {c}"
     )
     if config["schedule"] == "all":
-        print(HEAD, flush=True)
+        print(table_head(config["num_batches"]), flush=True)
         for name, (title, _) in SCHEDULES.items():
             try:
-                print(table_line(measure(name, config)), flush=True)  # each as soon as it is there
+                row = measure(name, config)
+                print(table_line(title, *row[4:]), flush=True)  # each as soon as it is there
             except ValueError as error:
                 print(f"{title:<24}not possible: {error}")
     else:
         row = measure(config["schedule"], config)
-        print(LEGEND, f"\n{row.title}", draw(row), "", HEAD, table_line(row), sep="\n")
-    print(NOTES)
+        print(LEGEND, f"\n{row.title}", draw(row), "", sep="\n")
+        print(table_head(config["num_batches"]), table_line(row.title, *row[4:]), sep="\n")
+    for note in (*NOTES, "More schedules, search, training: python -m pipedream"):
+        print(textwrap.fill(note, 100))
 
 
 def chosen() -> dict[str, Any] | None:

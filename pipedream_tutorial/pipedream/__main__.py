@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from pipedream_simple import number, percent
+from pipedream_simple import NOTES, number, percent, table_head, table_line
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
@@ -257,24 +257,23 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
     """All schedules in one table, each as soon as it is there; for those that are not possible the
     reason."""
     mixed = False
-    print(f"{'':<24}{'one batch':^20}{f'{case.num_batches} in a row':^15}{'at most':^21}".rstrip())
-    print(
-        f"{'':<24}{'time':>6}{'bubble':>7}{'span':>7}{'time':>8}{'used':>7}"
-        f"{'activ.':>7}{'weights':>8}{'stale':>6}"
-    )
+    print(table_head(case.num_batches))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
             continue
-        print(
-            f"{row.title:<24}{number(row.batch.makespan):>6}"
-            f"{percent(row.batch_idle.makespan_fraction):>7}"
-            f"{percent(row.batch_idle.span_fraction):>7}{number(row.stream_makespan):>8}"
-            f"{percent(1 - row.stream_idle.makespan_fraction):>7}"
-            f"{number(max(row.peak_activations)):>7}{number(max(row.weight_copies)):>8}"
-            f"{max(row.staleness):>5}{'*' if row.mixed else ''}",
-            flush=True,
+        line = table_line(
+            row.title,
+            row.batch.makespan,
+            row.batch_idle.makespan_fraction,
+            row.batch_idle.span_fraction,
+            row.stream_makespan,
+            row.stream_idle.makespan_fraction,
+            row.peak_activations,
+            row.weight_copies,
+            row.staleness,
         )
+        print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
     for note in NOTES:
         print_wrapped("", note)
@@ -282,14 +281,6 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
         print_wrapped("", MIXED)
 
 
-NOTES = (
-    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
-    "share.",
-    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
-    "pause.",
-    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
-    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
-)
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 
 
