@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Inbox, Peer
+from pipedream.runtime.channels import Peer
 from pipedream.runtime.session import build_cases
 from pipedream.runtime.stage import Clock
 from pipedream.runtime.workload import build_workload, on_gpus
@@ -213,13 +213,13 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         return FakeWork(log, number)
 
     monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
-    peer = Peer(rank=1, incoming=None, outgoing=None, device=torch.device("cpu"))
+    peer = Peer(1, None, None)
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
-    inbox = Inbox(peer, sent, torch.zeros(2, dtype=torch.float64), depth)
+    peer.expect(sent, torch.zeros(2, dtype=torch.float64), depth)
     assert len(log) == min(depth, 4)
     for microbatch in (0, 3, 1, 2):  # another order than the sender's
         op = Op("F", 1, microbatch)
-        assert inbox.take(op).tolist() == [sent.index(op)] * 2
+        assert peer.take(op).tolist() == [sent.index(op)] * 2
         ahead = sum(1 if what == "post" else -1 for what, _ in log)
         assert ahead == min(depth, 4 - sum(what == "wait" for what, _ in log))
     assert [number for what, number in log if what == "wait"] == [0, 1, 2, 3]

@@ -12,7 +12,6 @@ import datetime
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,18 +31,65 @@ def connection_to(whom: str) -> Iterator[None]:
         raise StageLostError(f"the connection to {whom} broke ({reason})") from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
     """Another rank that messages come from or go to, each way in a process group of its own."""
 
-    rank: int
-    incoming: Any
-    outgoing: Any
-    device: torch.device
+    def __init__(self, rank: int, incoming: Any, outgoing: Any) -> None:
+        self.rank = rank
+        self.name = f"stage {rank}"
+        self.incoming = incoming
+        self.outgoing = outgoing
+        self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
 
-    @property
-    def name(self) -> str:
-        return f"stage {self.rank}"
+    def expect(self, arriving: Sequence[Op], like: torch.Tensor, depth: int) -> None:
+        """Begin a run. `arriving`: the peer's operations whose results come here, in the order in
+        which it sends, all of one form. `depth` receives are posted before they are asked for; with
+        0 each is posted when it is."""
+        self.like = like
+        self.depth = depth
+        self.to_post = deque(arriving)
+        self.posted: deque[tuple[Op, torch.Tensor, Any]] = deque()
+        self.arrived: dict[Op, torch.Tensor] = {}
+        self._post(depth)
+
+    def _post(self, depth: int) -> None:
+        while self.to_post and len(self.posted) < depth:
+            op = self.to_post.popleft()
+            buffer = torch.empty_like(self.like)
+            with connection_to(self.name):
+                work = dist.irecv(buffer, self.rank, group=self.incoming)
+            self.posted.append((op, buffer, work))
+
+    def take(self, wanted: Op) -> torch.Tensor:
+        """The result of one of the peer's operations; waits for it.
+
+        On a GPU the wait is the stream's, and this returns at once.
+        """
+        while wanted not in self.arrived:
+            self._post(max(1, self.depth))
+            op, buffer, work = self.posted.popleft()
+            with connection_to(self.name):
+                work.wait()
+            self.arrived[op] = buffer
+            self._post(self.depth)
+        return self.arrived.pop(wanted)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Start to send; the tensor is kept until it is through."""
+        # NCCL says when a send is done; gloo's say so only in wait(), so they stay until drain().
+        while self.under_way and self.under_way[0][1].is_completed():
+            self.under_way.popleft()
+        tensor = tensor.contiguous()
+        with connection_to(self.name):
+            work = dist.isend(tensor, self.rank, group=self.outgoing)
+        self.under_way.append((tensor, work))
+
+    def drain(self) -> None:
+        """Wait until all is through (on a GPU: have the stream wait)."""
+        with connection_to(self.name):
+            for _, work in self.under_way:
+                work.wait()
+        self.under_way.clear()
 
 
 def connect(
@@ -62,103 +108,36 @@ def connect(
     comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
     groups = {}
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    others = set()
     for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
         for sender, receiver in ((low, high), (high, low)):
-            options = _nccl_options(timeout, max_ctas) if backend == "nccl" else None
-            group = dist.new_group(
-                [low, high], backend=backend, timeout=timeout, pg_options=options
-            )
+            group = _new_group([low, high], device, timeout, max_ctas)
             if rank not in (sender, receiver):
                 continue
             groups[sender, receiver] = group
             tensor = torch.zeros(1, device=device)
-            with connection_to(f"stage {receiver if rank == sender else sender}"):
+            other = receiver if rank == sender else sender
+            others.add(other)
+            with connection_to(f"stage {other}"):
                 if rank == sender:
                     dist.send(tensor, receiver, group=group)
                 else:
                     dist.recv(tensor, sender, group=group)
                 tensor.item()  # on a GPU: wait until the message is through
-    others = {receiver for _, receiver in groups} - {rank}
-    return {
-        other: Peer(
-            rank=other, incoming=groups[other, rank], outgoing=groups[rank, other], device=device
-        )
-        for other in others
-    }
+    return {other: Peer(other, groups[other, rank], groups[rank, other]) for other in others}
 
 
-def _nccl_options(timeout: datetime.timedelta, max_ctas: int | None) -> Any:
-    """For one group: torch writes the group's name and ranks into them."""
+def _new_group(
+    ranks: list[int], device: torch.device, timeout: datetime.timedelta, max_ctas: int | None
+) -> Any:
+    if device.type == "cpu":
+        return dist.new_group(ranks, backend="gloo", timeout=timeout)
+    # Of their own: torch writes the group's name and ranks into them.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    return options
-
-
-class Inbox:
-    """What one peer sends, received in the order in which it sends."""
-
-    def __init__(self, peer: Peer, arriving: Sequence[Op], like: torch.Tensor, depth: int) -> None:
-        """`arriving`: the peer's operations whose results come here, all of one shape and dtype.
-        `depth` receives are posted before they are asked for; with 0 each is posted when it is."""
-        self.peer = peer
-        self.like = like
-        self.depth = depth
-        self.to_post = deque(arriving)
-        self.posted: deque[tuple[Op, torch.Tensor, Any]] = deque()
-        self.arrived: dict[Op, torch.Tensor] = {}
-        self._post(depth)
-
-    def _post(self, depth: int) -> None:
-        peer = self.peer
-        while self.to_post and len(self.posted) < depth:
-            op = self.to_post.popleft()
-            buffer = torch.empty_like(self.like, device=peer.device)
-            with connection_to(peer.name):
-                work = dist.irecv(buffer, peer.rank, group=peer.incoming)
-            self.posted.append((op, buffer, work))
-
-    def take(self, wanted: Op) -> torch.Tensor:
-        """The result of one of the peer's operations; waits for it.
-
-        On a GPU the wait is the stream's, and this returns at once.
-        """
-        while wanted not in self.arrived:
-            self._post(max(1, self.depth))
-            op, buffer, work = self.posted.popleft()
-            with connection_to(self.peer.name):
-                work.wait()
-            self.arrived[op] = buffer
-            self._post(self.depth)
-        return self.arrived.pop(wanted)
-
-
-class Outbox:
-    """What goes to one peer."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Start to send; the tensor is kept until it is through."""
-        peer = self.peer
-        # NCCL says when a send is done; gloo's say so only in wait(), so they stay until drain().
-        while self.under_way and self.under_way[0][1].is_completed():
-            self.under_way.popleft()
-        tensor = tensor.contiguous()
-        with connection_to(peer.name):
-            work = dist.isend(tensor, peer.rank, group=peer.outgoing)
-        self.under_way.append((tensor, work))
-
-    def drain(self) -> None:
-        """Wait until all is through (on a GPU: have the stream wait)."""
-        with connection_to(self.peer.name):
-            for _, work in self.under_way:
-                work.wait()
-        self.under_way.clear()
+    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
 
 
 def gather(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipedream.runtime.channels import Inbox, Outbox, Peer, connection_to
+from pipedream.runtime.channels import Peer, connection_to
 from pipedream.runtime.prediction import Case
 from pipedream.runtime.workload import Config, emulated_ms
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op
@@ -218,14 +218,12 @@ def _run_order(
     orders = case.schedule.orders
     source = {taker: giver for giver, taker in handed_on(case.schedule)}
     target = {giver: taker for taker, giver in source.items()}
+    peers = station.peers
     example, _ = station.task.microbatch(0)
-    inboxes = {}
-    outboxes = {}
-    for rank, peer in station.peers.items():
+    for rank, peer in peers.items():
         sent = [op for item in orders[rank] for op in item.parts if op in target]
         arriving = [op for op in sent if ranks[target[op]] == own]
-        inboxes[rank] = Inbox(peer, arriving, example, station.config["receive_depth"])
-        outboxes[rank] = Outbox(peer)
+        peer.expect(arriving, example, station.config["receive_depth"])
     spans: list[_Span] = []
     kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
     mark = clock.mark
@@ -236,7 +234,7 @@ def _run_order(
             received = kept.pop(giver)
         elif giver is not None:
             begun = mark()
-            received = inboxes[ranks[giver]].take(giver)
+            received = peers[ranks[giver]].take(giver)
             spans.append(("receive", giver, begun, mark()))
         begun = mark()
         result = trainers[op.stage].run(op, received, station.task)
@@ -251,8 +249,8 @@ def _run_order(
             kept[op] = result
         else:
             begun = mark()
-            outboxes[to].send(result)
+            peers[to].send(result)
             spans.append(("send", op, begun, mark()))
-    for outbox in outboxes.values():
-        outbox.drain()
+    for peer in peers.values():
+        peer.drain()
     return spans
