@@ -16,14 +16,12 @@ from distributed_training.settings.config import build_config
     [
         (3, False, 0, 100, [6, 7, 8]),
         (3, True, 0, 100, [15, 16, 17]),  # the 13th is captured
-        (3, True, 0, 17, [15, 16, 17]),
         (3, True, 0, 16, [10, 11, 12]),
         (3, False, 40, 100, [46, 47, 48]),  # a resumed run warms up again
         (3, False, 0, 5, [3, 4, 5]),
         (3, True, 0, 10, [8, 9, 10]),
         (20, True, 0, 16, list(range(2, 13))),
         (3, False, 98, 100, [100]),
-        (3, False, 99, 100, []),
         (0, False, 0, 100, []),
     ],
 )

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from distributed_training.run.ranks import run_ranks, starting
+from distributed_training.run.ranks import PATIENCE, run_ranks, starting
 from tests.conftest import clean_environment
 
 BEGIN = """
@@ -62,7 +62,7 @@ def test_only_who_failed_by_itself_is_blamed(ranks):
 
 
 def test_who_does_not_end_is_killed(ranks, monkeypatch):
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0.5")
+    monkeypatch.setenv(PATIENCE, "0.5")
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
 

@@ -43,16 +43,14 @@ def test_the_global_batch_stays(batch, begun, tmp_path):
     values = {"batch_size": batch[0], "grad_accum_steps": batch[1]}
     before = begun(4, **values)
     for count in (1, 2, 3, 4, 6):
-        each, odd = divmod(before.batch.global_batch_size, count)
-        if odd:
+        asked = config_for(tmp_path, **values)
+        if before.batch.global_batch_size % count:
             with refused(f"{count} processes cannot share the global batch"):
-                go_on(config_for(tmp_path, **values), AGENTS[:1], count)
+                go_on(asked, AGENTS[:1], count)
             continue
-        config, (note,) = go_on(config_for(tmp_path, **values), AGENTS[:1], count)
-        after = planned(config, count)
-        assert after.work == before.work
+        config, (note,) = go_on(asked, AGENTS[:1], count)
+        assert planned(config, count).work == before.work
         assert config.batch_size <= batch[0]
-        assert config.batch_size * config.grad_accum_steps == each
         assert ("global batch stays" in note) is (count != 4)
         assert "from the beginning" in note
 
@@ -126,21 +124,19 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
 
 
-@pytest.mark.parametrize(
-    "typed", [{"seed": 8}, {"local_steps": 4}, {"learning_rate": 0.5}], ids=str
-)
+@pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
 @pytest.mark.parametrize("where", ["CONFIG", "command line"])
 def test_what_was_typed_counts(where, typed, saved):
-    config = {"strategy": "local_sgd", **typed}
-    words = [f"resume={saved.run_dir}"]
-    if where == "command line":
+    config = {"strategy": "local_sgd"}
+    words = [f"resume={saved.run_dir}", "strategy=local_sgd"]
+    if where == "CONFIG":
+        config |= typed
+    else:
         words += [f"{name}={value}" for name, value in typed.items()]
-        config = {}
-    config, notes = take_over(merged(config, *words, "strategy=local_sgd"), 4)
+    config, notes = take_over(merged(config, *words), 4)
     plan = planned(config.model_copy(update={"resume": None}), 4)
     assert plan.work == saved.work | typed
-    (name,) = typed
-    assert name not in " ".join(notes)
+    assert not any(name in " ".join(notes) for name in typed)
 
 
 def test_a_strategy_that_is_typed_leaves_out_the_others_keys(saved):

@@ -56,7 +56,6 @@ LONG = {"batch_size": 128, "max_length": 128}  # tokens of a loss
     [
         (2, {"strategy": "dp", **LONG}, True, True),
         (1, {"strategy": "dp"}, False, False),
-        (2, {"strategy": "zero2", **LONG, "batch_size": 64}, True, False),
         (2, {"strategy": "fsdp", **LONG, "loss_chunk_tokens": 4096}, False, False),
         (2, {"strategy": "tp", **LONG}, False, False),
     ],
@@ -66,12 +65,11 @@ def test_what_needs_less_memory_is_advised_where_it_helps(
 ):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
     plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=count, **values)
-    last = cpu_topology(plan, rank=count - 1)
-    text = ending.explain_out_of_memory(plan, last, "tried to allocate")
+    text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
     assert ("strategy=zero3 or fsdp" in text) == divide
     assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
     assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
-    assert f"on rank {last.rank}: tried to allocate\n  1.00 GiB" in text
+    assert "on rank 0: tried to allocate\n  1.00 GiB" in text
 
 
 def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):
