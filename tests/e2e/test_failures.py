@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-import sys
 
-from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
+import pytest
+
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings, train
 from tests.e2e.support import (
     launcher_command,
     left_over,
@@ -15,7 +16,6 @@ from tests.e2e.support import (
     running,
     wait_for,
 )
-from tests.pool import ROOT
 
 LIMIT_S = 150  # of a hang; alone on a machine it takes a tenth
 LONG = {**SMALL, "num_samples": 1200, "epochs": 80}
@@ -28,31 +28,13 @@ def kill_rank_1(tmp_path):
     worker.send_signal(signal.SIGKILL)
 
 
-INTERRUPTED_SCRIPT = """
-import signal, sys
-sys.path.insert(0, {root!r})
-import real_model_example
-from distributed_training.run import assemble
-
-def build_engine(*arguments):
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:  # as a tensor's constructor does
-        raise ValueError("could not determine the shape")
-
-assemble.build_engine = build_engine
-raise SystemExit(real_model_example.main())
-"""
-
-
 def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED_SCRIPT.format(root=str(ROOT)))
-    values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs"}
-    result = run_command([sys.executable, script, *settings(values)], timeout_s=LIMIT_S)
-    assert result.returncode == 130, result.stderr
-    assert result.stderr.strip() == "interrupted; nothing was trained"
-    assert only_record(tmp_path / "runs")["status"] == "interrupted"
+    job = {"arguments": settings({**SMALL, "strategy": "dp", "output_dir": tmp_path})}
+    with pytest.raises(RuntimeError, match=r"exit codes \[130\]") as caught:
+        heavy_pool().call("tests.e2e.fault_cases:with_ctrl_c_in_a_library", job, num_processes=1)
+    assert "interrupted; nothing was trained" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert only_record(tmp_path)["status"] == "interrupted"
 
 
 def test_killed_rank_is_recorded_by_the_parent(tmp_path):

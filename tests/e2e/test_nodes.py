@@ -72,7 +72,9 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
     assert_refused(script(alone), "is not whole on", missing, "copy the run's folders of all nodes")
     for folder in folders[1:]:
         shutil.copytree(folder, together, dirs_exist_ok=True)
-    assert_ok(train(alone))
+    resumed = train(alone)
+    assert_ok(resumed)
+    assert "note: saved dp x 3 -> resuming dp x 1: resharding; the folder keeps" in resumed.stdout
     job = {"nodes": nodes, "arguments": settings(both)}
     heavy_pool().call("tests.e2e.node_cases:on_each_node", job, num_processes=3)
 

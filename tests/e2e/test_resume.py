@@ -180,23 +180,6 @@ def as_of_step_10(whole: Path, output_dir: Path) -> Path:
     return run_dir
 
 
-def test_a_run_goes_on_under_another_strategy_on_fewer_processes(uninterrupted, tmp_path):
-    """How exactly, tests/parity/test_resharding.py shows; here dropout's masks are others."""
-    whole = uninterrupted("zero2")
-    run_dir = as_of_step_10(whole, tmp_path / "runs")
-    values = values_for("zero2", tmp_path / "runs", batch_size=GLOBAL_BATCH, resume="auto")
-    resumed = train({**values, "strategy": "dp"})
-    assert_ok(resumed)
-    kept = "resharding; the folder keeps its name"
-    assert f"note: saved zero2 x 2 -> resuming dp x 1: {kept}\n" in resumed.stdout
-    record, before = load_record(run_dir), load_record(whole)
-    assert (record["status"], record["world_size"]) == ("ok", 1)
-    assert record["loss_curve"][:10] == before["loss_curve"][:10]
-    for ours, theirs in zip(record["evaluations"], before["evaluations"], strict=True):
-        assert ours["step"] == theirs["step"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
-
-
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
     """The uninterrupted run's folder, as it was when it had saved step 10, and resumed there."""
