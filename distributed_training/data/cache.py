@@ -7,6 +7,7 @@ and whether a text or a line is a sample. While it is filled it is called <name>
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,8 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +24,10 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from distributed_training.data.corpus import Corpus, Source
+from distributed_training.data.corpus import Corpus, Source, fingerprint
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32, publish
 
@@ -46,10 +49,10 @@ class Tokens(NamedTuple):
     loss_mask: np.ndarray | None = None  # whether each id is learnt; None: all are
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) -> Path:
+def tokenise(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Path:
     """The folder below `cache_dir` with the ids of `corpus`; of several processes one fills it and
     the others wait. Raises UserError for texts that cannot be read, or a disk that is full."""
-    settings = [_VERSION, corpus.fingerprint, tokenizer.fingerprint, pack]
+    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, config.pack]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if is_whole(folder):  # so that a cache that is there may be read-only
         return folder
@@ -59,7 +62,7 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, pack: bool, cache_dir: Path) 
             if not is_whole(folder):
                 if folder.is_dir():
                     logger.warning("rebuilding the token cache %s, which is damaged", folder)
-                _fill(folder, corpus, tokenizer, by_line=not pack)
+                _fill(folder, corpus, tokenizer, config)
     except OSError as error:
         what = f"the token cache {cache_dir} cannot be written"
         raise UserError(what, str(error), "set output_dir elsewhere") from None
@@ -96,53 +99,48 @@ def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
     return meta["form"], splits
 
 
-def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, by_line: bool) -> None:
-    splits = {"train": corpus.train}
-    if corpus.validation is not None:
-        splits["validation"] = corpus.validation
-    num_bytes = sum(source.num_bytes for source in splits.values())
+def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
+    num_bytes = sum(source.num_bytes for source in corpus.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, len(os.sched_getaffinity(0)))))
     if num_bytes > _LONG:
-        print(f"tokenising {corpus.name}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
+        print(f"tokenising {config.dataset}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
+    read = partial(Source.read, by_line=not config.pack, chat=tokenizer.chat)
     # All is parsed before anything is tokenised, which takes much longer.
-    sizes = []
-    for source in splits.values():
-        pieces = source.read(by_line=by_line, chat=tokenizer.chat)
-        sizes.append(sum(len(piece.text) for piece in pieces))
+    sizes = [sum(len(piece.text) for piece in read(source)) for source in corpus.values()]
     if not sizes[0]:
-        raise UserError(f"dataset={corpus.name!r} contains no text")
+        raise UserError(f"dataset={config.dataset!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     building.mkdir()
     shown = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
+    dtypes = {}
     with tqdm(desc="tokenising", total=sum(sizes), **shown) as bar:
-        dtypes = {
-            split: _fill_split(building, split, source, tokenizer, by_line, bar)
-            for split, source in splits.items()
-        }
-    (building / _META).write_text(json.dumps({"form": corpus.train.form, "splits": dtypes}))
+        for split, source in corpus.items():
+            start = str(building / split)
+            dtypes[split] = _fill_split(start, read(source), source.has_answers, tokenizer, bar)
+    meta = {"form": corpus["train"].form, "splits": dtypes}
+    (building / _META).write_text(json.dumps(meta))
     (building / _CHECKSUM).write_bytes(_checksum(building))
     publish(building, folder)  # over one that was damaged, if any
 
 
 def _fill_split(
-    building: Path, split: str, source: Source, tokenizer: Tokenizer, by_line: bool, bar: tqdm
+    start: str, pieces: Iterator[Piece], has_answers: bool, tokenizer: Tokenizer, bar: tqdm
 ) -> dict[str, str]:
-    """Write a split; the type of each of its arrays."""
+    """Write files whose paths begin with `start`; the type of each one's numbers."""
     dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
-    if source.has_answers:
+    if has_answers:
         dtypes["loss_mask"] = "bool"
 
     def append(part: str, values: np.ndarray) -> None:
-        with (building / f"{split}-{part}.bin").open("ab") as file:
+        with open(f"{start}-{part}.bin", "ab") as file:
             file.write(values.astype(dtypes[part]).tobytes())
 
     append("starts", np.zeros(1))
     length = 0
-    templated = source.has_answers and tokenizer.chat is not None  # has its marks
+    templated = has_answers and tokenizer.chat is not None  # has its marks
     begin = [] if templated else tokenizer.bos_ids
     begins = True
-    pieces = source.read(by_line=by_line, chat=tokenizer.chat)
     for batch, encoded in _encode(tokenizer, _batches(pieces), templated):
         rows = []
         for piece, row in zip(batch, encoded, strict=True):
@@ -154,7 +152,7 @@ def _fill_split(
         length = ends[-1]
         append("starts", ends[[piece.ends for piece in batch]])
         append("ids", np.concatenate(rows))
-        if source.has_answers:
+        if has_answers:
             append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
         bar.update(sum(len(piece.text) for piece in batch))
     return dtypes
@@ -164,17 +162,14 @@ def _encode(
     tokenizer: Tokenizer, batches: Iterable[list[Piece]], marks: bool
 ) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
     """Each batch with the ids of its pieces; the next ones are in work meanwhile."""
-    queue = deque[tuple[list[Piece], Future]]()
+    encode = partial(tokenizer.encode_batch, marks=marks)
     with ThreadPoolExecutor(_AHEAD) as pool:
-        for batch in batches:
-            texts = [piece.text for piece in batch]
-            queue.append((batch, pool.submit(tokenizer.encode_batch, texts, marks=marks)))
-            if len(queue) > _AHEAD:
-                done, future = queue.popleft()
-                yield done, future.result()
+        work = ((batch, pool.submit(encode, [part.text for part in batch])) for batch in batches)
+        queue = deque(itertools.islice(work, _AHEAD))
         while queue:
-            done, future = queue.popleft()
-            yield done, future.result()
+            batch, future = queue.popleft()
+            queue.extend(itertools.islice(work, 1))
+            yield batch, future.result()
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

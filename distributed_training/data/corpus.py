@@ -9,7 +9,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from distributed_training.data import files as on_disk
@@ -75,49 +75,49 @@ class Source:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Corpus:
-    """Texts with their split. `validation` is None when the source has no split of its own."""
+# By split: "train", and "validation" where there is one of its own.
+Corpus = dict[str, Source]
 
-    name: str
-    train: Source
-    validation: Source | None = None
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over all contents and the split, for which all is read."""
-        parts = [part.digest() if part else "" for part in (self.train, self.validation)]
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+def fingerprint(corpus: Corpus) -> str:
+    """SHA-256 over all contents and the split, for which all is read."""
+    splits = ("train", "validation")
+    digests = [corpus[split].digest() if split in corpus else "" for split in splits]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def read_corpus(dataset: str, validation: str | None = None) -> Corpus:
     """Find a resolved `dataset`, and another for validation; the texts are read later. Raises
     UserError for one that is missing, empty or of an unsupported kind."""
     corpus = _find_corpus(dataset, "dataset")
-    if validation is None:
-        return corpus
-    own = _find_corpus(validation, "validation_dataset")
-    return replace(corpus, validation=own.validation or own.train)
+    if validation is not None:
+        own = _find_corpus(validation, "validation_dataset")
+        corpus["validation"] = own.get("validation", own["train"])
+    return corpus
 
 
 def _find_corpus(dataset: str, key: str) -> Corpus:
+    what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
-        return Corpus(name=dataset, train=Source(form=RUNNING, texts=tuple(texts)))
+        return {"train": Source(form=RUNNING, texts=tuple(texts))}
     if dataset == WIKITEXT:
         try:
             parquet = hub.fetch_wikitext()
         except OSError as error:
             raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
-        splits = {}
+        corpus = {}
         for split, path in parquet.items():
-            texts = split_articles(row["text"] for _, row in on_disk.read_records(path))
-            splits[split] = Source(form=RUNNING, texts=tuple(texts))
-        return Corpus(name=WIKITEXT, **splits)
+            articles = split_articles(row["text"] for _, row in on_disk.read_records(path))
+            corpus[split] = Source(form=RUNNING, texts=tuple(articles))
+        return corpus
     if is_hub_name(dataset):
-        return _read_from_hub(key, dataset)
-    path = Path(dataset)
-    return Corpus(name=str(path), train=_find_source(path, f"{key}={str(path)!r}"))
+        splits = hub.ask_for_dataset(key, dataset, download=True)
+        if "train" not in splits:
+            raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
+        used = [split for split in ("train", "validation") if split in splits]
+        return {split: _find_form(tuple(splits[split]), what) for split in used}
+    return {"train": _find_source(Path(dataset), what)}
 
 
 def is_hub_name(dataset: str) -> bool:
@@ -125,16 +125,6 @@ def is_hub_name(dataset: str) -> bool:
     is_file = Path(dataset).suffix in (*TEXT_KINDS, *RECORD_KINDS)
     named = _HUB_NAME.fullmatch(dataset) is not None and not is_file
     return named and not Path(dataset).exists()
-
-
-def _read_from_hub(key: str, dataset: str) -> Corpus:
-    splits = hub.ask_for_dataset(key, dataset, download=True)
-    what = f"{key}={dataset!r}"
-    if "train" not in splits:
-        raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
-    used = {split: splits[split] for split in ("train", "validation") if split in splits}
-    found = {split: _find_form(tuple(files), what) for split, files in used.items()}
-    return Corpus(name=dataset, **found)
 
 
 def _find_source(path: Path, what: str) -> Source:

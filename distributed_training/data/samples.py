@@ -99,16 +99,15 @@ class StepBatch:
 
 def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
     """Tokenise (or find in `cache_dir`) and cut into samples; UserError where text is too short."""
-    folder = tokenise(corpus, tokenizer, config.pack, cache_dir)
-    return cut_samples(folder, corpus.name, tokenizer.eos_id, config)
+    return cut_samples(tokenise(corpus, tokenizer, config, cache_dir), tokenizer, config)
 
 
-def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> Data:
-    """The samples of a folder of the cache; UserError where the text, called `name`, is too short
-    or has fewer samples than asked for."""
+def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
+    """The samples of a folder of the cache; UserError where the text is too short or has fewer
+    samples than asked for."""
     form, splits = load_tokens(folder)
     seq_len = config.max_length
-    train, *rest = (_cut(tokens, config, padding_id) for tokens in splits.values())
+    train, *rest = (_cut(tokens, config, tokenizer.eos_id) for tokens in splits.values())
     if rest:
         validation = rest[0]
     else:
@@ -116,10 +115,10 @@ def cut_samples(folder: Path, name: str, padding_id: int, config: RunConfig) -> 
         validation = train.take(num_left, len(train))
         train = train.take(0, num_left)
     counts = f"{len(train)} for training and {len(validation)} for validation"
-    why = f"cut into samples of {seq_len} tokens, {name!r} gives {counts}"
+    why = f"cut into samples of {seq_len} tokens, {config.dataset!r} gives {counts}"
     if len(train) == 0 or len(validation) == 0:
         own = config.validation_dataset if len(train) else None
-        what = f"validation_dataset={own!r}" if own else f"dataset={name!r}"
+        what = f"validation_dataset={own!r}" if own else f"dataset={config.dataset!r}"
         raise UserError(f"{what} is too short", why, "use a longer text or a smaller max_length")
     asked = config.num_samples
     wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked

@@ -30,7 +30,7 @@ def peek_data(plan: Plan) -> Data | None:
     if on_hub:
         return None
     corpus = read_corpus(config.dataset, config.validation_dataset)
-    if sum(part.num_bytes for part in (corpus.train, corpus.validation) if part) > QUICKLY_CUT:
+    if sum(source.num_bytes for source in corpus.values()) > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as folder:
         return prepare_data(corpus, tokenizer, config, Path(folder))
@@ -48,9 +48,7 @@ def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
     tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"
     if plan.cache and is_whole(cache_dir / plan.cache):
-        folder = cache_dir / plan.cache
-        padding_id = tokenizer.eos_id
-        return cut_samples(folder, config.dataset, padding_id, config), tokenizer
+        return cut_samples(cache_dir / plan.cache, tokenizer, config), tokenizer
     corpus = read_corpus(config.dataset, config.validation_dataset)
     return prepare_data(corpus, tokenizer, config, cache_dir), tokenizer
 

@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import hub
-from distributed_training.data.corpus import Corpus, Source, read_corpus
+from distributed_training.data.corpus import Source, fingerprint, read_corpus
 from distributed_training.data.pieces import RUNNING, TEXT
 from tests.support import refused
 
@@ -45,9 +45,10 @@ def write(path, *lines):
 def test_text_file_is_one_text(tmp_path):
     path = write(tmp_path / "a.txt", "one", "", "two ä ☃")
     corpus = read_corpus(path)
-    assert texts_of(corpus.train) == ["one\n\ntwo ä ☃"]
-    assert texts_of(corpus.train, by_line=True) == ["one", "two ä ☃"]
-    assert (corpus.name, corpus.validation, corpus.train.form) == (path, None, RUNNING)
+    assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]
+    assert texts_of(corpus["train"], by_line=True) == ["one", "two ä ☃"]
+    assert list(corpus) == ["train"]
+    assert corpus["train"].form == RUNNING
 
 
 def test_jsonl_gives_its_records(tmp_path):
@@ -56,8 +57,8 @@ def test_jsonl_gives_its_records(tmp_path):
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
     corpus = read_corpus(str(tmp_path / "a.jsonl"))
     texts = ["1\n2", "☃\u2028b\x85"]
-    assert texts_of(corpus.train) == texts_of(corpus.train, by_line=True) == texts
-    assert corpus.train.form == TEXT
+    assert texts_of(corpus["train"]) == texts_of(corpus["train"], by_line=True) == texts
+    assert corpus["train"].form == TEXT
 
 
 def test_folder_is_read_in_the_order_of_its_names(tmp_path):
@@ -68,7 +69,7 @@ def test_folder_is_read_in_the_order_of_its_names(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, name)
     write(tmp_path / "blank.txt", " ")
-    assert texts_of(read_corpus(str(tmp_path)).train) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
+    assert texts_of(read_corpus(str(tmp_path))["train"]) == ["a.txt", "ab.md", "b.txt", "sub/c.txt"]
 
 
 LATIN = '{"text": "café"}'.encode("latin-1")
@@ -89,7 +90,7 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with refused(str(tmp_path), *words):
-        texts_of(read_corpus(str(tmp_path)).train)
+        texts_of(read_corpus(str(tmp_path))["train"])
 
 
 def test_unusable_path_is_refused(tmp_path):
@@ -108,17 +109,17 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
         pyarrow.parquet.write_table(pyarrow.table({"text": rows}), files[split])
     monkeypatch.setattr(hub, "fetch_wikitext", lambda: files)
     corpus = read_corpus("wikitext-2")
-    assert corpus.train.form == RUNNING
-    intro, *articles = texts_of(corpus.train)
+    assert corpus["train"].form == RUNNING
+    intro, *articles = texts_of(corpus["train"])
     assert intro == "intro \n"
     assert [article.split(" = ")[1] for article in articles] == ["Robert Boulter", "Du Fu"]
     assert "".join(articles) == "".join(ROWS)
-    assert texts_of(corpus.validation) == []
+    assert texts_of(corpus["validation"]) == []
 
 
 def test_embedded_corpora_are_this_pythons_own():
     """No installed package and no test: otherwise machines with the same Python would differ."""
-    texts = texts_of(read_corpus("embedded").train)
+    texts = texts_of(read_corpus("embedded")["train"])
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "argparse.py").read_text() in texts
@@ -127,7 +128,7 @@ def test_embedded_corpora_are_this_pythons_own():
         files = sorted(file for file in root.glob(f"{folder}/*.py") if file.stat().st_size > 999)
         for file in files[:5]:
             assert file.read_text(encoding="utf-8", errors="replace") not in texts
-    lines = "".join(texts_of(read_corpus("embedded-prose").train)).splitlines()
+    lines = "".join(texts_of(read_corpus("embedded-prose")["train"])).splitlines()
     assert sum(map(len, lines)) > 200_000
     assert len(lines) == len(set(lines)), "what validates would be in what trains"
     assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
@@ -137,8 +138,10 @@ def test_embedded_corpora_are_this_pythons_own():
 
 def test_fingerprint_is_of_texts_split_and_form(tmp_path):
     def corpus_of(train, validation=None, form=RUNNING):
-        held_out = validation and Source(form=RUNNING, texts=validation)
-        return Corpus(name="", train=Source(form=form, texts=train), validation=held_out)
+        corpus = {"train": Source(form=form, texts=train)}
+        return corpus | (
+            {"validation": Source(form=RUNNING, texts=validation)} if validation else {}
+        )
 
     corpora = [
         corpus_of(("a", "b"), ("c",)),
@@ -149,6 +152,6 @@ def test_fingerprint_is_of_texts_split_and_form(tmp_path):
         corpus_of(("a", "b"), ("c",), form=TEXT),
         *(read_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
     ]
-    assert len({corpus.fingerprint for corpus in corpora}) == len(corpora)
+    assert len({*map(fingerprint, corpora)}) == len(corpora)
     again = read_corpus(write(tmp_path / "same.md", "one"))
-    assert again.fingerprint == corpora[-2].fingerprint
+    assert fingerprint(again) == fingerprint(corpora[-2])

@@ -77,7 +77,7 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
     rows = [{"prompt": f'"{n}" + 1,\n=', "completion": f" {n + 1} ä"} for n in range(5)]
     for name in ("a.parquet", "b.csv", "c.jsonl"):
         write_rows(tmp_path / name, rows)
-    source = read_corpus(str(tmp_path)).train
+    source = read_corpus(str(tmp_path))["train"]
     assert source.form == PROMPT
     expected = [[(row["prompt"], False), (row["completion"], True)] for row in rows]
     found = [(piece.text, piece.in_loss) for piece in source.read(by_line=False)]
@@ -100,7 +100,7 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
 def test_records_that_cannot_be_used_say_why(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with refused(f"{name} ", words):
-        texts_of(read_corpus(str(tmp_path / name)).train)
+        texts_of(read_corpus(str(tmp_path / name))["train"])
 
 
 INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]", b"\n,,"]
@@ -138,7 +138,7 @@ def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
             if name == "plan.json":
                 load_plan(tmp_path)
             else:
-                texts_of(read_corpus(str(path)).train)
+                texts_of(read_corpus(str(path))["train"])
         except UserError as error:
             said.append(str(error))
     assert len(said) > 5

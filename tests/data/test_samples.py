@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from distributed_training.data.corpus import Corpus, Source, read_corpus
+from distributed_training.data.corpus import Source, read_corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import IGNORE_INDEX, prepare_data
 from distributed_training.data.tokenizer import Tokenizer
@@ -17,8 +17,8 @@ WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "calle
 
 def in_memory(train, validation=None):
     """A corpus of running text."""
-    held_out = None if validation is None else Source(form=RUNNING, texts=tuple(validation))
-    return Corpus(name="made", train=Source(form=RUNNING, texts=tuple(train)), validation=held_out)
+    texts = {"train": train} if validation is None else {"train": train, "validation": validation}
+    return {split: Source(form=RUNNING, texts=tuple(own)) for split, own in texts.items()}
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
@@ -33,7 +33,13 @@ def make_corpus(num_texts=12, validation=True, seed=0):
 
 
 def prepare(tmp_path, tokenizer, corpus=None, **config):
-    settings = {"max_length": 16, "num_samples": -1, "eval_samples": -1, **config}
+    settings = {
+        "dataset": "made",
+        "max_length": 16,
+        "num_samples": -1,
+        "eval_samples": -1,
+        **config,
+    }
     return prepare_data(corpus or make_corpus(), tokenizer, build_config(settings), tmp_path)
 
 
@@ -61,7 +67,7 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
 ):
     """What is not learnt is no target; the end of the samples is kept for validation."""
     corpus = make_corpus(validation=False)
-    texts = corpus.train.texts
+    texts = corpus["train"].texts
     if form == "prompt":
         corpus = jsonl(tmp_path, QUESTIONS)
         records = [[(row["prompt"], False), (row["completion"], True)] for row in QUESTIONS]

@@ -56,13 +56,13 @@ def write_text(file: Path, size: int) -> None:
 def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> None:
     """Print, as JSON, what preparing the text took; or, as each process of a run does, mapping the
     folder of the cache that is `known`."""
-    config = build_config({})
+    config = build_config({"dataset": file})
     tokenizer = Tokenizer(Path(tokenizer_dir))
     cache = Path(cache_dir)
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
     if known:
-        data = cut_samples(cache / known, file, tokenizer.eos_id, config)
+        data = cut_samples(cache / known, tokenizer, config)
     else:
         data = prepare_data(read_corpus(file), tokenizer, config, cache)
     found = {
