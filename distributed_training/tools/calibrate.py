@@ -5,7 +5,10 @@ GPUs are measured on rank 0 alone; processes that share a CPU measure all at onc
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ VALUES = 2**28  # of the tensors that element-wise kernels read
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
 LENGTH = 1024  # of the sequences that attention is measured on
+CALLS = 30  # of a part of a training
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 # Bytes of a collective's tensor: 16 KiB to 256 MiB, to 4 MiB.
 BYTES = {"cuda": [4**power for power in range(7, 15)], "cpu": [4**power for power in range(7, 12)]}
@@ -107,12 +111,23 @@ def launches(clock: Clock) -> dict[str, float]:
     return found
 
 
-def of_training(clock: Clock, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
+def in_step(call: Callable[[], Any]) -> float:
+    """Median of CALLS that all processes begin and end together, as the steps of a training."""
+    found = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        call()
+        dist.barrier()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
     that they mean by predict/kernels.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
-    seconds = _parts_of_a_step(clock, plan)
+    seconds = _parts_of_a_step(plan)
     # Each part takes arithmetic + bytes / rate; at one byte a second all else is next to nothing.
     measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
     work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
@@ -124,7 +139,7 @@ def of_training(clock: Clock, found: dict[str, Any], machine: Machine) -> dict[s
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
-def _parts_of_a_step(clock: Clock, plan: Plan) -> dict[str, float]:
+def _parts_of_a_step(plan: Plan) -> dict[str, float]:
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)
@@ -137,9 +152,9 @@ def _parts_of_a_step(clock: Clock, plan: Plan) -> dict[str, float]:
         optimizer.step()
 
     seconds = {
-        "model": clock.in_step(lambda: model(ids, ids).backward()),
-        "block": clock.in_step(lambda: block(hidden).backward(hidden.detach())),
-        "update": clock.in_step(update),
+        "model": in_step(lambda: model(ids, ids).backward()),
+        "block": in_step(lambda: block(hidden).backward(hidden.detach())),
+        "update": in_step(update),
     }
     # At least a tenth, should a busy machine have made blocks slow when they were alone.
     blocks = plan.size.num_layers * seconds["block"]
@@ -151,13 +166,14 @@ def calibrate(group: Group, budget_s: float = BUDGET_S) -> dict[str, Any]:
     """All figures of one process, and those of the group. Collective."""
     on_gpu = group.device.type == "cuda"
     process = group.process
+    together = Clock(group.device, True, budget_s)
     between = []
-    clock = Clock(group.device, not on_gpu and process.world_size > 1, budget_s)
     if process.world_size > 1:
-        between = time_group(clock, None, BYTES[group.device.type], COLLECTIVES)
+        between = time_group(together, None, BYTES[group.device.type], COLLECTIVES)
     if on_gpu and process.rank > 0:  # the others wait, so that rank 0 is measured alone
         dist.barrier()
         return {}
+    clock = replace(together, together=not on_gpu)
     found: dict[str, Any] = {
         "matrix_products": matrix_products(clock),
         "attention": [attention(clock)],
@@ -167,7 +183,7 @@ def calibrate(group: Group, budget_s: float = BUDGET_S) -> dict[str, Any]:
     if on_gpu:
         found["memory_bytes_per_s"] = memory_traffic(clock)
     else:
-        found |= of_training(clock, found, detect_machine())
+        found |= of_training(found, detect_machine())
     dist.barrier()
     return found
 

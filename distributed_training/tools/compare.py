@@ -29,7 +29,7 @@ from tqdm import tqdm
 from distributed_training.plan.machine import detect_machine
 from distributed_training.records import page
 from distributed_training.records.comparison import Comparison, Layout, differing
-from distributed_training.records.display import WIDTH, gib, short_path
+from distributed_training.records.display import NOT_MEASURED, WIDTH, short_path
 from distributed_training.records.record import (
     METRICS_FILE,
     RECORD_FILE,
@@ -39,12 +39,7 @@ from distributed_training.records.record import (
     plural,
     write_json,
 )
-from distributed_training.records.tables import (
-    layout_words,
-    measured_peak,
-    tokens_per_s,
-    validation_loss,
-)
+from distributed_training.records.tables import COLUMNS, layout_words
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
@@ -56,6 +51,7 @@ from distributed_training.settings.strategies import strategy_options
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 SIZE_OF_STEP = ("batch_size", "grad_accum_steps")  # work, though not marked as such
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
+SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
 PATIENCE_S = 30.0  # for a run that was told to stop
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
@@ -155,9 +151,8 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
         plan = read_plan(Path(expand_home("the plan", arguments.plan)))
         name = Path(arguments.plan).stem
     else:
-        names = [word.strip() for word in arguments.strategies.split(",")]
-        plan = {"runs": [{"strategy": each} for each in names]}
-        name = "-".join(names)
+        plan = {"runs": [{"strategy": word.strip()} for word in arguments.strategies.split(",")]}
+        name = "-".join(run["strategy"] for run in plan["runs"])
     common = always | by_name(plan.get("common", {}))
     layouts = [common | by_name(run) for run in plan["runs"]]
     typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
@@ -168,20 +163,18 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
     asked = str(arguments.num_gpus or plan.get("num_gpus", "all"))
     count = requested_processes(asked, detect_machine(), {})
     seeds = range(arguments.seeds)
-    runs = [with_seed(layout, more, build, count) for more in seeds for layout in layouts]
+    runs = [with_seed(layout, seed, build, count) for seed in seeds for layout in layouts]
     if len({run.values["seed"] for run in runs}) > 1:
         for each in runs:
             each.name += f", seed {each.values['seed']}"
     built = next((run.config for run in runs if run.config is not None), None)
     if built is None:
         raise UserError(runs[0].why if runs else "the plan has no runs")
-    command = [sys.executable, str(script)]
-    if arguments.max_restarts:
-        command.append(f"--max_restarts={arguments.max_restarts}")
+    options = {"max_restarts": arguments.max_restarts, "preset": arguments.preset}
+    more = [f"--{name}={value}" for name, value in options.items() if value]
+    command = [sys.executable, str(script), *more]
     if arguments.force:
         command.append("--force")
-    if arguments.preset is not None:
-        command.append(f"--preset={arguments.preset}")
     out = Path(built.output_dir) / f"compare-{name}-x{count}"
     if arguments.out:
         out = Path(expand_home("--out", arguments.out))
@@ -281,12 +274,11 @@ def launch(wanted: Wanted, run: Run) -> None:
     # The line in which a run says why it did not start, else its last one.
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = (errors or lines or [f"exit code {code}"])[-1]
-    new = set(folder.glob(RECORDS)) - before
-    if not new:
+    for path in set(folder.glob(RECORDS)) - before:
+        run.record = load_record(path)
+    if run.record is None:
         run.why = said
-        return
-    run.record = load_record(new.pop())
-    if run.record.status != "ok":
+    elif run.record.status != "ok":
         run.why = f"{run.record.status}: {run.record.error or said}"
 
 
@@ -303,12 +295,8 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
     values["loss_seconds"] = [round(seconds, 4) for seconds in ends]
     run.record = Record.model_validate(values)
     write_json(record_path(record, out), values)
-    parts = [f"peak {gib(measured_peak(record))}"]
-    if (speed := tokens_per_s(record)) is not None:
-        parts.insert(0, f"{speed:,.0f} tokens/s")
-    if (loss := validation_loss(record)) is not None:
-        parts.append(f"validation loss {loss:.4f}")
-    return ", ".join(parts)
+    cells = {name: COLUMNS[name](record) for name in SAID}
+    return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOT_MEASURED)
 
 
 def wait_for(command: Sequence[str], log: Any) -> int:

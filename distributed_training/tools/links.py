@@ -63,9 +63,8 @@ def time_group(
     found = []
     for num_bytes in sizes:
         calls = _calls(clock.device, group, ranks, num_bytes)
-        own = {kind: clock.seconds(calls[kind], together=True) for kind in kinds}
-        every = gather(own)
-        seconds = {kind: max(each[kind] for each in every) for kind in own}
+        every = gather({kind: clock.seconds(calls[kind]) for kind in kinds})
+        seconds = {kind: max(each[kind] for each in every) for kind in kinds}
         if "send" in seconds:
             seconds["send"] /= 2  # there and back
         found.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
@@ -155,7 +154,7 @@ def measure(group: Group, axes: dict[str, int], largest: int, budget_s: float) -
     if len(groups) > 1:
         groups["all"] = None
     sizes = [4**power for power in range(5, 30) if 4**power <= largest]
-    clock = Clock(group.device, budget_s=budget_s)
+    clock = Clock(group.device, True, budget_s)
     found = {}
     for axis, members in groups.items():
         entries = time_group(clock, members, sizes, TURNS)
@@ -187,13 +186,11 @@ def draw(groups: dict[str, Any], path: Path) -> None:
     for axes, kind in zip(panels.flat, TURNS, strict=True):
         for index, (axis, found) in enumerate(groups.items()):
             points = found["operations"][kind]["points"]
-            label = f"{axis}, {found['members']} processes"
+            curves: list[Any] = []
             for what, style in (("seconds", "o"), ("fitted_s", "-"), ("ring_s", ":")):
-                axes.loglog(
-                    [point["bytes"] for point in points], [point[what] for point in points],
-                    style, color=f"C{index}", markersize=4, linewidth=1.2,
-                    label=label if what == "seconds" else None,
-                )  # fmt: skip
+                curves += [[p["bytes"] for p in points], [p[what] for p in points], style]
+            lines = axes.loglog(*curves, color=f"C{index}", markersize=4, linewidth=1.2)
+            lines[0].set_label(f"{axis}, {found['members']} processes")
         axes.set_title(kind.replace("_", "-"), fontsize=10)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
@@ -226,9 +223,8 @@ def main(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "links.json", record)
     draw(groups, folder / "links.png")
-    print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB;"
-          "\nfit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest"
-          " tensor\n")  # fmt: skip
+    print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB;")
+    print("fit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest tensor\n")
     print(table(groups))
     if process.world_size > process.local_world_size:
         slowest = min(group["operations"]["all_gather"]["bytes_per_s"] for group in groups.values())
@@ -269,38 +265,37 @@ def measure_links(group: Group) -> list[Link]:
     """All links, on every rank: two processes at a time send each other a tensor while the others
     wait. Collective."""
     hosts = gather(platform.node())
-    clock = Clock(group.device, budget_s=ROUND_S)
+    clock = Clock(group.device, True, ROUND_S)
     sizes = SIZES[group.device.type]
     found = []
-    for ranks in pairs(group.process.world_size):
-        rounds = [time_group(clock, None, sizes, ("send",), ranks) for _ in range(ROUNDS)]
+    for one, other in pairs(group.process.world_size):
+        rounds = [time_group(clock, None, sizes, ("send",), (one, other)) for _ in range(ROUNDS)]
         latency, seconds = (
             min(entry["seconds"]["send"] for entry in entries)
             for entries in zip(*rounds, strict=True)
         )
-        ends = (hosts[ranks[0]], hosts[ranks[1]])
+        ends = (hosts[one], hosts[other])
         rate = sizes[1] / seconds
-        found.append(Link(ranks=ranks, hosts=ends, latency_s=latency, bytes_per_s=rate))
+        found.append(Link(ranks=(one, other), hosts=ends, latency_s=latency, bytes_per_s=rate))
     return found
 
 
 def describe(links: Sequence[Link]) -> str:
     """The links by kind, and what is slow among its kind."""
-    lines = []
-    slow = []
     kinds: dict[str, list[Link]] = {}
     for link in links:
-        kind = "in a node" if link.hosts[0] == link.hosts[1] else "between nodes"
+        kind = "in a node" if len(set(link.hosts)) == 1 else "between nodes"
         kinds.setdefault(kind, []).append(link)
+    lines = []
+    slow = []
     for kind, alike in kinds.items():
         latency = min(link.latency_s for link in alike)
         rate = max(link.bytes_per_s for link in alike)
-        best = f"{1e6 * latency:,.0f} us, {rate / 1e9:.2f} GB/s"
-        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {best}")
+        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {_speeds(latency, rate)}")
         for link in alike:
             ends = zip(link.ranks, link.hosts, strict=True)
             both = " - ".join(f"{rank} ({host})" for rank, host in ends)
-            found = f"{1e6 * link.latency_s:,.0f} us, {link.bytes_per_s / 1e9:.2f} GB/s"
+            found = _speeds(link.latency_s, link.bytes_per_s)
             late = link.latency_s / latency
             thin = rate / link.bytes_per_s
             if thin > SLOW_RATE or late > SLOW_LATENCY:
@@ -312,6 +307,10 @@ def describe(links: Sequence[Link]) -> str:
         ranks = " and ".join(map(str, sorted(common)))
         lines.append(f"all slow links end at rank {ranks}: {FIX}")
     return "\n".join(lines)
+
+
+def _speeds(latency_s: float, bytes_per_s: float) -> str:
+    return f"{1e6 * latency_s:,.0f} us, {bytes_per_s / 1e9:.2f} GB/s"
 
 
 def check_nodes() -> int:

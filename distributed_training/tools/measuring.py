@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from distributed_training.run.process import Process, current_process, single_pr
 from distributed_training.settings.config import RENDEZVOUS_S
 
 BUDGET_S = 0.15  # for one figure
-CALLS = 30  # of a part of a training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +50,7 @@ class Clock:
     """Seconds of a call on a device."""
 
     device: torch.device
-    crowded: bool = False  # all processes make every call together, as they share the cores
+    together: bool = False  # all processes take part in every call, and make equally many
     budget_s: float = BUDGET_S  # for one figure
 
     def wait(self) -> None:
@@ -60,13 +58,12 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, call: Callable[[], Any], *, together: bool = False) -> float:
-        """Of one call, the mean of as many as the budget allows. `together`: the same number on
-        all ranks, which take part in it."""
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Of one call, the mean of as many as the budget allows."""
         for _ in range(3):
             call()
         once = torch.tensor(self._time(call, 1), dtype=torch.float64)
-        if together or self.crowded:
+        if self.together:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
         return self._time(call, max(3, min(200, int(self.budget_s / float(once)))))
 
@@ -77,14 +74,3 @@ class Clock:
             call()
         self.wait()
         return (time.perf_counter() - start) / count
-
-    def in_step(self, call: Callable[[], Any]) -> float:
-        """Median of CALLS that all processes begin and end together, as the steps of a training."""
-        found = []
-        for _ in range(CALLS):
-            start = time.perf_counter()
-            call()
-            if self.crowded:
-                dist.barrier()
-            found.append(time.perf_counter() - start)
-        return statistics.median(found)

@@ -1,10 +1,4 @@
-"""What is done with a run's model afterwards: generate, export, push.
-
-python real_model_example.py generate runs/latest --prompt "Once upon a time"
-python real_model_example.py generate runs/latest                  line by line, until Ctrl-D
-python real_model_example.py export runs/latest --to folder
-python real_model_example.py push runs/latest user/name
-"""
+"""What is done with a run's model afterwards: generate, export, push."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.rates import cpu_rates, from_calibration, tiled
@@ -22,7 +21,7 @@ from tests.support import CPU_MACHINE
 def of_all(_arguments):
     """What one of several processes finds, in next to no time for each figure."""
     calibrate.TOKENS = {"cpu": 16}
-    measuring.CALLS = 2
+    calibrate.CALLS = 2
     with measuring.open_group() as group:
         return calibrate.calibrate(group, budget_s=0.0)
 
@@ -45,9 +44,8 @@ def test_two_processes_measure_at_once():
 def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
     """The laws turned around and back, where products do not take more than the whole."""
     seconds = iter((0.1, 0.03, 0.005))
-    monkeypatch.setattr(measuring.Clock, "in_step", lambda self, call: next(seconds))
-    clock = measuring.Clock(torch.device("cpu"))
-    own = calibrate.of_training(clock, CPU_CALIBRATION, CPU_MACHINE)
+    monkeypatch.setattr(calibrate, "in_step", lambda call: next(seconds))
+    own = calibrate.of_training(CPU_CALIBRATION, CPU_MACHINE)
     assert own["training_s"]["head"] == pytest.approx(0.1 - 2 * 0.03)
     rates = from_calibration({**CPU_CALIBRATION, **own}, cpu_rates(CPU_MACHINE.num_cpus, 1))
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
