@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import deepspeed
@@ -28,12 +27,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, parameter_groups
-from distributed_training.parallel import private
-from distributed_training.parallel.blocks import (
-    apply_checkpointing,
-    apply_chunked_loss,
-    apply_compile,
-)
+from distributed_training.parallel import blocks, private
 from distributed_training.parallel.graphs import to_device
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import Part, TensorFiles
@@ -65,10 +59,10 @@ class DeepSpeedEngine(base.Engine):
             name: (rows if name in tables else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
-        apply_checkpointing(model, config.activation_checkpointing)
-        apply_chunked_loss(model, config.loss_chunk_tokens, compiled=bool(config.compile))
+        blocks.apply_checkpointing(model, config.activation_checkpointing)
+        blocks.apply_chunked_loss(model, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
-            apply_compile(model, ends=False)
+            blocks.apply_compile(model, ends=False)
         if strategy.zero_stage == 3:
             # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
@@ -145,34 +139,30 @@ class DeepSpeedEngine(base.Engine):
             return held[group]
 
         kinds = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
-        for group, fragments in sorted(self._fragments().items()):
-            for fragment, kind in itertools.product(fragments, kinds):
-                yield self._part(kind, fragment, functools.partial(read, group))
+        for group in range(len(private.zero_partitions(self.optimizer))):
+            yield from self._parts(group, kinds, functools.partial(read, group))
 
-    def _fragments(self) -> dict[int, list[tuple[str, int, slice]]]:
-        """By group of the optimizer: a parameter, this rank's first element of it, and where in the
-        group's flat tensor these elements are, without padding."""
-        found: dict[int, list[tuple[str, int, slice]]] = {}
+    def _parts(
+        self, group: int, kinds: Iterable[str], held: Callable[[], dict[str, Any]]
+    ) -> Iterator[Part]:
+        """This rank's fragments, without padding, of the weights and moments of one group of the
+        optimizer, whose flat tensors `held` gives by kind."""
         for name, parameter in self.named.items():
             fragment = private.find_zero_fragment(self.optimizer, parameter)
-            if fragment is not None:
-                group, offset, start, count = fragment
-                count = max(0, min(count, math.prod(self.shapes[name]) - start))
-                found.setdefault(group, []).append((name, start, slice(offset, offset + count)))
-        return found
-
-    def _part(
-        self, kind: str, fragment: tuple[str, int, slice], held: Callable[[], dict[str, Any]]
-    ) -> Part:
-        """A fragment of the weights or of a moment, which `held` gives by kind."""
-        name, start, place = fragment
-        return Part(
-            name=f"{kind}/{name}", shape=self.shapes[name], start=(start,),
-            size=(place.stop - place.start,),
-            get=lambda: held()[kind][place], set=lambda new: held()[kind][place].copy_(new),
+            if fragment is None or fragment[0] != group:
+                continue
+            _, offset, start, count = fragment
+            count = max(0, min(count, math.prod(self.shapes[name]) - start))
+            place = slice(offset, offset + count)
             # The last stage's copy of a tied embedding is the first one's.
-            writes=name not in self.copied or self.topology.pp_rank == 0,
-        )  # fmt: skip
+            writes = name not in self.copied or self.topology.pp_rank == 0
+            for kind in kinds:
+                yield Part(
+                    name=f"{kind}/{name}", shape=self.shapes[name], start=(start,), size=(count,),
+                    get=lambda kind=kind, place=place: held()[kind][place],
+                    set=lambda new, kind=kind, place=place: held()[kind][place].copy_(new),
+                    writes=writes,
+                )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
         adam = self.optimizer.optimizer
@@ -189,7 +179,6 @@ class DeepSpeedEngine(base.Engine):
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
-        fragments = self._fragments()
         steps = int(counters["adam_steps"])
         on_host = self.plan.strategy.steps_on_host
         with private.writing_zero(self.optimizer):
@@ -204,8 +193,7 @@ class DeepSpeedEngine(base.Engine):
                         if moment not in state:
                             state[moment] = torch.zeros_like(flat)
                         held |= {moment: state[moment].zero_()} if steps else {}
-                    for fragment, kind in itertools.product(fragments.get(group, ()), held):
-                        part = self._part(kind, fragment, lambda held=held: held)
+                    for part in self._parts(group, held, lambda held=held: held):
                         part.set(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]

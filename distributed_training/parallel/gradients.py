@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from distributed_training.parallel.private import foreach_norm
+from distributed_training.parallel.private import foreach_mul, foreach_norm
 from distributed_training.plan.topology import Topology
 
 
@@ -66,18 +66,19 @@ def global_norm(
     each = torch.stack(norms)
     if topology.world_size == topology.dp_replicate and not isinstance(parameters[0].grad, DTensor):
         return torch.linalg.vector_norm(each), each
-    alike: dict[int, list[torch.Tensor]] = {}
-    for parameter, norm in zip(parameters, norms, strict=True):
-        gradient = parameter.grad
-        num_parts = 1  # different ones, over the ranks of the stage
-        if isinstance(gradient, DTensor):
-            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-            num_parts = math.prod(size for size, place in sizes if not place.is_replicate())
-        if parameter not in counted_elsewhere:
-            alike.setdefault(num_parts, []).append(norm)
-    total = torch.zeros((), device=topology.device)
     per_stage = topology.world_size // topology.pp
-    for num_parts, parts in alike.items():
-        total += torch.linalg.vector_norm(torch.stack(parts)).square() / (per_stage // num_parts)
+    shares = [
+        0.0 if parameter in counted_elsewhere else _num_parts(parameter.grad) / per_stage
+        for parameter in parameters
+    ]
+    total = torch.stack(foreach_mul(foreach_mul(norms, norms), shares)).sum()
     dist.all_reduce(total)
     return total.sqrt(), each
+
+
+def _num_parts(gradient: Any) -> int:
+    """How many ranks of a stage hold different ones."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, place in sizes if not place.is_replicate())

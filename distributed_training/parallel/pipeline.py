@@ -78,10 +78,9 @@ class Pipeline:
             wrapped[-1].other = other
         kind = RUN_BY[config.pipeline_schedule]
         order = dict[str, Any]()
-        if issubclass(kind, GivenOrder):
+        if kind is GivenOrder:
             order["orders"] = find_orders(plan)
-        if plan.schedule.searched:
-            order["spans"] = expect_spans(plan)
+            order["spans"] = expect_spans(plan) if plan.schedule.searched else None
         self.schedule = kind(
             wrapped[0] if issubclass(kind, PipelineScheduleSingle) else wrapped,
             n_microbatches=plan.batch.num_microbatches,

@@ -30,6 +30,7 @@ from distributed_training.predict.orders import Operation, Order
 
 # Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
 foreach_copy_ = torch._foreach_copy_
+foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 # What scaled_dot_product_attention dispatches to.
