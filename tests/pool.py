@@ -73,19 +73,18 @@ class Pool:
 
         Raises RuntimeError with the output of every rank when one fails or the time is over.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
-            job = {"function": function, "environment": environment, "launched": True}
-            job["grace_s"] = grace_s
-            codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
-            if -signal.SIGSEGV in codes:
-                # Seen once in two runs of the whole suite, inside gloo; none of our code is native.
-                warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
-                codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
-            if any(codes):
-                said = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
-                raise RuntimeError(f"{function}: exit codes {codes}\n{said[-6000:]}")
-            return pickle.loads((Path(folder) / "result").read_bytes())
+        job = {"function": function, "environment": environment, "launched": True}
+        job["grace_s"] = grace_s
+        given = pickle.dumps(arguments)
+        codes, ranks, result = self._run(job, num_processes, limit_s, given)
+        if -signal.SIGSEGV in codes:
+            # Seen once in two runs of the whole suite, inside gloo; none of our code is native.
+            warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
+            codes, ranks, result = self._run(job, num_processes, limit_s, given)
+        if any(codes):
+            said = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
+            raise RuntimeError(f"{function}: exit codes {codes}\n{said[-6000:]}")
+        return pickle.loads(result)
 
     def script(
         self,
@@ -107,43 +106,39 @@ class Pool:
             "unset": list(unset),
             "launched": launched or num_processes > 1,
         }
-        with tempfile.TemporaryDirectory() as folder:
-            codes, ranks = self._run(job, Path(folder), num_processes, limit_s)
+        codes, ranks, _ = self._run(job, num_processes, limit_s)
         out, err = ("".join(texts) for texts in zip(*ranks, strict=True))
         code = next((code for code in codes if code), 0)
         return subprocess.CompletedProcess(job["argv"], code, out, err)
 
     def _run(
-        self, job: dict[str, Any], folder: Path, num_processes: int, limit_s: float
-    ) -> tuple[list[int], list[tuple[str, str]]]:
-        """Exit codes and outputs by rank."""
+        self, job: dict[str, Any], num_processes: int, limit_s: float, arguments: bytes = b""
+    ) -> tuple[list[int], list[list[str]], bytes]:
+        """Exit codes and outputs by rank, and rank 0's result."""
         if self.server is None or self.server.poll() is not None:
-            self._start()
-        assert self.server is not None
-        job |= {"folder": str(folder), "num_processes": num_processes, "limit_s": limit_s}
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the fork server ended with {self.server.wait()}")
-        codes = json.loads(answer)
-        ranks = [
-            tuple((folder / f"{stream}{rank}").read_text() for stream in ("out", "err"))
-            for rank in range(num_processes)
-        ]
-        return codes, ranks
-
-    def _start(self) -> None:
-        self.server = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool", *self.modules],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "tests.pool", *self.modules],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "arguments").write_bytes(arguments)
+            (folder / "result").touch()
+            job |= {"folder": name, "num_processes": num_processes, "limit_s": limit_s}
+            self.server.stdin.write(json.dumps(job) + "\n")
+            self.server.stdin.flush()
+            answer = self.server.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the fork server ended with {self.server.wait()}")
+            ranks = [
+                [(folder / f"{stream}{rank}").read_text() for stream in ("out", "err")]
+                for rank in range(num_processes)
+            ]
+            return json.loads(answer), ranks, (folder / "result").read_bytes()
 
 
 def serve(modules: Iterable[str]) -> None:

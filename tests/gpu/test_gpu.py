@@ -18,6 +18,7 @@ from tests.parity.support import (
     GLOBAL_BATCH,
     assert_equal_runs,
     assert_resumes,
+    assert_same_bits,
     cut,
     run_cases,
     split,
@@ -113,15 +114,6 @@ def exactly(count):
     """Environment of runs with GPU kernels that always sum in one order, on the first GPUs."""
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(VISIBLE.split(",")[:count])}
     return {**gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
-
-def assert_same_bits(found, expected):
-    assert found["losses"] == expected["losses"]
-    assert found["grad_norms"] == expected["grad_norms"]
-    assert found["evaluation"] == expected["evaluation"]
-    assert torch.equal(found["logits"], expected["logits"])
-    for name, weight in expected["state"].items():
-        assert torch.equal(found["state"][name], weight), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

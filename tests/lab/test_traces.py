@@ -8,16 +8,8 @@ import pytest
 
 from distributed_training.settings.files import ROOT
 from distributed_training.tools.overlap import read_trace
-from results.lab.traces import (
-    FAILED,
-    NUM_TIMED,
-    runs_so_far,
-    summarise,
-    timeline,
-    without_first_step,
-)
+from results.lab.traces import FAILED, NUM_TIMED, summarise, timeline, without_first_step
 from tests.conftest import SMALL, assert_ok, heavy_pool
-from tests.support import refused
 from tests.tools.test_overlap import event
 
 
@@ -86,13 +78,6 @@ def test_runs_of_two_processes(tmp_path):
     assert runs["dp"]["ranks"][0]["operations"] == {"all-reduce": 1}
     assert runs["small buckets"]["ranks"][0]["operations"]["all-reduce"] > 4
     assert found["steps"]["timed"] == NUM_TIMED
-
-
-def test_a_file_of_another_plan_is_not_written_over(tmp_path):
-    file = tmp_path / "overlap.json"
-    file.write_text(json.dumps({"plan": {"runs": {}}, "runs": {}}))
-    with refused("of another plan"):
-        runs_so_far(file, {"runs": {"dp": {}}})
 
 
 @pytest.mark.parametrize("name", ["cpu-overlap", "h200-x4-overlap"])

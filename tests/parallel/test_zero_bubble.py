@@ -111,13 +111,3 @@ def test_a_loss_that_is_kept_holds_no_inputs_of_products():
     weights.take()()
     assert all(x() is None for x in inputs)
     assert loss.grad_fn is not None
-
-
-def test_an_evaluation_leaves_nothing_for_later():
-    model, (batch,) = build("gpt2"), micro_batches(1)
-    expected = model(*batch)
-    weights = WeightGradients(model, CPU, (1, 1))
-    with torch.no_grad():
-        assert torch.equal(model(*batch), expected)
-    weights.take()()
-    assert all(p.grad is None for p in model.parameters())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
-from tests.parity.support import DEEP, cut, run_cases
+from tests.parity.support import DEEP, assert_same_bits, cut, run_cases
 
 BLOCKS = 6
 CASES = {
@@ -35,15 +34,7 @@ def results():
 )
 def test_weights_are_the_same_bit_for_bit(ours, theirs):
     """Of two processes: a sum of two does not depend on where its parts lie in a bucket."""
-    found, wanted = results()[ours], results()[theirs]
-    for what in ("losses", "grad_norms", "evaluation"):
-        assert found[what] == wanted[what]
-    assert all(torch.equal(found["state"][name], wanted["state"][name]) for name in wanted["state"])
-
-
-def test_small_buckets_are_many():
-    count = {name: results()[name]["names"].count("gloo:all_reduce") for name in CASES}
-    assert count["dp, small buckets"] > count["dp"] + 4
+    assert_same_bits(results()[ours], results()[theirs])
 
 
 def gathered_while(ahead):
