@@ -208,11 +208,12 @@ def main(options: argparse.Namespace) -> int:
         groups = measure(group, axes, largest, options.seconds)
     if process.rank > 0:
         return 0
-    backend = "nccl" if group.device.type == "cuda" else "gloo"
+    on_gpu = group.device.type == "cuda"
+    backend = "nccl" if on_gpu else "gloo"
     record = {
         "what": "seconds of operations between processes, the slowest rank's",
         **provenance("python real_model_example.py links"),
-        "device": group.device_name,
+        "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
         "backend": backend,
         "world_size": process.world_size,
         "processes_a_node": process.local_world_size,

@@ -27,21 +27,16 @@ class Group:
     process: Process
     device: torch.device
 
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-
 
 @contextlib.contextmanager
-def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
-    """Join the process group that the launcher describes (a group of one without a launcher), with
-    so many of NCCL's channels for messages, or as many as it likes."""
+def open_group() -> Iterator[Group]:
+    """Join the process group that the launcher describes, or make one of this process alone."""
     process = current_process(os.environ) or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     store = rendezvous.meet(process, RENDEZVOUS_S)
     # Three minutes: another rank may have failed.
-    with process_group(device, store, minutes=3, p2p_channels=p2p_channels):
+    with process_group(device, store, minutes=3):
         yield Group(process=process, device=device)
 
 

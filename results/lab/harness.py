@@ -67,9 +67,9 @@ class Group(measuring.Group):
 
 
 @contextlib.contextmanager
-def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
+def open_group() -> Iterator[Group]:
     """`measuring.open_group`, with a folder."""
-    with measuring.open_group(p2p_channels) as group:
+    with measuring.open_group() as group:
         rank = group.process.rank
         folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
         try:
@@ -82,7 +82,10 @@ def open_group(p2p_channels: int | None = None) -> Iterator[Group]:
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
     """`open_group`, with as many of NCCL's channels for messages as trainings of `runs` have."""
     compressions = [run.get("gradient_compression", "none") for run in runs.values()]
-    return open_group(p2p_channels(*compressions) if runs else None)
+    channels = p2p_channels(*compressions) if runs else None
+    if channels is not None:
+        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(channels))
+    return open_group()
 
 
 class KeptTopology(Topology):
