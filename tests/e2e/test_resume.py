@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
@@ -94,15 +95,14 @@ def assert_same_run(actual: Path, expected: Path) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """strategy -> folder of a run that nobody stopped, with all its checkpoints."""
-    found: dict[str, Path] = {}
 
+    @functools.cache
     def run(strategy: str) -> Path:
-        if strategy not in found:
-            output_dir = tmp_path_factory.mktemp(f"whole-{strategy}")
-            values = values_for(strategy, output_dir, keep_checkpoints=100)
-            assert_ok(train(values, num_processes=processes_of(strategy)))
-            (found[strategy],) = run_folders(output_dir)
-        return found[strategy]
+        output_dir = tmp_path_factory.mktemp(f"whole-{strategy}")
+        values = values_for(strategy, output_dir, keep_checkpoints=100)
+        assert_ok(train(values, num_processes=processes_of(strategy)))
+        (run_dir,) = run_folders(output_dir)
+        return run_dir
 
     return run
 
@@ -167,24 +167,16 @@ def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
 
 
-def as_of_step_10(whole: Path, output_dir: Path) -> Path:
-    """A copy of a run's folder as it would be, had the run been stopped then."""
-    run_dir = output_dir / whole.name
-    shutil.copytree(whole, run_dir)
-    shutil.rmtree(run_dir / "hf")
-    for folder in (run_dir / "checkpoints").iterdir():
-        if folder.name > "step-00000010":
-            shutil.rmtree(folder)
-    record = {**load_record(run_dir), "status": "interrupted"}
-    (run_dir / "record.json").write_text(json.dumps(record))
-    return run_dir
-
-
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path):
     """The uninterrupted run's folder, as it was when it had saved step 10, and resumed there."""
     whole = uninterrupted(strategy)
-    run_dir = as_of_step_10(whole, tmp_path / "runs")
+    run_dir = tmp_path / "runs" / whole.name
+    shutil.copytree(whole, run_dir)
+    shutil.rmtree(run_dir / "hf")
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000015")
+    record = {**load_record(run_dir), "status": "interrupted"}
+    (run_dir / "record.json").write_text(json.dumps(record))
     resumed = train(values_for(strategy, tmp_path / "runs", resume="auto"), num_processes=2)
     assert_ok(resumed)
     assert "step-00000010" in resumed.stdout
@@ -195,14 +187,8 @@ def test_any_checkpoint_leads_to_the_same_end(strategy, uninterrupted, tmp_path)
 def test_deepspeeds_launcher_leaves_a_stopped_run_the_time_to_save(tmp_path):
     """It answers Ctrl-C with a second signal to its workers, which must not end them."""
     output_dir = tmp_path / "runs"
-    values = {
-        **VALUES,
-        "strategy": "zero2",
-        "num_samples": 1200,
-        "epochs": 20,
-        "max_steps": -1,
-        "output_dir": output_dir,
-    }
+    values = {**VALUES, "strategy": "zero2", "num_samples": 1200, "epochs": 20}
+    values |= {"max_steps": -1, "output_dir": output_dir}
     command = launcher_command("deepspeed", values)
     assert stop(command, output_dir, signal.SIGINT, after=EVERY) != 0
     (run_dir,) = run_folders(output_dir)

@@ -68,12 +68,10 @@ def run_dir(tmp_path_factory):
 
 
 def test_a_run_answers_a_prompt_and_lines(run_dir):
-    asked = command("generate", run_dir, "--prompt", "def ", "--num_tokens", 12)
-    assert_ok(asked)
+    words = ("--prompt", "def ", "--num_tokens", 12)
+    asked = command("generate", run_dir, *words)
     assert asked.stdout.startswith("def ")
-    assert len(asked.stdout) > len("def \n")
-    latest = run_dir.parent / "latest"
-    other = command("generate", latest, "--prompt", "def ", "--num_tokens", 12, "--seed", 1)
+    other = command("generate", run_dir.parent / "latest", *words, "--seed", 1)
     assert other.stdout != asked.stdout
     lines = subprocess.run(
         [sys.executable, str(SCRIPT), "generate", run_dir / "hf", "--num_tokens", "12"],

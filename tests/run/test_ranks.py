@@ -77,14 +77,12 @@ def test_signals_are_passed_on(signum, ranks, tmp_path):
     before = signal.getsignal(signum)
     threading.Thread(target=stop).start()
     ended = ranks(
-        "def leave(signum, _):\n"
-        "    (pathlib.Path(sys.argv[1]) / f'got-{rank}').write_text(str(signum))\n"
-        "    sys.exit(7)\n"
-        f"signal.signal({int(signum)}, leave)\n"
-        f"(pathlib.Path(sys.argv[1]) / f'ready-{{rank}}').touch()\n{WAIT}"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        f"signal.signal({int(signum)}, lambda *_: sys.exit((folder / f'got-{{rank}}').touch()))\n"
+        f"(folder / f'ready-{{rank}}').touch()\n{WAIT}"
     )
     assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
-    assert [(tmp_path / f"got-{rank}").read_text() for rank in (0, 1)] == [str(int(signum))] * 2
+    assert len(list(tmp_path.glob("got-*"))) == 2
     assert signal.getsignal(signum) == before
 
 

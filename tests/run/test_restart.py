@@ -65,29 +65,26 @@ def test_it_is_the_run_of_these_launchers(begun, tmp_path):
     asked = config_for(tmp_path)
     assert go_on(asked, AGENTS, 2) == (asked, [])
     older, _ = begun(2), begun(2, launchers=["a 100 9.5"])
-    (older.run_dir / "checkpoints/step-00000007").mkdir(parents=True)
+    saved = older.run_dir.resolve() / "checkpoints/step-00000007"
+    saved.mkdir(parents=True)
     assert go_on(asked, ["a 101 1.5"], 2) == go_on(asked, [], 2) == (asked, [])
     config, notes = go_on(asked, AGENTS[1:], 2)
-    saved = older.run_dir.resolve() / "checkpoints/step-00000007"
     assert config == asked.model_copy(update={"resume": str(saved)})
     assert notes == ["started again, from step-00000007"]
 
 
 def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
     """Resumed from the older of two checkpoints, and started again before and after a save."""
-    older, newer = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 5))
-    older.mkdir(parents=True)
-    newer.mkdir()
+    older, newer, saved = (tmp_path / f"checkpoints/step-0000000{step}" for step in (2, 5, 3))
+    (tmp_path / "checkpoints").mkdir()
     (tmp_path / "plan.json").touch()
     for folder in (older, newer):
+        folder.mkdir()
         os.utime(folder, (1, 1))
     plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
     assert started_again(plan) == (older, "started again, from step-00000002")
     newer.rmdir()
-    saved = tmp_path / "checkpoints/step-00000003"
     saved.mkdir()
-    assert started_again(plan)[0] == saved
-    plan.checkpoint = None
     assert started_again(plan)[0] == saved
 
 
