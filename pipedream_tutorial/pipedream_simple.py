@@ -439,7 +439,6 @@ def chosen() -> dict[str, Any] | None:
         return None
     try:
         config = parse_arguments(CONFIG, {key: RULES[key] for key in CONFIG}, "", script=__file__)
-        config["schedule"] = config["schedule"].lower()
         if config["schedule"] != "all":
             measure(config["schedule"], config)
     except (KeyError, ValueError):

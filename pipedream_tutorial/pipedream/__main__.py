@@ -21,7 +21,7 @@ from pipedream_simple import NOTES, number, percent, table_head, table_line
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
-from pipedream.errors import UserError, main_with_errors, nearest
+from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.ops import Schedule, save_csv
 from pipedream.simulate.comparison import (
@@ -61,10 +61,7 @@ CONFIG: dict[str, Any] = {
 }
 
 OWN_RULES = {
-    "schedule": Rule(
-        kind=str,
-        text=f"all, search, the path of a schedule's CSV, or one of {', '.join(SCHEDULES)}",
-    ),
+    "schedule": Rule(kind=str, choices=("all", "search", *SCHEDULES), or_file=".csv"),
     "memory": Rule(kind=int, none=True, low=1, high=512),
     "prove": Rule(kind=float, low=0, high=3600),
     "recompute": Rule(kind=Fraction, none=True, low=0, high=1),
@@ -82,7 +79,7 @@ EXTRA = {
 def main() -> None:
     about = str(__doc__).split("\n\n")[0]
     config = parse_arguments(CONFIG, RULES, about, script=__file__, extra=EXTRA)
-    name = config["schedule"] = known_schedule(config["schedule"])
+    name = config["schedule"]
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
     if name == "all":
         for option in EXTRA:
@@ -112,16 +109,6 @@ def main() -> None:
         gc.enable()
         print(flush=True)
         print_training(config)
-
-
-def known_schedule(name: str) -> str:
-    """ "all", a key of SCHEDULES (1F1B is 1f1b), or a CSV's path; UserError for anything else."""
-    names = ["all", "search", *SCHEDULES]
-    if name.lower() in names:
-        return name.lower()
-    if name.endswith(".csv") or Path(name).is_file():
-        return name
-    raise UserError(f"unknown schedule {name!r}", nearest(name, names))
 
 
 def export(row: Row, config: dict[str, Any]) -> None:

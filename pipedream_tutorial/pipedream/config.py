@@ -78,8 +78,9 @@ class Rule:
         if isinstance(found, str):
             # 1F1B is 1f1b
             found = {choice.lower(): choice for choice in self.choices}.get(found.lower(), found)
-            is_file = bool(self.or_file) and found.lower().endswith(self.or_file)
-            accepted = is_file or not self.choices or found in self.choices
+            accepted = not self.choices or found in self.choices
+            if self.or_file and not accepted:
+                accepted = found.lower().endswith(self.or_file) or Path(found).is_file()
         else:
             within = found is not None and self.low <= found <= self.high
             accepted = within and found > self.above

@@ -54,7 +54,9 @@ def run(tmp_path, copy):
         for name, text in scripts.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-        inherited = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+        inherited = {
+            k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")
+        }
         env = {**inherited, "PATH": str(tools), "PYTORCH_CPU_INDEX": "file:///nowhere", **more}
         done = subprocess.run(
             ["bash", str(copy / "run.sh"), *arguments],

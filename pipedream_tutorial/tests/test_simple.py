@@ -220,7 +220,7 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--set", "schedule=gpip"], "unknown schedule 'gpip'; did you mean 'gpipe'?"),
+        (["--set", "schedule=gpip"], "schedule=gpip is not accepted; did you mean 'gpipe'?"),
         (
             ["--set", "stage_scale=1,2"],
             "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1, "
