@@ -12,8 +12,7 @@ import torch
 from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
-from distributed_training.run import ending
-from distributed_training.run.ending import PATIENCE_S
+from distributed_training.run import ending, loop
 from distributed_training.run.loop import History, Trainer, learning_rate
 from distributed_training.run.saving import checkpoint
 from distributed_training.settings.config import build_config
@@ -67,7 +66,7 @@ class CountingEngine:
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def saved(monkeypatch):
     """Steps that are saved; nothing is written."""
     steps = []
@@ -98,7 +97,6 @@ def make_trainer(engine=None, **config):
     )
 
 
-@pytest.mark.usefixtures("saved")
 def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
     def finish(saver):
         saver.step = 4
@@ -118,7 +116,7 @@ def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to
     every, steps, monkeypatch
 ):
     """A kill between the two would lose for good what the record lacks."""
-    monkeypatch.setattr("distributed_training.run.loop.append_metrics", lambda *_: None)
+    monkeypatch.setattr(loop, "append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=every)
     trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
@@ -162,7 +160,9 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.parametrize(("seconds", "ended"), [(PATIENCE_S, False), (PATIENCE_S + 0.1, True)])
+@pytest.mark.parametrize(
+    ("seconds", "ended"), [(ending.PATIENCE_S, False), (ending.PATIENCE_S + 0.1, True)]
+)
 def test_a_signal_that_comes_later_ends_the_process(seconds, ended, monkeypatch):
     clock, raised = [1000.0], []
     monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -188,7 +188,6 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     assert history.best is None, "it is done again"
 
 
-@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize(
     ("losses", "steps"),
     [
@@ -210,11 +209,9 @@ def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(los
     assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # of their own steps
 
 
-@pytest.mark.usefixtures("saved")
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
     rows, batches = [], []
-    monkeypatch.setattr("distributed_training.run.loop.append_metrics",
-                        lambda _, new: rows.extend(new))  # fmt: skip
+    monkeypatch.setattr(loop, "append_metrics", lambda _, new: rows.extend(new))
     answers = [
         StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False),
         StepResult(torch.tensor(9.0), 2, None, True),

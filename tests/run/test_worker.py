@@ -110,22 +110,16 @@ def test_each_process_gets_a_device_or_is_refused(planned, seen, device, variabl
             worker.prepare(planned, PROCESS)
 
 
-def test_what_hinders_the_plan_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
-    values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)}
-    monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
-    sent, rank_0 = [], replace(PROCESS, rank=0)
-
-    def ask(mine):
-        sent.append(mine)
-        return [mine]
-
-    with refused("max_length=1025"):
-        worker.agree_on_plan(build_config({**values, "max_length": 1025}), rank_0, ask)
-
+def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(worker.plan_data, "cut_data", full)
+    monkeypatch.setattr(worker, "detect_machine", lambda: CPU_MACHINE)
+    sent = []
+    config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
     with refused("No space left on device; set output_dir elsewhere"):
-        worker.agree_on_plan(build_config(values), rank_0, ask)
-    assert [list(answer) for answer in sent if isinstance(answer, dict)] == [["error"], ["error"]]
+        worker.agree_on_plan(
+            config, replace(PROCESS, rank=0), lambda mine: sent.append(mine) or [mine]
+        )
+    assert list(sent[-1]) == ["error"]
